@@ -20,8 +20,8 @@ def bench(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: If the arguments name no loader, or there is nothing to compare it with.
-        KeyboardInterrupt: After a Ctrl-C, when the measurements so far are printed.
+        UsageError: If the arguments name no loader, or one that ``--vs`` cannot compare.
+        KeyboardInterrupt: After a Ctrl-C. The measurements so far are printed before.
     """
     make = find(options.target)
     loader = make_loader(make, options.target)
@@ -44,9 +44,9 @@ def bench(options: argparse.Namespace) -> None:
 def _compare(
     make: Callable[..., Any], loader: DataLoader[Any], options: argparse.Namespace
 ) -> KeyboardInterrupt | None:
-    """Run the loader and torch's in turns, each time a new one, and print both.
+    """Run the loader and torch's in turns, with new loaders in each round, and print the results.
 
-    Within a round, the two see the same state of the machine; which one comes first alternates.
+    Within a round, both see the same state of the machine. Which one runs first alternates.
     """
     measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
     interrupted = None
@@ -76,7 +76,7 @@ def _run(
 ) -> tuple[LoaderStats, KeyboardInterrupt | None]:
     interrupted = None
     with Run(loader, options.step_ms / 1e3) as run:
-        batches = run.batches()  # `stats` examines its workers, so it is kept until then
+        batches = run.batches()  # keeps the workers alive, which `stats` examines
         try:
             with Progress(name, options.batches, "batches") as progress:
                 for _ in itertools.islice(batches, options.batches):

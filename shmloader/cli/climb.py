@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# How much faster a setting with more workers, or more memory, has to be.
+# By which factor a setting with more workers, or a larger prefetch_factor, has to be faster.
 _GAIN = 1.03
 _MAX_PREFETCH = 16
 # A setting takes part in the comparison if its speed is a larger share than this of the best one.
@@ -31,7 +31,7 @@ class Setting(NamedTuple):
         return f"num_workers={self.num_workers}, prefetch_factor={self.prefetch_factor}"
 
 
-# No setting takes less. Nothing is loaded ahead, so it has no prefetch_factor.
+# The cheapest setting. Nothing is loaded ahead, so it has no prefetch_factor.
 IN_PROCESS = Setting(0, 0)
 
 
@@ -59,17 +59,18 @@ def climb(
 ) -> Iterator[tuple[Setting, Speed]]:
     """Go to a better neighbour until there is none. Yields the best so far after each measurement.
 
-    ``IN_PROCESS`` is measured once as well, but is neither a neighbour nor the best.
+    ``IN_PROCESS`` is measured once as well, but is never a neighbour, and never yielded.
 
     Args:
-        first: The setting to begin with, which has workers.
+        first: The setting to begin with. It has workers.
         measure: Measures a setting. Gets the setting, and the best speed so far.
         may_try: Returns whether a setting is within the limits.
     """
     known = {first: measure(first, None)}
     best = first
     yield best, known[best]
-    # The climb leaves it out: from a top at 0 it would not see that two workers do better than one.
+    # The climb leaves it out: if it is faster than one worker, the climb would stop there and
+    # never try two workers.
     known[IN_PROCESS] = measure(IN_PROCESS, known[best])
     yield best, known[best]
     while True:
@@ -86,7 +87,7 @@ def climb(
 
 
 def _is_better(one: Setting, other: Setting, known: dict[Setting, Speed]) -> bool:
-    """Whether a setting is better than another. A smaller one need not be faster."""
+    """Whether a setting is better than another. A cheaper one may even be a little slower."""
     gain = _GAIN if one > other else 1 / _GAIN
     return known[one].rate > known[other].rate * gain
 
@@ -106,7 +107,7 @@ def finalists(known: Mapping[Setting, Speed], best: Setting) -> list[Setting]:
     """Return the settings to compare, the cheapest first: at most four.
 
     Args:
-        known: What was measured.
+        known: The measured speeds.
         best: The best setting by these measurements.
     """
     near = [one for one in known if known[one].rate > _NEAR * known[best].rate]
@@ -121,7 +122,7 @@ class Comparison:
     Attributes:
         setting: The setting.
         cheaper: The cheaper one.
-        ratios: For each round, how many times as fast it was.
+        ratios: For each round, how many times as fast as the cheaper one the setting was.
     """
 
     setting: Setting
@@ -130,29 +131,29 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """How many times as fast it was, by the median."""
+        """The median of the ratios."""
         return statistics.median(self.ratios)
 
     @property
     def won(self) -> int:
-        """In how many rounds it was faster."""
+        """Number of rounds in which the setting was faster."""
         return sum(ratio > 1 for ratio in self.ratios)
 
     @property
     def is_faster(self) -> bool:
-        """Whether it is faster by more than the rounds differ."""
+        """Whether the setting is faster by more than the rounds differ."""
         spread = max(self.ratios) - min(self.ratios)
         return self.won == len(self.ratios) and self.gain - 1 > max(spread, _GAIN - 1)
 
     @property
     def outcome(self) -> str:
-        """Whether it is faster or slower, or neither for certain."""
+        """In words, whether the setting is faster, slower, or not certain to be faster."""
         if self.is_faster:
             return "faster"
         return "slower" if max(self.ratios) < 1 else "not certain to be faster"
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the comparison in words."""
         low, high = min(self.ratios), max(self.ratios)
         return (
             f"{self.setting} was {self.gain:.2f} times as fast ({low:.2f}–{high:.2f}) as "
@@ -164,11 +165,12 @@ def decide(rates: Mapping[Setting, Sequence[float]]) -> tuple[Setting, list[Comp
     """Choose a setting: the cheapest, or one that is faster by more than the rounds differ.
 
     Args:
-        rates: For each setting the batches per second of each round.
+        rates: For each setting, the batches per second of each round.
 
     Returns:
-        The setting, and the comparisons that led to it. Each setting is compared with the cheapest
-        one that no cheaper setting than itself has beaten.
+        The setting, and the comparisons that led to it. The cheapest setting is chosen first. The
+        others, in order of cost, are each compared with the chosen one, and replace it if they are
+        faster.
     """
     cheapest, *others = sorted(rates)
     comparisons = []

@@ -1,4 +1,4 @@
-"""What stands in the way of a user's loader in worker processes, and what memory it takes."""
+"""Finds what does not work in a loader's workers, and how much memory the loader takes."""
 
 import multiprocessing
 import threading
@@ -26,11 +26,11 @@ from shmloader.probing import probe
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.counting import estimate_objects
 
-#: From this many Python objects on, the report suggests to share the dataset.
+#: From this many Python objects on, the report suggests sharing the dataset.
 _MANY_OBJECTS = 100_000
 
 _METHODS = ("fork", "forkserver", "spawn")
-# How long the part that cannot be pickled is searched for.
+# The longest search for the part that cannot be pickled.
 _SEARCH_S = 10.0
 _PICKLED = ("forkserver", "spawn")
 _ROOT = Path("/")
@@ -42,13 +42,13 @@ class Problem:
 
     Attributes:
         path: The expression that leads to the part, such as ``dataset.connection``.
-        kind: The part's type.
+        kind: Name of the part's type.
         what: What goes wrong.
         remedy: What to do.
         methods: The start methods with which it goes wrong; "threads" stands for
             ``thread_pool=True``. Empty if it goes wrong with all of them.
-        is_certain: Whether it goes wrong, or only may.
-        matters: Whether it goes wrong with the loader as it is.
+        is_certain: True if it does go wrong; False if it only may.
+        matters: Whether it does go wrong with the loader's own start method or threads.
     """
 
     path: str
@@ -65,21 +65,23 @@ class Diagnosis:
     """What was found out about a loader. All sizes are in bytes; None stands for unknown.
 
     Attributes:
-        kind: The type of what the function returned.
+        kind: Name of the type of the loader or dataset that the function returned.
         workers: The loader's number of workers, or 2 if it has none.
         method: How the workers start, or "threads".
         problems: What goes wrong.
         objects: How many Python objects the dataset holds, estimated.
-        object_bytes: Their memory. Each worker gets its own copy of those that it uses.
-        array_bytes: Memory of the dataset's tensors and arrays, which the workers share.
-        shared_bytes: Memory of what lies in shared memory already, or is mapped from files.
-        is_complete: Whether all parts of the dataset were looked at.
-        pickle_bytes: What is sent to the workers with "spawn" and "forkserver".
+        object_bytes: Memory of these objects. Each worker gets its own copy of those that it uses.
+        array_bytes: Memory of the tensors and arrays of the dataset and of the loader's functions,
+            which the workers share.
+        shared_bytes: Memory of those that lie in shared memory already, or are mapped from files.
+        is_complete: Whether all parts of the dataset and of the functions were looked at.
+        pickle_bytes: Size of what is sent to the workers with "spawn" and "forkserver".
         pickle_s: How long pickling took, in seconds.
         by_value: Whether cloudpickle was needed.
-        batch_bytes: Tensors and arrays of one batch.
-        batch_s: How long the first batch took without workers, in seconds.
-        slots: Number of batches that have room in shared memory.
+        batch_bytes: Size of the tensors and arrays of one batch.
+        batch_s: How long the first batch took, in seconds, without workers if the loader could be
+            made again.
+        slots: Number of batches for which shared memory may be taken.
     """
 
     kind: str
@@ -112,7 +114,7 @@ class Diagnosis:
 
     @property
     def worker_bytes(self) -> int | None:
-        """Memory of one worker beside the interpreter: objects, and its share of the slots."""
+        """Memory of one worker without the interpreter: objects, and its share of the slots."""
         if self.batch_bytes is None:
             return None
         return self.object_bytes + self.slot_bytes // max(1, self.workers)
@@ -128,7 +130,7 @@ class Diagnosis:
     def rank_bytes(self) -> int:
         """Memory that each further rank of a host takes, for its dataset and its workers.
 
-        Without the interpreters, and without what lies in shared memory or mapped files already.
+        The interpreters, and what lies in shared memory or mapped files already, are left out.
         Ranks that share the dataset and the workers take only ``slot_bytes`` each.
         """
         dataset = self.object_bytes + self.array_bytes
@@ -148,10 +150,10 @@ def diagnose(target: object, name: str) -> Diagnosis:
 
     Args:
         target: What the user's function returned.
-        name: The function, for texts of errors.
+        name: Name of the function, for error messages.
 
     Raises:
-        UsageError: If it is neither.
+        UsageError: If ``target`` is neither a loader nor a dataset.
     """
     loader = _loader_of(target, name)
     is_threaded = probe(loader, "thread_pool", False)
@@ -228,7 +230,7 @@ def _look_at_parts(found: Diagnosis, roots: list[Part], step: Callable[[], None]
 
 
 def _note_threads(found: Diagnosis) -> None:
-    """Note threads of the user's that would run while workers are forked."""
+    """Note the other threads of this process, which would run while workers are forked."""
     known = (threading.main_thread(), threading.current_thread())
     others = [thread.name for thread in threading.enumerate() if thread not in known]
     if others:
@@ -292,7 +294,7 @@ def _add_size(found: Diagnosis, part: Part, storages: set[int]) -> None:
 
 
 def _pickle(found: Diagnosis, loader: Any, roots: list[Part], step: Callable[[], None]) -> None:
-    """Pickle what workers get, as for "spawn", and find the part that cannot be pickled."""
+    """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
     free = free_memory(_ROOT, control_groups(_ROOT))
     needed = found.array_bytes + found.object_bytes
     if free is not None and needed > free.nbytes // 2:
@@ -338,7 +340,7 @@ def _make_batch(found: Diagnosis, loader: Any, step: Callable[[], None]) -> None
         config = loader._config()
         found.slots = config.most_window + config.lend_limit
     if found.slots == 0 or not loader.num_workers:
-        # As a DataLoader with this number of workers would have.
+        # The number of slots that a DataLoader with this number of workers has.
         found.slots = 2 * found.workers + 4
     try:
         alone = like(loader, num_workers=0)

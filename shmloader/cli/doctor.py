@@ -116,7 +116,7 @@ def _describe_pickle(found: Diagnosis) -> tuple[str, str]:
     value = f"{size(found.pickle_bytes)} in {seconds(found.pickle_s)}"
     if found.by_value:
         value += ", by cloudpickle"
-    return value, "Sent once for all workers, with spawn and forkserver; nothing with fork."
+    return value, "With spawn and forkserver, sent once for all workers; not sent with fork."
 
 
 def _describe_batch(found: Diagnosis) -> tuple[str, str]:
@@ -140,10 +140,10 @@ def _describe_worker(found: Diagnosis) -> tuple[str, str]:
 def _describe_ranks(found: Diagnosis) -> tuple[str, str]:
     value = f"each takes {size(found.rank_bytes)} more on the same host, for the dataset"
     if found.method == "threads":
-        return value, "shmloader.share_on_host(build) has the dataset once for all of them."
+        return value, "shmloader.share_on_host(build) keeps one dataset for all of them."
     value += f" and {counted(found.workers, 'worker')}"
     meaning = (
-        "shmloader.share_on_host(build) has the dataset once for all of them, and "
+        "shmloader.share_on_host(build) keeps one dataset for all of them, and "
         "ShardedDataLoader(worker_scope='host') one pool of workers."
     )
     if found.slot_bytes:

@@ -1,6 +1,6 @@
-"""Objects that do not work in a forked worker, or in several threads, known by their types' names.
+"""Finds objects that do not work in a forked worker, or in several threads, by their types' names.
 
-Nothing is imported for this: an object of a package exists only where the package is imported.
+No package is imported for this: an object of a package exists only where it was imported already.
 """
 
 import threading
@@ -103,14 +103,14 @@ def _is_unclosed(value: Any) -> bool:
     return True not in (probe(value, "closed"), probe(value, "_closed"))
 
 
-# Whether an object is in use, as far as it tells, by the package of the type in the rule.
+# Tells whether an object is in use. Keyed by the package of the type in the rule.
 _IS_OPEN: dict[str, Callable[[Any], bool]] = {
     "sqlite3": lambda value: probe(probe(value, "connection", value), "total_changes") is not None,
     "zipfile": lambda value: probe(value, "fp") is not None,
     "h5py": lambda value: bool(probe(probe(value, "id"), "valid", True)),
-    # What is only written, such as a log, has no data to mix up.
+    # A file that is only written, such as a log, has no data to mix up.
     "_io": lambda value: not value.closed and value.readable(),
     "threading": lambda value: value.is_alive(),
-    # An executor starts them when they are needed.
+    # An executor starts its threads or processes only when they are needed.
     "concurrent": lambda value: bool(probe(value, "_threads") or probe(value, "_processes")),
 }

@@ -1,4 +1,4 @@
-"""What this machine offers to a loader, and what that means."""
+"""Examines what this machine offers to a loader, and says what that means."""
 
 import ctypes
 import importlib.util
@@ -20,7 +20,7 @@ from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
 _ROOT = Path("/")
-# A loader with 16 workers takes some hundreds.
+# A lower limit is called low: a loader with 16 workers takes some hundreds of descriptors.
 _FEW_DESCRIPTORS = 1024
 _LOCKED_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ def _cores() -> Finding:
     cores = usable_cores(_ROOT)
     by = f"{affinity()} by affinity, of {os.cpu_count()}"
     by += "" if quota is None else f"; {quota:g} by the quota of the control group"
-    meaning = f"If samples keep the CPU busy, num_workers up to {cores} helps; if they wait, more."
+    meaning = f"If samples keep the CPU busy, up to {cores} workers help; if samples wait, more."
     return "cores", f"{cores} ({by})", meaning
 
 
@@ -112,7 +112,7 @@ def _gpus() -> Finding:
     return (
         "GPUs",
         f"{count} ({name})",
-        "device= brings batches there with one copy less than pin_memory=True.",
+        "device= brings batches to a GPU with one copy less than pin_memory=True.",
     )
 
 

@@ -1,9 +1,9 @@
 """The arguments of the command line, and its exit codes.
 
 * 0: done.
-* 1: the user's dataset raised an exception, which is printed as by any Python program; or
-  ``doctor`` found a problem.
-* 2: wrong arguments, or a module or function named there that raises. One line says why.
+* 1: the user's dataset raised an exception, which is printed with its traceback, or ``doctor``
+  found a problem.
+* 2: the arguments are wrong, or the module or function that they name raised. One line says why.
 * 130: Ctrl-C. What was measured so far is printed.
 """
 
@@ -59,9 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     count = _number(1, int, "a whole number")
     duration = _number(0, float, "a number")
 
-    doctor_help = "show what this machine offers to a loader, or what stands in a loader's way"
+    doctor_help = "show what this machine offers to a loader, or the problems of a loader"
     command = commands.add_parser("doctor", help=doctor_help)
-    inspected_help = "a function that returns a loader or a dataset, to examine that"
+    inspected_help = "a function that returns the loader or dataset to examine"
     command.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help=inspected_help)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=doctor)
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     target.add_argument(
         "target", metavar="MODULE:FUNCTION", help="a function that returns a loader"
     )
-    step_help = "duration of a training step after each batch, in milliseconds (%(default)s)"
+    step_help = "duration of a simulated training step after each batch, in ms (%(default)s)"
     target.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
 
     bench_help = "run a loader, and show where its time goes"
@@ -111,14 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: The arguments without the program's name; None for those of this process.
+        arguments: The arguments, without the program's name; None stands for ``sys.argv[1:]``.
 
     Returns:
         The exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # it may lack µ and the like
+            stream.reconfigure(errors="replace")  # its encoding may lack µ and others
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:
@@ -128,6 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_ARGUMENTS
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader has ended, such as `head`
+    except BrokenPipeError:  # the program that reads, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

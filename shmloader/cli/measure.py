@@ -20,7 +20,7 @@ try:
 except ImportError:
     tqdm = None
 
-# Without a bar, seconds between two lines.
+# Seconds between two lines of progress where there is no bar.
 _LINE_EVERY_S = 1.0
 
 
@@ -61,7 +61,7 @@ class Run:
         Ends only if the loader cannot be iterated again, such as a generator.
 
         Raises:
-            UsageError: If there is no batch at all.
+            UsageError: If the first epoch has no batch.
         """
         before_s = time.monotonic()
         while True:
@@ -103,7 +103,7 @@ class Run:
             yield
 
     def stats(self) -> LoaderStats:
-        """Return the statistics: those of the loader itself, if it is ours."""
+        """Return the statistics of the loader itself if it is ours, and otherwise of the run."""
         if isinstance(self._loader, DataLoader) and self._loader.stats("total").batches:
             return self._loader.stats("total")
         record = self._statistics.total()
@@ -111,9 +111,10 @@ class Run:
 
 
 class Progress:
-    """Shows progress on standard error: tqdm's bar where it is installed (the extra ``[cli]``).
+    """Shows progress on standard error. Used as a context manager.
 
-    Used as a context manager.
+    On a terminal it is a bar, if tqdm is installed (the extra ``[cli]``); otherwise, a line from
+    time to time.
 
     Args:
         name: Name of the command.
@@ -127,11 +128,11 @@ class Progress:
         self._printed_s = time.monotonic()
         self._bar: Any = None
         if tqdm is not None and sys.stderr.isatty():
-            tqdm.monitor_interval = 0  # no thread beside the one that forks the workers
+            tqdm.monitor_interval = 0  # no monitor thread may run while workers are forked
             self._bar = tqdm(desc=name, total=total, unit=unit, leave=False)
 
     def step(self, note: str = "") -> None:
-        """Count one more unit, and show it with a note."""
+        """Count one more unit, and show the count with a note."""
         self._count += 1
         if self._bar is not None:
             if note:

@@ -1,4 +1,4 @@
-"""The parts of a user's object, each with the expression that leads to it."""
+"""Finds the parts of a user's object, each with the expression that leads to it."""
 
 import collections
 import functools
@@ -14,7 +14,7 @@ import torch
 
 from shmloader.shared.counting import attributes_of
 
-# How long an object is walked through, and how many items of a container are looked at.
+# The longest walk through an object, and the number of items of a container that are looked at.
 _LIMIT_S = 10.0
 _ITEMS = 1_000
 
@@ -43,11 +43,11 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """Walks through an object and all of its parts, each once, without the user's code.
+    """Walks through an object and all of its parts, each once, without running the user's code.
 
     Attributes:
-        is_complete: Whether all parts were walked through within the time limit. Of a long
-            container, only some items count as looked at.
+        is_complete: Whether the time limit sufficed. It is True also where only some items of a
+            long container were looked at.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Parts:
 
 
 def _parts_of(part: Part) -> list[Part]:
-    """Return a part's own parts that are not plain values; only some of very many."""
+    """Return a part's own parts that are not plain values. If there are too many, return some."""
     if _has_only_atoms(part.value):
         return []
     found = [
@@ -124,7 +124,7 @@ def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(key: object) -> str:
-    """Return a key of a dict as text, without the user's code."""
+    """Return a key of a dict as text, without running the user's code."""
     return reprlib.repr(key) if type(key) in _ATOMS else f"<{type(key).__name__}>"
 
 
@@ -141,7 +141,7 @@ def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the global variables that a function, or a dataset's own methods, name."""
+    """Yield the global variables that are named in a function, or in a dataset's own methods."""
     functions: list[Any] = [value]
     for kind in type(value).__mro__:
         if kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "shmloader"):

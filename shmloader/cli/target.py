@@ -1,4 +1,4 @@
-"""Finds the user's loader by name, and makes others like it: with other workers, or torch's."""
+"""Finds the user's loader by name, and makes others like it: with other workers, or of torch's."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ from shmloader.probing import probe
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
-# Arguments of torch's loader, and of ours alone, that are readable as attributes.
+# Arguments that are readable as attributes: those of torch's loader, and those that only ours has.
 _TORCH_NAMES = (
     "num_workers",
     "collate_fn",
@@ -49,7 +49,7 @@ def find(name: str) -> Callable[..., Any]:
     """Return the function that ``pkg.module:function`` names.
 
     Raises:
-        UsageError: If there is none, or importing its module fails.
+        UsageError: If there is no such function, or importing its module fails.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -62,7 +62,7 @@ def find(name: str) -> Callable[..., Any]:
             raise _raised(module_name, error) from error
         where = "here"
         if sys.flags.safe_path:
-            where += "; the current directory is not searched, by PYTHONSAFEPATH or -P"
+            where += "; the current directory is not searched, because of PYTHONSAFEPATH or -P"
         raise UsageError(f"there is no module {error.name!r} {where}") from error
     except Exception as error:
         raise _raised(module_name, error) from error
@@ -79,11 +79,11 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def _search_here() -> None:
-    """Search modules in the current directory, as ``python -m`` does, unless told not to."""
+    """Let modules be imported from the current directory, unless Python is told not to."""
     if sys.flags.safe_path:
         return
-    with contextlib.suppress(OSError):  # it may be gone
-        here = os.getcwd()  # noqa: PTH109 - a text, as sys.path has
+    with contextlib.suppress(OSError):  # the directory may have been removed
+        here = os.getcwd()  # noqa: PTH109 - sys.path holds strings
         if here not in sys.path:
             sys.path.insert(0, here)
 
@@ -104,7 +104,7 @@ def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
     """Return the loader that the user's function makes.
 
     Raises:
-        UsageError: If it cannot be iterated, or the function raises.
+        UsageError: If what it returns cannot be iterated, or the function raises.
     """
     loader = call(make, name, **options)
     if probe(loader, "__iter__") is None:
@@ -115,7 +115,7 @@ def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
 def _raised(name: str, error: Exception) -> UsageError:
     """Describe in one line what the user's code has raised, and where."""
     what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-    if not isinstance(error, SyntaxError):  # its text says where
+    if not isinstance(error, SyntaxError):  # its message says where
         for frame in traceback.extract_tb(error.__traceback__):
             if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
                 return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
@@ -135,12 +135,12 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
     """Return a loader with the same arguments, except for those that are given.
 
     Args:
-        loader: torch's ``DataLoader``, or ours.
+        loader: A ``DataLoader`` of torch's or of ours.
         of_torch: Whether to make torch's ``DataLoader``, without the arguments that only ours has.
-        changes: Changed arguments.
+        changes: The arguments that differ, with their new values.
 
     Raises:
-        UsageError: If the loader is neither, or cannot be made again.
+        UsageError: If the loader is a ``ShardedDataLoader``, or not a ``DataLoader``.
     """
     if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
@@ -152,7 +152,7 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
     names = (*_TORCH_NAMES, *(_OUR_NAMES if is_ours and not of_torch else ()))
     arguments = {name: getattr(loader, name) for name in names} | _sampling_of(loader)
     if of_torch and is_ours and given.device is not None:
-        arguments["pin_memory"] = True  # the nearest that torch's loader has
+        arguments["pin_memory"] = True  # torch's loader has nothing nearer to device=
     arguments |= changes
     if arguments["num_workers"] == 0:
         useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")

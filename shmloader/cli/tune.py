@@ -1,14 +1,16 @@
 """``shmloader tune``: finds the best ``num_workers`` and ``prefetch_factor``.
 
-First it searches by hill climbing: it goes from a first guess to a faster neighbour until there is
-none. Each setting is measured once, as long as its speed is uncertain and it may still be the best.
-``num_workers=0`` is always among them. Settings that would not fit the memory are not tried.
+First it searches by hill climbing: it goes from a first guess to a better neighbour until there is
+none. Each setting is measured once, for as long as its speed is uncertain and may still be the
+best. ``num_workers=0`` is always measured. Settings that need too many cores or too much memory are
+not tried.
 
 Then the best few settings and ``num_workers=0`` are compared: they take turns for some rounds, so
-that they see the same states of the machine. A setting is preferred to one that takes less only if
-it wins by more than the rounds differ. Otherwise the cheaper one is recommended.
+that they see the same states of the machine. A setting is preferred to a cheaper one only if it
+wins by more than the rounds differ. Otherwise the cheaper one is recommended.
 
-Workers persist over epochs, so their start does not count.
+Workers persist over epochs, so their start does not count. Where the user's function makes the
+loader of each setting, that function decides whether workers persist.
 """
 
 import argparse
@@ -34,10 +36,10 @@ _ROOT = Path("/")
 _ERROR = 0.015
 # A speed is hopeless if it is this number of standard errors below the best one.
 _HOPELESS = 3.0
-# A speed is computed from spans of time of at least this length.
+# The error of a speed is computed from the speeds in spans of time of at least this length.
 _SPAN_S = 0.1
 _MIN_SPANS = 4
-# torch's default, and that of the first setting.
+# The prefetch_factor of the first setting, which is torch's default.
 _PREFETCH = 2
 # Longest measurement of a setting in a round, in seconds.
 _ROUND_S = 1.0
@@ -50,7 +52,7 @@ def tune(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: If the arguments name no loader, or the plot cannot be drawn.
-        KeyboardInterrupt: After a Ctrl-C, when the best setting so far is printed.
+        KeyboardInterrupt: After a Ctrl-C. The best setting so far is printed before.
     """
     plot = None if options.plot is None else _plotter(options.plot)
     make = find(options.target)
@@ -83,7 +85,7 @@ def tune(options: argparse.Namespace) -> None:
 
 def _print_best(best: Setting) -> Setting:
     """Print the best setting by the search alone, and return it."""
-    print(f"\nbest of what was measured once, without a comparison:\n\nDataLoader(..., {best})")
+    print(f"\nbest in the search, which has measured each setting once:\n\nDataLoader(..., {best})")
     return best
 
 
@@ -91,7 +93,7 @@ def _print_decision(rates: Mapping[Setting, Sequence[float]]) -> Setting:
     """Print the comparison and the recommended setting, and return that.
 
     Args:
-        rates: See :func:`decide`.
+        rates: For each setting, the batches per second of each round.
     """
     chosen, comparisons = decide(rates)
     count = len(rates[chosen])
@@ -127,7 +129,7 @@ class _Tuner:
             like(self._given)  # if this is not possible, fail at once
 
     def first(self) -> Setting:
-        """Return the first setting: half of the cores, since training needs some."""
+        """Return the first setting: workers for half of the cores, since training needs some."""
         return Setting(max(1, self._cores // 2), _PREFETCH)
 
     def may_try(self, setting: Setting) -> bool:
@@ -142,7 +144,7 @@ class _Tuner:
         return expected <= self._free_bytes
 
     def measure(self, setting: Setting, best: Speed | None) -> Speed:
-        """Measure a setting as long as needed."""
+        """Measure a setting for as long as needed, and note its speed."""
         speed = self.known[setting] = self._measure(setting, _Spans(self._max_s, best))
         return speed
 
@@ -190,11 +192,11 @@ def _memory_of(stats: LoaderStats) -> int:
 
 
 class _Spans:
-    """Computes the speed of a loader from spans of time.
+    """Computes the speed of a loader, and from spans of time the error of that speed.
 
     Args:
         max_s: Longest measurement in seconds.
-        best: The best speed so far.
+        best: The best speed so far; None if there is none to compare with.
     """
 
     def __init__(self, max_s: float, best: Speed | None) -> None:
@@ -241,7 +243,7 @@ def _plotter(path: Path) -> Callable[[dict[Setting, Speed], Setting], None]:
     Called before anything is measured, so that errors come at once.
 
     Raises:
-        UsageError: If it cannot be drawn, or not be written there.
+        UsageError: If matplotlib is not installed, or no picture can be written to ``path``.
     """
     figure = new_figure("--plot", path, figsize=(7, 4.2), dpi=150, layout="constrained")
 

@@ -9,7 +9,7 @@ from shmloader.interruptions import is_interruption
 
 
 class CoreTime(NamedTuple):
-    """What the kernel says of a thread, in ns since it began.
+    """What the kernel reports of a thread, in ns since the thread began.
 
     Attributes:
         cpu_ns: CPU time.
@@ -25,14 +25,14 @@ class ConsumerUsage(NamedTuple):
 
     Attributes:
         process_cpu_ns: CPU time of all threads of its process.
-        core_time: Of its own thread; None if not known.
+        core_time: Core time of the thread that takes the batches; None if not known.
     """
 
     process_cpu_ns: int = 0
     core_time: CoreTime | None = None
 
     def and_then(self, other: "ConsumerUsage") -> "ConsumerUsage":
-        """Return the sum of this and a later epoch's."""
+        """Return the sum of this usage and that of a later epoch."""
         ours, theirs = self.core_time, other.core_time
         both = ours or theirs
         if ours is not None and theirs is not None:
@@ -41,7 +41,7 @@ class ConsumerUsage(NamedTuple):
 
 
 class ConsumerMeter:
-    """Measures what the consumer uses, from now on. Made on its thread, read on any."""
+    """Measures what the consumer uses. Made on the consumer's thread; any thread may read it."""
 
     def __init__(self) -> None:
         self._native_id = threading.get_native_id()
@@ -64,7 +64,7 @@ def core_time_here() -> CoreTime | None:
 
 
 def core_time_of(native_id: int) -> CoreTime | None:
-    """Return that of another thread of this process; None also if it has ended."""
+    """Return the core time of a thread of this process; None also if the thread has ended."""
     return _read(f"self/task/{native_id}")
 
 

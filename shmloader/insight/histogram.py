@@ -56,7 +56,7 @@ class Histogram:
         self.max_ns = max(self.max_ns, other.max_ns)
 
     def percentile(self, percent: float) -> int:
-        """Return the duration in ns that ``percent`` of all do not exceed; 0 if none was noted."""
+        """Return the duration in ns that ``percent`` % of all do not exceed; 0 if there is none."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
         for bucket, count in enumerate(self._counts):

@@ -1,6 +1,6 @@
 """Defines what is measured: a batch's times, an engine's counts, and what workers use.
 
-The times of a batch; all clocks are ``time.monotonic_ns()``, one for all processes::
+The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all processes::
 
     offered ── sent ─── began ─ fetch ─ collate ─ encode ─ … seen ──── handed ─ (stage) ─ taken
        └ slot ┘ └ queue ┘                                 └ transport ┘└ reorder, ready ┘
@@ -72,7 +72,7 @@ class BatchTimes(NamedTuple):
         sent_ns: When it had a slot and a worker, and its task was sent.
         work: What the worker measured: the fields of :class:`WorkTimes`.
         looked_ns: When the engine began to look for answers, before it saw this one. The
-            time from the end of the work to this is no delay, since no batch was asked for.
+            time from the end of the work to this moment is no delay, since no batch was asked for.
         seen_ns: When the engine saw the answer.
         handed_ns: When the batch was next in order and asked for.
         nbytes: Bytes that the batch takes: of its slot, or of its tensors and arrays.
@@ -90,7 +90,7 @@ class BatchTimes(NamedTuple):
     lent_count: int = 0
 
 
-#: Makes a :class:`BatchTimes` of a tuple, in a third of the time that a call of the class takes.
+#: Makes a :class:`BatchTimes` from a tuple, in a third of the time that a call of the class takes.
 batch_times: Callable[[tuple[object, ...]], BatchTimes] = functools.partial(
     tuple.__new__, BatchTimes
 )
@@ -107,7 +107,7 @@ class Counts:
         restarts: Workers that were replaced.
         slot_count: Maximum number of slots.
         slot_bytes: Bytes of memory that all slots take now.
-        most_bytes: Maximum number of bytes that they took together.
+        most_bytes: Maximum number of bytes that all slots took together.
         largest_bytes: Bytes of a slot that the largest batch took.
         share_bytes: Maximum number of bytes that a slot may take; 0 for no maximum.
     """
@@ -153,7 +153,7 @@ class Usage:
         pid: Process id; None for a thread.
         cpu_ns: CPU time.
         stalled_ns: Time in which it could have run but no core was free; None if not known.
-        pss_bytes: Its memory, with its share of the shared pages; None if not known.
+        pss_bytes: The worker's memory, with its share of the shared pages; None if not known.
     """
 
     pid: int | None = None
@@ -170,7 +170,7 @@ class Readings:
         self._ask: Callable[[bool], Sequence[Usage] | None] | None = None
 
     def open(self, ask: Callable[[bool], Sequence[Usage] | None]) -> None:
-        """Read the usage by ``ask`` from now on: the workers live.
+        """Read the usage with ``ask`` from now on, while the workers live.
 
         Args:
             ask: Returns the usage of each worker, or None if it is not known any more. Given True,
@@ -196,7 +196,7 @@ class Readings:
     def _note(self, latest: Sequence[Usage] | None) -> None:
         if latest is None:
             return
-        # Memory that was measured holds until it is measured again.
+        # Where memory was not measured this time, the last measured value is kept.
         known = [old.pss_bytes for old in self._latest]
         self._latest = [
             now

@@ -73,7 +73,7 @@ class Record:
         counts: Counts of the engine; None without one.
         readings: Usage of the workers; None without workers of ours.
         failed: Count of the loader's samples that failed; None if none is kept.
-        begin_ns: When the epoch began; None for now.
+        begin_ns: When the epoch began; None stands for now.
         is_sum: Whether it only takes the sums of other records, and measures nothing itself.
 
     Attributes:
@@ -84,8 +84,8 @@ class Record:
         last_ns: When ``iter()`` or ``next()`` returned last.
         iter_ns: Time until the iterator was made.
         startup_ns: ``iter_ns`` and the wait for the first batch.
-        waited: Where the next batch was while the consumer waited, in ns, as far as it has to be
-            summed up; see :meth:`places`.
+        waited: Where the next batch was while the consumer waited, in ns. :meth:`places` adds what
+            it can derive from other sums.
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
@@ -139,10 +139,10 @@ class Record:
     # On the consumer's thread ----------------------------------------------------------------
 
     def trace_with(self, trace: Trace | None, *, from_now: bool = False) -> None:
-        """Pass every call to a trace from now on, and sum them up apart; with None, stop that.
+        """Pass each call to a trace from now on, and sum the calls up separately. None stops that.
 
         Args:
-            trace: The trace.
+            trace: The trace, or None.
             from_now: Whether the epoch began earlier, so that the trace has only a part of it.
         """
         self._trace = trace
@@ -172,7 +172,7 @@ class Record:
         trace.parts.append(self.traced)
 
     def note_begun(self, draw_ns: int = 0) -> None:
-        """Note that ``iter()`` returns, which was in the sampler for ``draw_ns``."""
+        """Note that ``iter()`` returns, after ``draw_ns`` in the sampler."""
         self._add_begun(time.monotonic_ns(), draw_ns)
         if self._trace is not None and self.traced is not None:
             begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
@@ -191,7 +191,7 @@ class Record:
         Args:
             began_ns: When it was called.
             ended_ns: When it returned or raised.
-            place: What the time was for, of :data:`PLACES`.
+            place: One of :data:`PLACES`: where the next batch was during the call.
         """
         self.waited[place] += ended_ns - began_ns
         if self._trace is not None and self.traced is not None:
@@ -222,7 +222,7 @@ class Record:
             taken_ns: When the consumer had it.
             stage: Name of the stage after the engine, and when that began and ended; None without
                 such a stage.
-            draw_ns: How long the call of ``next()`` was in the sampler.
+            draw_ns: How much of the call of ``next()`` was spent in the sampler.
         """
         worker_id, offered_ns, sent_ns, work, looked_ns, seen_ns, handed_ns, nbytes, _ = times
         began_ns, fetch_ns, collate_ns, encode_ns, sample_count = work
@@ -261,8 +261,8 @@ class Record:
         is_first = worker is None
         if worker is None:
             worker = self.workers[worker_id] = WorkerSums(first_ns=began_ns, last_ns=began_ns)
-        # The wait until the batch was loaded; then until it was noticed; and the rest, in which it
-        # is built, pinned or copied, and another one drawn.
+        # The wait has three parts: until the batch was loaded, then until the engine noticed that,
+        # and the rest, in which it is built, pinned or copied, and another batch is drawn.
         at_ns = asked_ns
         if end_ns > asked_ns:
             self._note_awaited(times, asked_ns, end_ns, is_first=is_first)
@@ -275,7 +275,7 @@ class Record:
             if name != "build":
                 waited[name] += stage_ended_ns - max(stage_began_ns, at_ns)
             at_ns = stage_ended_ns
-        # It may also have drawn while the batch was not here yet.
+        # The consumer may also have drawn before the batch was here.
         left_ns = taken_ns - at_ns
         waited["draw"] += draw_ns if draw_ns < left_ns else left_ns  # noqa: FURB136 - faster
         if self._waited_until_ns > worker.last_ns:
@@ -346,13 +346,14 @@ class Record:
         """Note a batch that the consumer's thread loaded.
 
         Args:
-            work: Its times, the fields of :class:`~shmloader.insight.measurements.WorkTimes`;
-                ``encode_ns`` is the time in ``stage``.
+            work: The batch's times: the fields of
+                :class:`~shmloader.insight.measurements.WorkTimes`, but with the time in ``stage``
+                as ``encode_ns``.
             asked_ns: When ``next()`` was called.
             taken_ns: When ``next()`` returned.
             nbytes: Bytes that the batch takes.
             stage: Name of the stage after collate.
-            draw_ns: How long the call of ``next()`` was in the sampler.
+            draw_ns: How much of the call of ``next()`` was spent in the sampler.
         """
         self._add_wait(asked_ns, taken_ns)
         if self._trace is not None and self.traced is not None:
@@ -392,7 +393,7 @@ class Record:
 
     def consumer(self) -> ConsumerUsage:
         """Return what the consumer has used."""
-        meter = self._meter  # read first, as below
+        meter = self._meter  # read first, as in engine_counts()
         return self._consumer if meter is None else meter.read()
 
     def places(self) -> dict[str, int]:

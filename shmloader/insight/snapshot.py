@@ -17,22 +17,22 @@ class WaitPlaces(NamedTuple):
 
     The fields add up to ``WaitStats.total_s``. The verdict is based on them. Without workers, the
     consumer's own thread loads the batch meanwhile, so only ``start``, ``draw``, ``fetch``,
-    ``collate``, ``build``, ``pin`` and ``device`` occur. Where torch's own iterator loads, all is
-    in ``start`` and ``other``.
+    ``collate``, ``build``, ``pin`` and ``device`` occur. Where torch's own iterator loads, all
+    waiting is in ``start`` and ``other``.
 
     Attributes:
         start: ``iter()`` made the iterator, or the batch's worker had not begun its first batch of
             the epoch, because the worker was starting.
-        draw: The batch sampler drew indices, on the consumer's thread: most often those of a later
+        draw: The batch sampler drew indices on the consumer's thread, most often those of a later
             batch.
         send: The indices were drawn, and no worker had room for them.
         queue: The indices were sent, and the worker was busy with earlier batches.
         fetch: The worker was loading the samples.
         collate: The worker was in ``collate_fn``.
-        encode: The worker described the batch for the main process.
+        encode: The worker was describing the batch for the main process.
         transport: The batch was loaded, and the main process had not noticed that yet.
-        build: Tensors were made of the slot or copied out of it, and the batch was handed over;
-            with ``device="cpu"``, ``device_transform`` was called.
+        build: Tensors were made of the slot or copied out of it, and the batch was handed over.
+            With ``device="cpu"``, ``device_transform`` was called.
         pin: The batch was copied into page-locked memory.
         device: The batch was copied to the device, or ``device_transform`` was called.
         end: There was no next batch: the epoch ended, and so did workers that do not persist.
@@ -66,7 +66,7 @@ class WaitStats:
         p99_s: 99th percentile.
         max_s: Longest call of ``next()``.
         startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
-        places: Where the next batch was meanwhile.
+        places: Where the next batch was during ``total_s``.
     """
 
     total_s: float = 0.0
@@ -103,7 +103,7 @@ class WorkerStats:
         worker_id: Number of the worker.
         pid: Process id of the newest process with this number; None for a thread.
         batches: Number of its batches that were delivered.
-        busy_s: Seconds that it took to load these.
+        busy_s: Seconds that it took to load these batches.
         busy_share: ``busy_s`` as a share of the time since it began its first batch; 0 to 1.
         fetch_s: The part of ``busy_s`` in the dataset.
         collate_s: The part of ``busy_s`` in ``collate_fn``.
@@ -198,7 +198,7 @@ class Stages(NamedTuple):
         transport: The answer is on its way, and the main process waits for it.
         reorder: The batch waits for an earlier one.
         ready: The batch waits for the consumer.
-        build: Tensors are made of the slot, and the next task is drawn and sent; with
+        build: Tensors are made of the slot, and the next task is drawn and sent. With
             ``device="cpu"``, ``device_transform`` is called.
         pin: The pinning thread copies the batch.
         device: The thread that copies to a device and calls ``device_transform`` has the batch,
@@ -226,15 +226,16 @@ class LoaderStats:
         epoch: Number of the epoch; None for all epochs together.
         epochs: Number of epochs begun, for all epochs together; otherwise 1, or 0 before the first.
         is_over: Whether the epoch has ended or was given up.
-        kind: What loads: "processes", "threads", "executor", "in-process" or "torch" (its own
-            iterator); "" before the first epoch.
+        kind: What loads: "processes", "threads", "executor", "in-process", "torch" (torch's own
+            iterator) or, in ``shmloader bench``, "other" (a loader that is not ours); "" before
+            the first epoch.
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
         batches: Number of batches delivered.
         samples: Number of samples in these batches.
         nbytes: Bytes of these batches: of slots, or of tensors and arrays.
-        elapsed_s: Seconds from ``iter()`` to the last return of ``next()``.
-        samples_per_s: Samples per second of that time.
+        elapsed_s: Seconds from ``iter()`` to the last return of ``next()``, summed over the epochs.
+        samples_per_s: Samples per second of ``elapsed_s``.
         wait: How long the consumer waited.
         stages: Where batches spent their time.
         load_p50_s: Median seconds that a worker took for a batch; accurate to 7 %.
@@ -288,7 +289,7 @@ class LoaderStats:
         return write_table(self)
 
     def __repr__(self) -> str:
-        """Return one short line: which epoch, how much, how fast, how long the consumer waited."""
+        """Return one short line: epoch, batches, samples per second and the consumer's wait."""
         return f"<LoaderStats: {write_line(self)}>"
 
     def _repr_html_(self) -> str:
@@ -297,7 +298,13 @@ class LoaderStats:
 
 
 def snapshot(record: Record | None, epochs: int, machine: Machine) -> LoaderStats:
-    """Return the statistics of a record, which is a copy; None before the first epoch."""
+    """Return the statistics of a record.
+
+    Args:
+        record: A copy of the record; None before the first epoch.
+        epochs: Number of epochs in the record.
+        machine: What the machine offers this process.
+    """
     if record is None:
         return LoaderStats(machine=machine)
     elapsed_ns = max(1, record.last_ns - record.first_ns)

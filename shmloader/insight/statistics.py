@@ -9,7 +9,7 @@ from shmloader.insight.trace import Trace
 
 
 class _State(NamedTuple):
-    """The sum of the epochs that are over, and the epochs that may not be, with their iterators."""
+    """The sum of the epochs that are over, and the epochs that may still run, with iterators."""
 
     past: Record | None
     open: tuple[tuple[Record, weakref.ref[Any]], ...]
@@ -50,7 +50,7 @@ class Statistics:
         self.epochs += 1
 
     def trace_with(self, trace: Trace | None) -> None:
-        """Pass every call to a trace from now on; with None, stop that."""
+        """Pass each call to a trace from now on. None stops that."""
         self._end_abandoned()
         self.trace = trace
         for record, _ in self._state.open:
@@ -59,7 +59,7 @@ class Statistics:
 
     @staticmethod
     def traced(trace: Trace) -> tuple[Record | None, int]:
-        """Return the sum of what a trace has, and of how many epochs that is."""
+        """Return the sum of the records of a trace, and their number."""
         parts = [part for part in trace.parts if part.waits.count or part.iter_ns]
         if len(parts) == 1:
             return parts[0].copy(), 1

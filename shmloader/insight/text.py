@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from shmloader.insight.snapshot import LoaderStats
 
 _TIMES = (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9))
-# A smaller number that three digits round up to 1.
+# From this number on, three digits round up to 1.
 _ROUNDED_UP = 0.9995
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -52,7 +52,7 @@ _WORKER_COLUMNS = ("worker", "batches", "busy", "CPU", "no core", "memory")
 
 
 def seconds(duration_s: float) -> str:
-    """Return a duration with a fitting unit, in two or three digits."""
+    """Return a duration in seconds with two decimals, or in ms, µs or ns with three digits."""
     for unit, factor in _TIMES:
         if duration_s * factor >= _ROUNDED_UP:
             return f"{duration_s:.2f} s" if unit == "s" else f"{duration_s * factor:.3g} {unit}"
@@ -60,7 +60,7 @@ def seconds(duration_s: float) -> str:
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """Return a number of things; ``many`` is their plural, if it is not ``one`` and an s."""
+    """Return a number of things; ``many`` is the plural if that is not ``one`` with an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -107,7 +107,7 @@ def write_line(stats: "LoaderStats") -> str:
 
 
 def write_html(stats: "LoaderStats") -> str:
-    """Return what :func:`write_table` returns as tables of HTML, with all text escaped."""
+    """Return the content of :func:`write_table` as HTML tables, with all text escaped."""
     verdict = f"<p>{escape(stats.verdict)}</p>"
     if not stats.kind:
         return verdict
@@ -128,14 +128,14 @@ def write_html(stats: "LoaderStats") -> str:
 
 
 def escape(text: object) -> str:
-    """Return a text that shows as it is in HTML."""
-    import html  # noqa: PLC0415 - notebooks only; two milliseconds of each import
+    """Return HTML that shows as the given text."""
+    import html  # noqa: PLC0415 - takes 2 ms, and only notebooks need it
 
     return html.escape(str(text))
 
 
 def html_table(rows: Iterable[Iterable[object]], columns: Iterable[str] = ()) -> str:
-    """Return a table of HTML, with all text escaped."""
+    """Return an HTML table, with all text escaped."""
     lines = [_html_row("th", columns)] if columns else []
     lines += [_html_row("td", cells) for cells in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"

@@ -5,8 +5,9 @@ consumer. Iterators that are at work at the same time have separate tracks. A ba
 each of these tracks. Flow arrows connect its slices: sent by the engine, loaded by a worker, built
 by the engine, pinned or copied, taken by the consumer.
 
-**Guarantees.** Two slices on a track are either disjoint or nested: Perfetto leaves out others.
-Each stop of an arrow is inside a slice, before its end: Perfetto leaves out an arrow without one.
+**Guarantees.** Two slices on a track are either disjoint or nested, since Perfetto leaves out
+others. Each point at which an arrow begins, passes or ends is inside a slice and before the slice's
+end, since Perfetto leaves out other arrows.
 """
 
 import bisect
@@ -32,15 +33,17 @@ Event = dict[str, Any]
 
 
 class Traced(NamedTuple):
-    """One call of ``next()``, or of ``iter()``.
+    """One call of ``next()`` or of ``iter()``.
 
     Attributes:
         epoch: Number of the epoch.
         asked_ns: When it was called.
         taken_ns: When it returned.
-        times: The times of the batch; None if the consumer's thread loaded it, or none came.
+        times: The times of the batch; None if the consumer's thread loaded it, or if the call
+            returned no batch whose times are known.
         stage: Name of the stage after the engine, and when that began and ended; or None.
-        here: Times of a batch that the consumer's thread loaded, and the stage after collate.
+        here: Times of a batch that the consumer's thread loaded, and the name of the stage after
+            collate; or None.
         lane: Number of the iterator among those at work at the same time.
         name: Name of what was called.
     """
@@ -56,7 +59,7 @@ class Traced(NamedTuple):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it returned a batch whose times are known."""
+        """Whether the call returned a batch whose times are known."""
         return self.times is not None or self.here is not None
 
     @property
@@ -66,10 +69,10 @@ class Traced(NamedTuple):
 
 
 class Trace:
-    """Records calls until they are written: about half a kilobyte per batch.
+    """Keeps calls in memory until they are written to a file: about half a kilobyte per batch.
 
     Attributes:
-        begun_ns: When it began.
+        begun_ns: When the trace began.
         parts: The sums of what was recorded, one record for each epoch.
     """
 
@@ -79,7 +82,7 @@ class Trace:
         self._calls: list[Traced] = []
 
     def note(self, call: Traced) -> None:
-        """Record a call; on the consumer's thread."""
+        """Record a call. Runs on the consumer's thread."""
         self._calls.append(call)
 
     def write(self, path: Path, about: dict[str, Any]) -> None:

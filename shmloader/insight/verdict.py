@@ -1,7 +1,7 @@
 """Says what limits the speed and what to change, by rules over the statistics. Pure.
 
-First comes what may end the run (memory), then whether there is anything to gain at all. The cause
-is then read from where the next batch was while the consumer waited
+First comes what may end the run (memory), then whether there is anything to gain. The cause is
+then read from where the next batch was while the consumer waited
 (:class:`~shmloader.insight.WaitPlaces`): these places form groups, and the group with the largest
 share of the wait is the cause. If a second group has nearly as much, both are named, so that two
 similar epochs do not name one each.
@@ -24,33 +24,34 @@ if TYPE_CHECKING:
 
 #: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
-#: Below this share there is little to gain, and the verdict says so.
+#: A consumer that waits for a smaller share than this has little to gain, and the verdict says so.
 LITTLE_SHARE = 0.1
 #: A second cause is named as well if its share of the wait is at least this part of the first's.
 SECOND_CAUSE = 0.75
-#: Workers are held up by a slow batch if they are idle, while the consumer waits for it, for a
-#: larger part of what is possible than this.
+#: Workers are held up by a slow batch if, while the consumer waits for it, the workers that do not
+#: load it are idle for a larger share of the time than this.
 HELD_UP_SHARE = 0.5
-#: More batches loaded ahead would help if workers are idle, while the consumer does not wait, for a
-#: larger part than this of the time that they would need.
+#: More batches loaded ahead would help if each worker, on average, is idle while the consumer does
+#: not wait, for longer than this share of the time that the consumer waits for the workers.
 AHEAD_SHARE = 0.5
 #: Workers that wait for a core for a larger share of their busy time than this compete for cores.
-#: So does a consumer that waits for one for a larger share of the time in which it wants one.
+#: So does a consumer that waits for a core for a larger share of the time in which it has or wants
+#: one.
 STALLED_SHARE = 0.3
-#: Workers wait for something else if they compute, or want a core, for less than the first share of
-#: their busy time, and compute if they do so for more than the second.
+#: Workers wait for something else, such as a disk, if they have or want a core for less than the
+#: first share of their busy time. They compute if they do so for more than the second share.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
-#: Where the workers and the consumer's process use a smaller share of all cores than this, they do
-#: not compete with each other alone.
+#: Where the workers and the consumer's process use a smaller share of all cores than this, other
+#: programs use the cores, too.
 CORES_SHARE = 0.6
 #: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5
 #: Slots are held where a larger share of the batches than this was copied out of them.
 COPIED_SHARE = 0.5
-#: Memory is near its limit where a smaller share than this of it is left.
+#: Memory is near its limit where less than this share of it is free.
 FREE_SHARE = 0.1
 
-# The places of a wait that have one cause; the fields of WaitPlaces.
+# Groups of places, which are fields of WaitPlaces. The places of a group have the same cause.
 _GROUPS = {
     "start": ("start", "end"),
     "draw": ("draw",),
@@ -229,8 +230,8 @@ def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
 def _consumer_stalls(stats: "LoaderStats", spent_s: float) -> bool:
     """Return whether the consumer lacked a core while batches were delivered, for ``spent_s``.
 
-    How much of the time without a core was in ``next()`` is not known. The consumer wants a core
-    all the while, so that it is taken to be the same share there as elsewhere.
+    It is not known how much of the time without a core was in ``next()``. During ``spent_s`` the
+    consumer has or wants a core all the time, so the same share as elsewhere is assumed there.
     """
     cpu_s, stalled_s = stats.consumer.cpu_s, stats.consumer.stalled_s
     if cpu_s is None or stalled_s is None:
@@ -273,7 +274,7 @@ def _of_start(stats: "LoaderStats") -> str:
 def _of_this_thread(stats: "LoaderStats", group: str) -> str:
     places = stats.wait.places._asdict()
     busiest = max(_GROUPS[group], key=places.__getitem__)
-    remedy = "make that cheaper, or raise batch_size"  # workers would not do that
+    remedy = "make that cheaper, or raise batch_size"  # workers would not take that over
     if group == "work":
         remedy = f"give the loader workers (num_workers=; this process may use {_cores(stats)})"
     return f"it loads the data itself, mostly in {_NAMES[busiest]}: {remedy}."
@@ -285,9 +286,9 @@ class _Work:
 
     Attributes:
         busy: How busy they were, in words.
-        busy_s: Seconds in which they loaded batches, in all.
-        wanted_s: Seconds in which they computed, or could have but no core was free.
-        stalled_s: Seconds in which no core was free.
+        busy_s: Seconds in which they loaded batches, summed over the workers.
+        wanted_s: Seconds in which they had a core, or wanted one and none was free.
+        stalled_s: Seconds in which they wanted a core and none was free.
         uses_cores: Whether the workers and the consumer's process use most of the cores.
     """
 
@@ -303,14 +304,14 @@ def _work_of(stats: "LoaderStats") -> _Work:
     share = sum(worker.busy_share for worker in working) / max(1, len(working))
     cpu_s = stalled_s = 0.0
     for worker in working:
-        # What they used before their first batch is not told apart. It is left out as if they had
-        # used or wanted a core all the time until then.
+        # What a worker used before its first batch is not known separately. It is left out as if
+        # the worker had used, or wanted, a core all the time until then.
         span_s = worker.busy_s / worker.busy_share if worker.busy_share else 0.0
         start_s = max(0.0, stats.elapsed_s - span_s)
         cpu_s += max(0.0, worker.cpu_s - start_s)
         stalled_s += max(0.0, (worker.stalled_s or 0.0) - start_s)
     used_s = stats.consumer.process_cpu_s
-    if stats.kind != "threads":  # whose CPU time that includes
+    if stats.kind != "threads":  # used_s includes their CPU time
         used_s += cpu_s
     return _Work(
         f"workers were busy {share:.0%}",
@@ -330,7 +331,7 @@ def _of_the_workers(stats: "LoaderStats") -> tuple[Finding, str]:
     working = [worker for worker in stats.workers if worker.batches]
     awaited_s = sum(getattr(stats.wait.places, name) for name in _GROUPS["work"])
     idle_awaited_s = sum(worker.idle_awaited_s for worker in working)
-    # One worker at least is loading the batch that is waited for.
+    # At least one worker is busy: it loads the batch that the consumer waits for.
     if idle_awaited_s > HELD_UP_SHARE * awaited_s * max(1, len(working) - 1):
         return Finding.STRAGGLERS, _of_stragglers(stats, idle_awaited_s / len(working), awaited_s)
     idle_ahead_s = sum(worker.idle_s for worker in working) - idle_awaited_s

@@ -1,8 +1,8 @@
-"""accelerate: ``prepare`` that keeps the class and the arguments of a loader.
+"""accelerate: a ``prepare`` that keeps the class and the arguments of a loader.
 
-``Accelerator.prepare`` reads the attributes of a loader and builds one of torch's class, so what
+``Accelerator.prepare`` reads the attributes of a loader and builds one of torch's class. All that
 shmloader's loader has beyond torch's is lost. The functions here let accelerate decide which
-samples each process loads, and put a loader of shmloader's class in the place of torch's.
+samples each process loads, and then replace torch's loader by one of shmloader's.
 """
 
 import warnings
@@ -30,7 +30,7 @@ class _State:
         self._prepared = prepared
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as of the batch that the user has: accelerate loads one ahead."""
+        """Return the state at the batch that the user has: accelerate is one batch ahead."""
         prepared = self._prepared
         state = prepared.state_dict() if hasattr(prepared, "dl_state_dict") else None
         if state is None or state.get("_iterator_finished"):
@@ -38,7 +38,7 @@ class _State:
         return {key: value for key, value in state.items() if not key.startswith("_")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume the loader, and tell accelerate the epoch, which it would set to 0."""
+        """Resume the loader, and set accelerate's number of the epoch, which would be 0."""
         self._prepared.iteration = state["epoch"]
         self._prepared.base_dataloader.load_state_dict(state)
 
@@ -47,12 +47,13 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     """Prepare a loader as ``accelerator.prepare`` does, keeping its class and arguments.
 
     ``dispatch_batches``, ``split_batches`` and ``even_batches`` of the accelerator apply, and
-    ``gather_for_metrics`` knows what was added to the last batch. ``accelerator.save_state`` saves
-    the loader's state and ``load_state`` resumes it, in the middle of an epoch too; not with
-    ``dispatch_batches`` on several processes, where accelerate loads several batches ahead.
+    ``gather_for_metrics`` knows which samples were added to the last batch.
+    ``accelerator.save_state`` saves the loader's state and ``load_state`` resumes it, in the middle
+    of an epoch, too. They do not with ``dispatch_batches`` on several processes, where accelerate
+    takes several batches ahead.
 
     Args:
-        accelerator: The accelerator.
+        accelerator: The accelerator, with which the loader's state is registered.
         loader: A :class:`shmloader.DataLoader`.
 
     Returns:
@@ -73,14 +74,15 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
 
 
 def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
-    """Return a loader of the same samples without the first batches, which are not loaded.
+    """Return a loader of the same samples without the first batches.
 
-    With ``seed``, the random numbers of the other samples are as if all batches were loaded. The
-    length of the loader is that of the whole epoch then.
+    The first batches are not loaded. (Those of an iterable dataset are loaded, and dropped.)
+    With ``seed``, the random numbers of the other samples are as if all batches were loaded, and
+    the length of the loader is that of the whole epoch.
 
     Args:
         prepared: What :func:`prepare` returned.
-        num_batches: Number of batches of this process to leave out.
+        num_batches: Number of batches to leave out, counted on this process.
 
     Returns:
         A loader for the rest of one epoch, as ``accelerate.skip_first_batches`` returns.
@@ -100,7 +102,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 
 def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
-    """Replace the loader of torch's class inside of accelerate's by one like ``loader``."""
+    """Replace the loader of torch's class inside accelerate's by one with ``loader``'s class."""
     base = prepared.base_dataloader
     if isinstance(base.dataset, IterableDataset):
         order = {"batch_size": base.batch_size, "drop_last": base.drop_last}
@@ -112,10 +114,11 @@ def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
 
 
 def _order_of(batches: Any) -> dict[str, Any]:
-    """Return the arguments that stand for a batch sampler.
+    """Return the arguments that give a loader the batches of a batch sampler.
 
-    With ``seed``, a sample's random numbers depend on its position in a sampler, but on its batch
-    and the place in that with a batch sampler. So torch's own is taken apart.
+    With ``seed`` and a ``sampler``, a sample's random numbers depend on its position in the
+    sampler. With ``seed`` and a ``batch_sampler``, they depend on the number of the batch and the
+    position in it. So torch's own batch sampler is replaced by its arguments.
     """
     if type(batches) is BatchSampler:
         return {

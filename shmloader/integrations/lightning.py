@@ -7,15 +7,15 @@ from typing import Any
 try:
     from lightning import __version__
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # the same by the name of its own package
+except ImportError:  # the same, in the package of that name
     from pytorch_lightning import __version__
     from pytorch_lightning.callbacks import Callback
 
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.rebuilt import note_callback
 
-# Nothing public begins an epoch anew, or says where a run continues: what of the training loop is
-# read here, all of which Lightning 2.5 and 2.6 have.
+# Attributes of the training loop that this module uses, since no public interface begins an epoch
+# anew, or says where a run continues. Lightning 2.5 and 2.6 have all of them.
 _NEEDED = (
     "_data_fetcher",
     "done",
@@ -32,25 +32,27 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
     """Passes the Trainer's epoch to shmloader's loaders, and resumes them from any checkpoint.
 
     Lightning saves the states of its training loaders in each checkpoint, but loads them only if
-    the checkpoint was made in the middle of an epoch, and it begins a loader's epoch before it
-    says which one that is. From a checkpoint made after the last step of an epoch, but before its
-    end, it begins the following epoch with the iterator of the one that is over. With this
-    callback, all of these resume with the following epoch, as the run that saved them did.
+    the checkpoint was made in the middle of an epoch. It also begins a loader's epoch before it
+    tells the loader the epoch's number. From a checkpoint made after the last step of an epoch, but
+    before the epoch's end, it begins the following epoch with the iterator of the epoch that is
+    over. With this callback, a run that resumes from any of these checkpoints gets the batches that
+    the saved run got next.
 
-    Lightning also ends each epoch after as many batches as the first one has. With this callback,
-    an epoch has all batches of a training loader with ``last_batch="rollover"``.
+    Lightning also ends each epoch after as many batches as the first epoch has. With this callback,
+    each epoch has all batches of a training loader with ``last_batch="rollover"``, unless several
+    loaders are combined.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] = []
-        # The number of batches of the epoch that begins, once Lightning may know it.
+        # The number of batches of the epoch that begins, until Lightning may be told it.
         self._later_count: int | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Check, before training, that the callback knows this release of Lightning.
 
         Raises:
-            RuntimeError: If it is not.
+            RuntimeError: If the training loop lacks an attribute that the callback needs.
         """
         missing = [name for name in _NEEDED if not _has(trainer.fit_loop, name)]
         if stage == "fit" and missing:
@@ -61,19 +63,22 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
             )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Note the states of the loaders, which Lightning may not load itself."""
+        """Keep the states of the loaders, because Lightning does not always load them itself."""
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
         self._states = loop.get("state_dict", {}).get("combined_loader", [])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Forget the states if Lightning has loaded them, and leave an epoch that is over."""
+        """Forget the states if Lightning has loaded them, and leave an epoch that is over.
+
+        Warns if several loaders are combined and one of them has ``last_batch="rollover"``.
+        """
         loop = trainer.fit_loop
         loaders = _loaders(loop)
         if len(loaders) > 1 and any(map(_rolls_over, loaders)):
             warnings.warn(
                 "Lightning ends each epoch after as many batches as the first one has, but with "
-                "last_batch='rollover' later ones may have more, whose samples are not trained on "
-                "where several loaders are combined: set last_batch='keep' or 'discard'",
+                "last_batch='rollover' later epochs may have more. Where several loaders are "
+                "combined, these batches are not trained on: set last_batch='keep' or 'discard'",
                 stacklevel=2,
             )
         if not loop.restarting:
@@ -86,9 +91,10 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
         )
         if has_left_epoch and not loop.done:
             for loader in loaders:
-                _set_epoch_of_samplers(loader, trainer.current_epoch)  # workers draw ahead at once
+                _set_epoch_of_samplers(loader, trainer.current_epoch)  # iter() draws at once
             iter(loop._data_fetcher)
-        # Lightning still compares the epoch that is over with its number of batches.
+        # Lightning still compares the number of batches taken in the epoch that is over with its
+        # length.
         self._match_length(trainer, is_later=has_left_epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -116,7 +122,7 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
         self._match_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Tell Lightning the number of batches that it was not to know before."""
+        """Tell Lightning the epoch's number of batches, if that could not be done earlier."""
         if self._later_count is not None:
             _set_count(trainer, self._later_count)
             self._later_count = None
@@ -126,13 +132,13 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
 
         Args:
             trainer: The Trainer.
-            is_later: Whether the loop has to keep the former number until the first batch.
+            is_later: Whether the loop has to keep the previous number until the first batch.
         """
         fetcher = trainer.fit_loop._data_fetcher
         loaders = fetcher.combined_loader.flattened
         if len(loaders) > 1 or not _rolls_over(loaders[0]):
             return
-        loaders[0]._present_plan.commit()  # now it has the length of the next epoch, if one is over
+        loaders[0]._present_plan.commit()  # if an epoch is over, the length is now the next one's
         limit = trainer.limit_train_batches
         try:
             count = len(loaders[0])
@@ -156,7 +162,7 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _loaders(loop: Any) -> list[Any]:
-    """Return the training loaders, of which those of shmloader learn that this callback is here."""
+    """Return the training loaders. Those of shmloader are told that this callback is in use."""
     loaders: list[Any] = loop._data_fetcher.combined_loader.flattened
     for loader in loaders:
         if isinstance(loader, DataLoader):
@@ -169,7 +175,7 @@ def _rolls_over(loader: object) -> bool:
 
 
 def _set_epoch_of_samplers(loader: Any, epoch: int) -> None:
-    """Tell the epoch to a loader's sampler, and to that of its batch sampler, as Lightning does."""
+    """Set the epoch of a loader's sampler and of its batch sampler's, as Lightning does."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = [getattr(each, "sampler", None) for each in (loader, batches)]
     for sampler in {id(sampler): sampler for sampler in samplers}.values():

@@ -1,4 +1,4 @@
-"""Ray Train: ``prepare_data_loader`` that keeps the class and the arguments of a loader."""
+"""Ray Train: a ``prepare_data_loader`` that keeps the class and the arguments of a loader."""
 
 from typing import Any
 
@@ -13,18 +13,22 @@ from shmloader.loader.dataloader import DataLoader
 def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Prepare a loader for this training process, as ``ray.train.torch.prepare_data_loader`` does.
 
-    With several training processes, each gets its part of the samples, by a ``DistributedSampler``
-    that shuffles if the loader does; call ``loader.sampler.set_epoch(epoch)`` before each epoch. An
-    iterable dataset has to be cut by itself. Where Ray's device is not the CPU, batches arrive
-    there, unless the loader has a ``device``.
+    With several training processes, each gets its part of the samples from a
+    ``DistributedSampler``, which shuffles if the loader does. Call
+    ``loader.sampler.set_epoch(epoch)`` before each epoch. An iterable dataset must itself yield
+    only the samples of its rank. If Ray's device is not the CPU, batches arrive on Ray's device,
+    unless the loader has a ``device``.
 
     Args:
         loader: A :class:`shmloader.DataLoader` with a ``batch_size`` and no ``sampler``.
 
+    Returns:
+        ``loader`` itself, or, where the samples have to be divided, a new loader of the same class.
+
     Raises:
         TypeError: If ``loader`` is of another class, or a ``ShardedDataLoader``, which divides
             itself among the ranks.
-        ValueError: If it has a ``batch_sampler`` of the user's, which cannot be cut.
+        ValueError: If the samples have to be divided and the loader has no ``batch_size``.
     """
     check_loader(loader, "shmloader.integrations.ray.prepare_data_loader")
     context = ray.train.get_context()

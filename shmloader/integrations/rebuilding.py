@@ -1,4 +1,4 @@
-"""Loaders with the class and the arguments of another one, but other samples."""
+"""Makes loaders with the class and the arguments of another loader, but other samples."""
 
 import inspect
 from typing import Any
@@ -17,10 +17,11 @@ def check_loader(loader: object, caller: str) -> None:
 
     Args:
         loader: The loader.
-        caller: The function that got it, for the message.
+        caller: Name of the function that got the loader, for the message.
 
     Raises:
-        TypeError: If it is not a loader of shmloader's, or one that is cut for ranks already.
+        TypeError: If it is not a loader of shmloader's, or is a ``ShardedDataLoader``, which is
+            divided among the ranks already.
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"{caller} needs a shmloader.DataLoader, but got {type(loader).__name__}")
@@ -32,13 +33,14 @@ def check_loader(loader: object, caller: str) -> None:
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, **order: Any) -> DataLoader[Any]:
-    """Return a loader of the same class, with the same arguments but for those given here.
+    """Return a loader of the same class, with the same arguments except for those given here.
 
     Args:
-        loader: The loader, whose constructor takes arguments that are its attributes.
-        dataset: The dataset.
-        order: What says which samples are in which batch: ``batch_sampler``, or ``sampler`` and
-            ``batch_size``, or for an iterable dataset ``batch_size`` and ``drop_last``.
+        loader: The loader. The arguments are read from its attributes of the same names.
+        dataset: The dataset of the new loader.
+        order: The arguments that say which samples are in which batch: ``batch_sampler``, or
+            ``sampler`` and ``batch_size``, or for an iterable dataset ``batch_size`` and
+            ``drop_last``.
     """
     names = set(inspect.signature(DataLoader.__init__).parameters)
     names |= set(inspect.signature(type(loader).__init__).parameters)

@@ -1,28 +1,30 @@
-"""Random transforms that have generators of their own, which ``seed=`` of a loader cannot reach."""
+"""Seeds random transforms whose own generators the ``seed=`` of a loader cannot reach."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from shmloader.batch.sample_rng import sample_rng
 
-# The methods by which transforms are seeded: of Albumentations, and of MONAI.
+# The methods that seed transforms of Albumentations and of MONAI.
 _METHODS = ("set_random_seed", "set_random_state")
 
 _Transform = TypeVar("_Transform", bound=Callable[..., Any])
 
 
 class SeededTransform(Generic[_Transform]):
-    """A random transform that is seeded anew for each sample, by a loader with ``seed=``.
+    """A random transform that is seeded anew before each call, from the ``seed=`` of a loader.
 
     Its results then depend on the loader's seed, the epoch and the sample's position, and not on
-    which worker loads the sample. Where no loader with a seed loads, it is the transform as it is.
-    It is called where samples are loaded: in worker processes, or in the main process. With
-    ``thread_pool=True``, give each thread a transform of its own: threads would seed the same one.
+    which worker loads the sample. Outside a loader with a seed, the transform is called without
+    being seeded. It is called where samples are loaded: in worker processes, or in the main
+    process. With ``thread_pool=True``, give each thread its own transform: otherwise all threads
+    seed the same one.
 
     Args:
-        transform: The transform, which is called with whatever this object is called with.
+        transform: The transform. It is called with the arguments that this object is called with.
         reseed: Called with the transform and a whole number from 0 to 2**32 - 1, before each call
-            of the transform. It has to be picklable where workers are not forked.
+            of the transform in a loader with a seed. Must be picklable where workers are not
+            forked.
 
     Attributes:
         transform: The transform.
@@ -33,7 +35,7 @@ class SeededTransform(Generic[_Transform]):
         self._reseed = reseed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Seed the transform, and call it."""
+        """Seed the transform if a loader with a seed loads, and call it."""
         try:
             rng = sample_rng()
         except RuntimeError:  # no loader with a seed
@@ -47,11 +49,11 @@ def seeded(transform: _Transform) -> SeededTransform[_Transform]:
     """Return a transform of Albumentations or MONAI that a loader with ``seed=`` seeds anew.
 
     Args:
-        transform: A ``Compose`` of either, or any object with ``set_random_seed(seed)`` or
-            ``set_random_state(seed=...)``.
+        transform: A ``Compose`` of Albumentations or MONAI, or any other callable with
+            ``set_random_seed(seed)`` or ``set_random_state(seed=...)``.
 
     Raises:
-        TypeError: If it has neither.
+        TypeError: If ``transform`` has neither method.
     """
     if not any(callable(getattr(transform, name, None)) for name in _METHODS):
         raise TypeError(

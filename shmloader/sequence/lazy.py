@@ -16,7 +16,7 @@ _OURS = str(Path(__file__).parent)
 
 
 def _made_at() -> str:
-    """Return file and line of the call into this package."""
+    """Return the file and line that called this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -24,10 +24,10 @@ def _made_at() -> str:
 
 
 class LazySequence(Sequence[Any]):
-    """Base class: indices, slices, iteration, and notes on exceptions.
+    """Base class of the lazy sequences: indices, slices, iteration, and notes on exceptions.
 
     Args:
-        name: Name of the function that makes the sequence.
+        name: Name of the function that makes the sequence, or "slice".
     """
 
     def __init__(self, name: str) -> None:
@@ -50,7 +50,7 @@ class LazySequence(Sequence[Any]):
 
         Raises:
             IndexError: If there is no such item.
-            Exception: What computing the item raises, with a note.
+            Exception: Whatever computing the item raises, with a note.
         """
         if isinstance(index, slice):
             return _Gathered(self, self._slice(index), name="slice")
@@ -101,6 +101,10 @@ class _Mapped(LazySequence):
 def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
     """Return a sequence whose item i is ``f(seqs[0][i], seqs[1][i], ...)``.
 
+    Args:
+        f: Called with one item of each sequence, whenever an item of the result is accessed.
+        seqs: One or more sequences of the same length.
+
     Raises:
         TypeError: If ``f`` is not callable, or there is no sequence.
         ValueError: If the sequences differ in length.
@@ -143,6 +147,7 @@ def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
     Args:
         seq: A sequence.
         indices: A sequence of ints (a list, a range, an array). Negative ones count from the end.
+            They are checked when an item is accessed, which raises IndexError for one out of range.
     """
     return _Gathered(seq, indices)
 
@@ -179,16 +184,16 @@ def batch(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> LazySequence:
-    """Return a sequence of batches: item i is a list of the i-th ``k`` items.
+    """Return a sequence of batches: item i is a list of the items from ``i * k`` on, at most ``k``.
 
     Args:
         seq: A sequence.
         k: Number of items in a batch.
         drop_last: Whether a shorter last batch is left out.
-        collate_fn: Called with each list; its result is the item. None for the list itself.
+        collate_fn: Called with each list. Its result is the item. With None, the list itself is.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid.
+        TypeError, ValueError: If ``k``, ``drop_last`` or ``collate_fn`` is invalid.
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn should be callable, but got collate_fn={collate_fn!r}")
@@ -259,10 +264,11 @@ def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
 
     Args:
         seq: A sequence that is not empty.
-        limit: Number of items in all; None for a sequence without end and without a length.
+        limit: Total number of items; None for an endless sequence, for which ``len()`` raises
+            TypeError.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid.
+        TypeError, ValueError: If ``limit`` is invalid, or ``seq`` is empty and ``limit`` is not 0.
     """
     if limit is not None:
         limit = whole_number(limit, "limit", minimum=0)

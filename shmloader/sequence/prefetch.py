@@ -1,7 +1,7 @@
-"""``prefetch``: items computed ahead by a loader.
+"""``prefetch``: computes the items of a sequence ahead, with a loader.
 
-The sequence is the loader's dataset, and each index is a ticket. So order, slots, failures, deaths
-of workers and shutdown are those of the loader.
+The sequence is the loader's dataset, and each index is a ticket. So the loader takes care of order,
+slots, failures, deaths of workers and shutdown.
 """
 
 import os
@@ -14,7 +14,7 @@ from shmloader.sequence.lazy import LazySequence
 
 
 class _OrderFrom:
-    """A sampler of the indices from ``start`` on."""
+    """A sampler of the indices from ``start`` to the end of the sequence."""
 
     def __init__(self, length: int) -> None:
         self.start = 0
@@ -42,10 +42,10 @@ class _Hook:
 
 
 class _Loader(DataLoader[Any]):
-    """A loader with a window of its own.
+    """A loader whose window is an argument, and not computed from ``prefetch_factor``.
 
     Args:
-        window: Number of items in flight.
+        window: Maximum number of items in flight.
         options: Other arguments of :class:`DataLoader`.
     """
 
@@ -58,7 +58,7 @@ class _Loader(DataLoader[Any]):
 
 
 class _Prefetched(LazySequence):
-    """See :func:`prefetch`. Its workers start when the first item is accessed."""
+    """The sequence that :func:`prefetch` returns. Its workers start at the first access."""
 
     def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
         super().__init__("prefetch")
@@ -92,7 +92,7 @@ class _Prefetched(LazySequence):
 
     def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():
-            self._begin_anew()  # in a forked child, such as a worker, the loader is the parent's
+            self._begin_anew()  # in a forked child, the loader still belongs to the parent
         if self._loader is None:
             self._loader = self._make_loader()
         if index != self._next or self._items is None or self._items.is_closed:
@@ -140,15 +140,17 @@ def prefetch(
     """Return a sequence of the same items, computed ahead while they are read in order.
 
     Reading an item out of order discards the items computed ahead. So put ``gather`` inside
-    ``prefetch``, not around it. Workers start when the first item is read, and stop when the
-    sequence is garbage-collected, or by its ``close()``. Only one thread at a time may use it. If
-    computing an item raises, reading that item raises; the following items are not affected.
+    ``prefetch``, not around it. Workers start when the first item is read. They stop when the
+    sequence is garbage-collected, or by its ``close()``. Only one thread at a time may use the
+    sequence. If computing an item raises, reading that item raises the same exception; the
+    following items are not affected.
 
     Args:
         seq: A sequence, shared by the threads or copied to the processes.
-        nworkers: Number of threads or processes; 0 for the number of cores.
+        nworkers: Number of threads or processes; 0 for the number of cores that this process may
+            use. At most ``max_buffered`` are started.
         method: "thread" or "process". Processes send items in shared-memory slots.
-        max_buffered: Number of items computed ahead, including those in progress.
+        max_buffered: Maximum number of items computed ahead, including those in progress.
         start_hook: Called in each worker before its first item.
         shm_size: Cap on the shared memory, in bytes or as text such as ``"512MiB"``; see
             :class:`shmloader.DataLoader`. Only with "process".

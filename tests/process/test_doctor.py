@@ -405,7 +405,7 @@ def test_what_further_ranks_of_a_host_would_take_is_told(doctor) -> None:
     assert "ShardedDataLoader(worker_scope='host') one pool of workers" in out
     assert f"Each still takes {size(found['slot_bytes'])} for its batches." in out
     _, out, _ = doctor.run(lambda: shmloader.DataLoader(array, 4, num_workers=3, thread_pool=True))
-    assert "share_on_host(build) has the dataset once for all of them." in out
+    assert "share_on_host(build) keeps one dataset for all of them." in out
 
 
 def test_the_machine_is_shown_as_json_without_a_target(capsys) -> None:

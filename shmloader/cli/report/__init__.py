@@ -1,6 +1,7 @@
-"""``shmloader report``: writes a page that shows a trace, without a network, or a picture of it.
+"""``shmloader report``: writes a web page that shows a trace, and on request a picture of it.
 
-Modules: ``data`` (reads a trace), and ``picture`` (draws the charts of the page with matplotlib).
+The page needs no network. Modules: ``data`` (reads a trace), and ``picture`` (draws the charts of
+the page with matplotlib).
 """
 
 import argparse
@@ -18,8 +19,8 @@ from shmloader.insight.measurements import STAGES
 
 __all__ = ["report"]
 
-# A screen has some thousand columns. With more batches, each bar is a mean anyway, and this limit
-# keeps the page fast.
+# A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
+# of several. This limit keeps the page fast.
 _MAX_BATCHES = 20_000
 
 
@@ -27,7 +28,7 @@ def report(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UsageError: If the trace cannot be read, or the page cannot be written.
+        UsageError: If the trace cannot be read, or the page or the picture cannot be written.
     """
     picture = options.png
     if picture is not None:
@@ -60,7 +61,7 @@ def _write_page(run: TracedRun, path: Path) -> None:
         # The table ends with the verdict, which the page shows at the top.
         "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),
     }
-    # All at once, because a field may contain text that looks like another one's mark.
+    # All at once, because a field may contain text that looks like the mark of another field.
     page = re.sub("{{([a-z]+)}}", lambda match: fields[match[1]], template)
     path.write_text(page, encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Reads what a trace says about each batch.
 
-Anything may have written the file, so every field is checked here. The page and the picture can
-rely on them.
+Any program may have written the file, so every field is checked here. The page and the picture can
+rely on the fields.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _STAGED = re.compile(r"(pin|device) (\d{1,15})")
 
 _WAITS = ("share", "total_s", "startup_s", "p50_s", "p99_s")
 
-# The stage whose colour a place has, unless it is that of its own name.
+# The colours of the places that have none of their own: names of stages, or "wait".
 _PLACE_COLOURS = {
     "start": "slot",
     "draw": "reorder",
@@ -32,13 +32,13 @@ _PLACE_COLOURS = {
     "other": "wait",
 }
 
-# Thirty years in microseconds, where JavaScript's numbers still resolve a quarter of one.
+# Thirty years in microseconds. JavaScript's numbers of that size still resolve a quarter of one.
 _MAX_AMOUNT = 1e15
 
 
 @dataclasses.dataclass(slots=True)
 class TracedBatch:
-    """A batch. Times are in milliseconds since the trace began.
+    """A batch in a trace. Times are in milliseconds since the trace's first event.
 
     Attributes:
         number: Its number in the trace.
@@ -46,11 +46,11 @@ class TracedBatch:
         asked: When ``next()`` was called for it.
         taken: When ``next()`` returned it.
         worker: The worker that loaded it; None for the consumer itself.
-        sent: When it was sent to the worker.
-        began: When the worker began with it.
-        done: When the worker had done it.
+        sent: When its task was sent to the worker.
+        began: When the worker, or the consumer itself, began to load it.
+        done: When the worker had finished it.
         handed: When the engine began to build it.
-        stage_began: When the thread of a stage began with it.
+        stage_began: When the thread that pins, or copies to a device, began with it.
         samples: Its number of samples.
         nbytes: Its size in bytes.
         lent: How many slots were lent when it was handed over.
@@ -75,19 +75,19 @@ class TracedBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A run.
+    """What a trace says about a run of a loader.
 
     Attributes:
         batches: The batches, in the order in which they were taken.
         begins: For each call of ``iter()``, when it began and how long it took, in milliseconds.
         waits: For each call of ``next()``, when it began and how long it took, in milliseconds.
         uses: When the consumer worked between two calls, and for how long, in milliseconds.
-        verdict: The verdict's sentence.
+        verdict: The verdict, a sentence.
         table: The statistics as they print.
         epochs: The epochs that were recorded, in words.
         figures: The most important figures: names and values.
         places: Where the next batch was while the consumer waited: the name of the place, what it
-            means, and the seconds of waiting. Places without any are left out.
+            means, and the seconds of waiting. Places with no waiting are left out.
 
     The calls of ``next()`` include those that found the epoch's end and returned no batch, as the
     figures do.
@@ -117,7 +117,7 @@ def read_trace(path: Path) -> TracedRun:
     """Read what ``loader.trace()`` has written.
 
     Raises:
-        UsageError: If the file cannot be read, or is something else.
+        UsageError: If the file cannot be read, is not such a trace, or has no batch.
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
@@ -164,7 +164,7 @@ def _amount(value: object) -> float:
     """Check a time, a share or a rate.
 
     Raises:
-        ValueError: If it is not a number, or so large that a page could not count up to it.
+        ValueError: If it is not a number, or too large for the page's script to calculate with.
     """
     if type(value) not in {int, float} or not -_MAX_AMOUNT <= value <= _MAX_AMOUNT:  # type: ignore[operator]
         raise ValueError(f"{value!r:.40} is not a time, share or rate")
@@ -172,10 +172,10 @@ def _amount(value: object) -> float:
 
 
 def _number_of(value: object) -> int:
-    """Check a count, or the number of a thing.
+    """Check a count, or the number of a batch, worker or epoch.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is not a whole number from 0 up.
     """
     if type(value) is not int or not 0 <= value <= _MAX_AMOUNT:
         raise ValueError(f"{value!r:.40} is not a count")
@@ -214,7 +214,7 @@ def _figures_of(stats: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _places_of(values: object) -> list[tuple[str, str, float]]:
     if not isinstance(values, list) or len(values) != len(PLACES):
-        raise ValueError("the places of the wait are not a list of as many as there are")
+        raise ValueError("the places of the wait are not a list with a value for each place")
     spent = dict(zip(PLACES, map(_amount, values), strict=True))
     return [(name, PLACES_IN_WORDS[name], spent_s) for name, spent_s in spent.items() if spent_s]
 
@@ -228,7 +228,7 @@ def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, fl
 def _uses_between(
     begins: list[tuple[float, float]], waits: list[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """Return what lies between two calls, unless the second one begins an epoch."""
+    """Return the times between two calls, unless the second one is ``iter()``."""
     calls = [(at, took, False) for at, took in begins] + [(at, took, True) for at, took in waits]
     return [
         (at + took, following - at - took)
@@ -249,7 +249,7 @@ def _read_batches(events: list[dict[str, Any]]) -> list[TracedBatch]:
     for event in slices:
         began, took = _span(event)
         if event["name"] in STAGES:
-            # It follows the slice that contains it.
+            # The slice of a stage follows the slice that contains it.
             if last is not None:
                 last.stage_ms[event["name"]] = took
                 last.began = last.began or began

@@ -41,7 +41,8 @@ def new_figure(argument: str, path: Path, **options: Any) -> Any:
         options: Arguments of ``matplotlib.figure.Figure``.
 
     Raises:
-        UsageError: If matplotlib is not installed, or no picture can be written there.
+        UsageError: If matplotlib is not installed, the file's suffix is not one of a picture, or
+            its directory does not exist.
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
@@ -61,7 +62,7 @@ def write_picture(run: TracedRun, path: Path) -> None:
     """Draw a run into a file.
 
     Raises:
-        UsageError: If matplotlib is not installed, or the file is not one of a picture.
+        UsageError: If :func:`new_figure` raises it.
         OSError: If the picture cannot be written.
     """
     draw_run(run, path).savefig(path)
@@ -75,7 +76,7 @@ def draw_run(run: TracedRun, path: Path) -> Any:
     figure = new_figure("--png", path, figsize=size, dpi=120, layout="constrained")
     heights = [1.2 + 0.35 * rows, 0.5 + 0.25 * len(places), 3.5, 2, 2.2]
     has_workers = any(batch.worker is not None for batch in run.batches)
-    if not has_workers:  # one batch is never ahead of another
+    if not has_workers:  # no batch is ever loaded ahead
         heights.pop()
     panels = figure.subplots(len(heights), 1, height_ratios=heights)
     timeline, waited, stack, waits = panels[:4]
@@ -141,7 +142,7 @@ def _draw_places(axes: Any, places: list[tuple[str, str, float]]) -> None:
     bars = axes.barh(range(len(places)), values, color=colours)
     texts = [f"{seconds(spent_s)}  {text}" for _, text, spent_s in places]
     axes.bar_label(bars, texts, padding=4, fontsize=9)
-    axes.margins(x=0.6)  # the texts are no longer than that
+    axes.margins(x=0.6)  # room for the texts
     axes.set_yticks([])
     axes.invert_yaxis()
     axes.set_title("What the consumer waited for", loc="left", fontsize=10)
