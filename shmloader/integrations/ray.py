@@ -4,7 +4,7 @@ from typing import Any
 
 import ray.train
 import ray.train.torch
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
@@ -20,7 +20,8 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     unless the loader has a ``device``.
 
     Args:
-        loader: A :class:`shmloader.DataLoader` with a ``batch_size`` and no ``sampler``.
+        loader: A :class:`shmloader.DataLoader`. If the samples have to be divided, it needs a
+            ``batch_size``, and a ``sampler`` of the user's must be a ``DistributedSampler``.
 
     Returns:
         ``loader`` itself, or, where the samples have to be divided, a new loader of the same class.
@@ -28,31 +29,55 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         TypeError: If ``loader`` is of another class, or a ``ShardedDataLoader``, which divides
             itself among the ranks.
-        ValueError: If the samples have to be divided and the loader has no ``batch_size``.
+        ValueError: If the samples have to be divided, and the loader has no ``batch_size`` or a
+            sampler that a ``DistributedSampler`` cannot replace.
     """
     check_loader(loader, "shmloader.integrations.ray.prepare_data_loader")
     context = ray.train.get_context()
     count, rank = context.get_world_size(), context.get_world_rank()
     device = ray.train.torch.get_device()
+    if not (
+        count == 1
+        or isinstance(loader.dataset, IterableDataset)
+        or isinstance(loader.sampler, DistributedSampler)
+    ):
+        loader = _of_rank(loader, count, rank)
     if loader.device is None and device.type != "cpu":
         loader.device = device
-    if count == 1 or isinstance(loader.dataset, IterableDataset):
-        return loader
-    if isinstance(loader.sampler, DistributedSampler):
-        return loader
+    return loader
+
+
+def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
+    """Return a loader of the same class with the samples of one of ``count`` ranks."""
     if loader.batch_size is None:
         raise ValueError(
             "prepare_data_loader cuts the samples for the ranks, which a batch_sampler of your "
             "own, or batch_size=None, does not allow: give batch_size, or cut it by rank yourself"
         )
-    shuffles = isinstance(loader.sampler, RandomSampler)
+    if not _has_default_sampler(loader):
+        raise ValueError(
+            "prepare_data_loader divides the samples by a DistributedSampler, which would replace "
+            f"your {type(loader.sampler).__name__}: give shuffle= instead of sampler=, or divide "
+            "the sampler by rank yourself and do not prepare the loader"
+        )
     sampler: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset, count, rank, shuffle=shuffles, seed=loader.seed or 0
-    )
-    return rebuild(
-        loader,
         loader.dataset,
-        sampler=sampler,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
+        count,
+        rank,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=loader.seed or 0,
     )
+    order: dict[str, Any] = {"sampler": sampler, "batch_size": loader.batch_size}
+    if loader.last_batch is None:
+        order["drop_last"] = loader.drop_last
+    else:
+        order["last_batch"] = loader.last_batch
+    return rebuild(loader, loader.dataset, **order)
+
+
+def _has_default_sampler(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's sampler is one that it makes without ``sampler=``, or equal to it."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    return isinstance(sampler, SequentialSampler)

@@ -1,0 +1,82 @@
+"""The adapter of Ray Train divides a loader among training processes, and loses no argument."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from shmloader import DataLoader
+from tests.cluster.needed import needed
+
+needed("ray.train.torch")
+adapter = needed("shmloader.integrations.ray")
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+ROWS = torch.arange(22)
+
+
+@pytest.fixture
+def of_two(monkeypatch) -> None:
+    """This process is the first of two that train."""
+    context = types.SimpleNamespace(get_world_size=lambda: 2, get_world_rank=lambda: 0)
+    monkeypatch.setattr(adapter.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(adapter.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("of_two")
+@pytest.mark.parametrize(
+    ("arguments", "lengths"),
+    [
+        ({}, [4, 4, 3]),
+        ({"drop_last": True}, [4, 4]),
+        ({"last_batch": "keep"}, [4, 4, 3]),
+        ({"last_batch": "discard"}, [4, 4]),
+        ({"last_batch": "rollover"}, [4, 4]),
+        ({"shuffle": True, "seed": 7, "last_batch": "rollover"}, [4, 4]),
+    ],
+)
+def test_the_last_batch_is_treated_as_the_loader_says(arguments, lengths) -> None:
+    loader = adapter.prepare_data_loader(DataLoader(ROWS, 4, **arguments))
+    assert type(loader) is DataLoader
+    assert loader.sampler.shuffle == arguments.get("shuffle", False)
+    assert [len(batch) for batch in loader] == lengths
+    if loader.last_batch == "rollover":
+        assert [len(batch) for batch in loader] == [4, 4, 4]  # 3 of the epoch before, and 11
+
+
+@pytest.mark.usefixtures("of_two")
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SubsetRandomSampler(range(5)),
+        Weighted([1.0] * 22, 22),
+        RandomSampler(ROWS, replacement=True),
+        RandomSampler(ROWS, num_samples=5),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_cannot_be_divided_is_refused_and_not_replaced(sampler) -> None:
+    loader = DataLoader(ROWS, 4, sampler=sampler)
+    with pytest.raises(ValueError, match=rf"replace your {type(sampler).__name__}: give shuffle="):
+        adapter.prepare_data_loader(loader)
+    assert loader.sampler is sampler
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_loader_that_is_divided_already_is_kept() -> None:
+    loader = DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, 2, 1))
+    assert adapter.prepare_data_loader(loader) is loader
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_loader_that_is_refused_stays_as_it_was(monkeypatch) -> None:
+    monkeypatch.setattr(adapter.ray.train.torch, "get_device", lambda: torch.device("cuda", 0))
+    loader = DataLoader(ROWS, None)
+    with pytest.raises(ValueError, match="give batch_size"):
+        adapter.prepare_data_loader(loader)
+    assert loader.device is None
