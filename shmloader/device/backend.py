@@ -66,7 +66,7 @@ def current_index(kind: str) -> int:
     """Return the index of the calling thread's current device of a kind."""
     is_initialized = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)
     if not is_initialized():
-        return 0  # selecting another device initializes it
+        return 0  # the default: torch initializes the kind when another device is selected
     return torch.accelerator.current_device_index()
 
 
@@ -109,10 +109,10 @@ class Event(Protocol):
     """A point in a stream. It is complete when all earlier work of the stream is done."""
 
     def query(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether the event is complete."""
 
     def synchronize(self) -> None:
-        """Wait until it is complete."""
+        """Wait until the event is complete."""
 
 
 def move_to(batch: Any, device: Any) -> Any:
@@ -128,7 +128,7 @@ class Backend:
 
     Attributes:
         device: The device, with its index.
-        can_pin: Whether torch has pinned memory for its kind.
+        can_pin: Whether torch has pinned memory for this kind of device.
         is_lost: Whether the device has reported a permanent error.
     """
 
@@ -138,11 +138,11 @@ class Backend:
         self.device = device
         self.is_lost = False
         self._driver: Driver | None = None
-        # The first one is the loader's stream. A list, because two threads may make it at once.
+        # The first item is the loader's stream. A list, because two threads may each make one.
         self._streams: list[Any] = []
         self._numbers = itertools.count()
-        # For each batch that was handed over, oldest first: events of the user's streams. The
-        # user's threads add them. They are kept beyond the end of an epoch, which may be short.
+        # The events of the user's streams, for each batch that was handed over, oldest first. The
+        # user's threads add them. The next epoch still waits for them: an epoch may be short.
         self._handed_over: dict[int, list[Event]] = {}
         self._new_stream: Callable[[torch.device], Any] = torch.Stream
         self._new_event: Callable[[torch.device], Any] = functools.partial(
@@ -175,7 +175,7 @@ class Backend:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the calling thread call the driver in the block, even while a graph is captured."""
+        """Prepare the calling thread for driver calls in the block, even during a graph capture."""
         try:
             driver = self.driver()
         except (OSError, AttributeError) as error:
@@ -220,8 +220,8 @@ class Backend:
         """Record what the calling thread has enqueued for a batch.
 
         Returns:
-            For the loader's device, and each device that the batch has tensors on: an event of the
-            thread's current stream.
+            An event of the thread's current stream, for the loader's device and for each device
+            that the batch has tensors on.
         """
         devices = dict.fromkeys([self.device, *(tensor.device for tensor in tensors)])
         return {device: self._record(device, self._current_stream(device)) for device in devices}
@@ -234,10 +234,11 @@ class Backend:
     def hand_over(
         self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
-        """Let the calling thread's current streams use a batch.
+        """Make the calling thread's current streams wait for a batch, and note that they use it.
 
         Args:
-            events: For each device that the batch has tensors on, the event when it is ready.
+            events: For each device that the batch has tensors on, the event that is complete when
+                the batch is ready.
             tensors: One tensor of each of the batch's storages.
             number: The batch's number. A batch may be handed over several times, from one thread
                 to the next.
@@ -255,7 +256,7 @@ class Backend:
         """Wait until the user's work on earlier batches is done.
 
         Args:
-            newest: How many of the batches handed over last are not waited for.
+            newest: Number of the most recent batches that it does not wait for.
         """
         while len(self._handed_over) > newest:
             oldest = next(iter(self._handed_over.copy()))
@@ -281,7 +282,7 @@ class BlockingBackend(Backend):
     can_pin = False
 
     def enter(self) -> None:
-        """Do nothing: there is only one stream."""
+        """Do nothing: there are no streams."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the device."""

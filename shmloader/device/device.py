@@ -1,15 +1,15 @@
 """Stages that copy batches from their slots to one or several devices, ahead of the user.
 
-A copy is asynchronous: it reads the slot after the call has returned. So each batch's views of its
-slot are held here until the event after its copy; when they are dropped, the lease dies, and the
-slot may be filled again. The user never gets a view of such a slot, because nothing would show
-when a copy of the user's own is done. So arrays, and objects of unknown types, are copied to
-ordinary memory first.
+A copy is asynchronous: it may read the slot after the call has returned. So each batch's views of
+its slot are held here until the event after its copy; when they are dropped, the lease dies, and
+the slot may be filled again. The user never gets a view of such a slot: if the user's code copied
+the view asynchronously, the loader could not tell when that copy is done. So NumPy arrays and
+objects of unknown types are copied to ordinary memory.
 
 How a tensor gets to the device:
     * A large tensor in a page-locked slot is copied from the slot.
-    * All small tensors of a batch are put into one block of torch's pinned memory, and cross in one
-      copy. On the device, each of them is a piece of that block.
+    * All small tensors of a batch are put into one block of torch's pinned memory, which goes to
+      the device in one copy. There, each of these tensors is a piece of the block's copy.
     * Any other tensor is copied to torch's pinned memory first.
 """
 
@@ -31,8 +31,8 @@ from shmloader.device.stage import Stage, StageBrokenError
 from shmloader.device.structure import all_tensors, map_tensors, mapped_tensors
 from shmloader.probing import probe
 
-# Before a further batch is copied to the device, the user's work on all batches but the last two is
-# waited for: one that the user is taking, and one in use.
+# Before a further batch is copied to the device, the stage waits for the user's work on all batches
+# except the last two: the user is taking one of these, and still uses the other.
 _BATCHES_IN_USE = 2
 
 
@@ -56,7 +56,7 @@ class Destination:
         self._pid = os.getpid()
 
     def is_of(self, devices: Sequence[torch.device | None]) -> bool:
-        """Whether it is for these devices, and was made by this process."""
+        """Whether this destination is for these devices, and was made by this process."""
         return self._devices == tuple(devices) and self._pid == os.getpid()
 
 
@@ -65,9 +65,10 @@ class OnDevice(NamedTuple):
 
     Attributes:
         batch: The batch.
-        tensors: One tensor of each of its storages.
-        events: For each device that it has tensors on, the event when it is ready.
-        number: Its number among the batches of its backend.
+        tensors: One tensor of each of the batch's storages.
+        events: For each device that the batch has tensors on, the event that is complete when the
+            batch is ready.
+        number: The batch's number among the batches of its backend.
     """
 
     batch: Any
@@ -101,7 +102,7 @@ class DeviceStage(Stage):
         self._locks = locks
         self._transform = transform
         # Copies under way, oldest first: the event after each, and the batch's views of its slot.
-        # With the tensors themselves, because a user's container may change while it is mapped.
+        # The tensors are listed as well: a user's container may change while it is mapped.
         self._reading: collections.deque[tuple[Event, object]] = collections.deque()
         self._max_reading = ahead + 1
 
@@ -109,14 +110,14 @@ class DeviceStage(Stage):
         """Prepare the stage's thread. Called on it."""
         torch.multiprocessing._set_thread_name(self.name[:15])
         torch.set_num_threads(1)
-        # Before, because the stream may be made while a graph is captured; and after, because the
-        # first call has no effect if the device was not initialized yet.
+        # The call before enter() is for a stream that is made while a graph is captured. The call
+        # after it is needed because the first has no effect if the device was not initialized yet.
         relax_this_thread(self._backend.device.type)
         self._backend.enter()
         relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> OnDevice:
-        """Start a batch's copy. Does not wait for it if its memory is page-locked or pinned.
+        """Start a batch's copy. Does not wait for a copy from page-locked or pinned memory.
 
         Raises:
             StageBrokenError: If the device has reported a permanent error.
@@ -136,10 +137,10 @@ class DeviceStage(Stage):
         try:
             copied = self._copy(batch)
         finally:
-            # Even if the copy of one tensor failed: others may be under way.
+            # Needed even if the copy of one tensor failed: other copies may be under way.
             event = self._backend.record()
             self._reading.append((event, held))
-            del batch, held  # as above
+            del batch, held  # as in run()
         if self._transform is None:
             events = {self._backend.device: event}
             return OnDevice(copied, list(self._storages(copied)), events, self._backend.number())
@@ -151,11 +152,11 @@ class DeviceStage(Stage):
         return OnDevice(batch, tensors, self._backend.record_all(tensors), number)
 
     def record(self, value: Any, source: OnDevice | None) -> OnDevice | None:
-        """Record what a pipeline's op has computed, so that it can be handed over. On any thread.
+        """Record an event for what a pipeline's op has computed. Called on any thread.
 
         Args:
             value: The op's result.
-            source: What it was computed from, if that was on the device.
+            source: The batch that it was computed from, if that was on the device; else None.
 
         Returns:
             The result, for :meth:`hand_over`; None if it is not on the device.
@@ -224,7 +225,7 @@ class DeviceStage(Stage):
                         yield plain
 
     def hand_over(self, result: OnDevice) -> object:
-        """Return the batch, after having the calling thread's current stream wait for it.
+        """Make the calling thread's current stream wait for the batch, and return the batch.
 
         Raises:
             StageBrokenError: If the device has reported a permanent error.
@@ -255,7 +256,7 @@ class DeviceStage(Stage):
 class HostStage(Stage):
     """Copies batches for the CPU out of slots that a device may read as well.
 
-    It runs within a :class:`DevicesStage`, whose thread and statistics have a name.
+    A :class:`DevicesStage` runs this stage, so it has neither a thread nor a name of its own.
     """
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
@@ -312,7 +313,7 @@ class DevicesStage(Stage):
         return results
 
     def hand_over(self, result: list[Any]) -> object:
-        """Return the batches; the current stream on each device waits for the device's batch."""
+        """Make the current stream on each device wait for its batch, and return all batches."""
         return [stage.hand_over(batch) for stage, batch in zip(self._stages, result, strict=False)]
 
     def close(self) -> None:
@@ -331,7 +332,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: itself, unless it is made of others."""
+    """Return the strided tensors that hold a tensor's data: its parts, or the tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         names = tensor.__tensor_flatten__()[0]
         return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]

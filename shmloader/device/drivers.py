@@ -22,13 +22,13 @@ from shmloader.interruptions import Suppressed
 
 # These numbers are the same in <cuda.h> and <hip/hip_runtime_api.h>.
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for all devices
-_CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: a thread's first
+_CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: the default
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, hipErrorHostMemoryNotRegistered
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 
 
 class Driver(abc.ABC):
-    """The functions of a kind of device. Called from any thread.
+    """The driver functions for a kind of device. Called from any thread.
 
     Args:
         register: Takes an address, a size in bytes and flags. Returns an error code.
@@ -56,7 +56,7 @@ class Driver(abc.ABC):
         return True
 
     def relax_capture(self) -> int:
-        """Let the calling thread work while another one captures a graph. Returns its old mode."""
+        """Let the calling thread work while another captures a graph. Returns the old mode."""
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         if self._describe(self._exchange_mode(ctypes.byref(mode))):
             return _CAPTURE_GLOBAL  # nothing was exchanged: CUDA is not initialized yet
@@ -169,7 +169,7 @@ def open_driver(kind: str) -> Driver | None:
 
 @contextlib.contextmanager
 def relaxed_capture(driver: Driver) -> Iterator[None]:
-    """Keep the calling thread's calls in the block from ending a graph capture on any thread."""
+    """Keep the calling thread's calls in the block from invalidating a capture on any thread."""
     mode = driver.relax_capture()
     try:
         yield
@@ -178,7 +178,7 @@ def relaxed_capture(driver: Driver) -> Iterator[None]:
 
 
 def relax_this_thread(kind: str) -> None:
-    """Relax the mode of the calling thread for good. Does nothing if there is no driver."""
+    """Relax the calling thread's capture mode for good. Does nothing if there is no driver."""
     with Suppressed(OSError, AttributeError):
         driver = open_driver(kind)
         if driver is not None:

@@ -1,7 +1,7 @@
 """The objects that the user's thread and the engine's thread pass to each other.
 
-Uses none of Python's own locks, because the garbage collector may end an iterator anywhere: on
-either thread, even inside of these lines.
+Adding a result and releasing the semaphore take no lock, because the garbage collector may end an
+iterator at any point, on either thread, even while that thread runs the code below.
 """
 
 import collections
@@ -22,8 +22,8 @@ class Ready:
     Attributes:
         result: What the stage's ``run`` returned.
         delivery: The batch's delivery.
-        staged: The stage's name in the statistics, and when it began and ended with the batch, in
-            nanoseconds on the clock of ``time.monotonic_ns()``.
+        staged: The stage's name in the statistics, and when the stage began and finished the batch,
+            in nanoseconds on the clock of ``time.monotonic_ns()``.
     """
 
     result: Any
@@ -37,7 +37,7 @@ class Raised:
 
     Attributes:
         error: The exception.
-        is_last: Whether nothing comes after it.
+        is_last: Whether no further result follows.
         delivery: The delivery of the batch in whose place it is raised, if there is one.
     """
 
@@ -47,11 +47,11 @@ class Raised:
 
 
 class Request(enum.Enum):
-    """A request of the engine's thread for a ticket. That thread does not wait for it.
+    """A request for one more ticket, from the engine's thread, which does not wait for the ticket.
 
     Attributes:
-        REPLACEMENT: In place of a ticket that was answered, and yields no batch.
-        ADDITION: Beside all others, as there are more workers now.
+        REPLACEMENT: The ticket replaces one that was answered but yields no batch.
+        ADDITION: The ticket is one more than before, because there are more workers now.
     """
 
     REPLACEMENT = enum.auto()
@@ -59,11 +59,11 @@ class Request(enum.Enum):
 
 
 class UserThreadCall:
-    """A function that the user's thread calls for the engine's thread, which waits.
+    """A function that the user's thread calls, while the engine's thread waits for that.
 
     Attributes:
-        over: Set when the call is over, or not wanted any more.
-        is_made: Whether it is over.
+        over: Set when the call has returned, or when the engine's thread is to end.
+        is_made: Whether the call has returned.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class UserThreadCall:
         self.is_made = False
 
     def make(self) -> None:
-        """Call the function. On the user's thread."""
+        """Call the function, on the user's thread."""
         try:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed on to the thread that asked
@@ -82,7 +82,7 @@ class UserThreadCall:
         self.over.set()
 
     def raise_error(self) -> None:
-        """Raise what the function raised. Only once: the traceback pins this object."""
+        """Raise the function's exception, and forget it: its traceback pins this object."""
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -107,7 +107,7 @@ class Results:
         self._wakeup.set()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for an item. May return early, when an item was put and taken before."""
+        """Wait for an item. May return without one, if an item was put and taken before."""
         self._wakeup.wait(timeout_s)
 
     @property
@@ -140,8 +140,8 @@ class Results:
 class Semaphore:
     """Counts how many further results may be ready and not yet taken.
 
-    ``threading.Semaphore`` takes a lock to be released. The garbage collector may release it on the
-    very thread that holds this lock.
+    Releasing it takes no lock. ``threading.Semaphore.release`` takes one, and the garbage collector
+    might call it on the very thread that holds that lock.
     """
 
     def __init__(self, count: int) -> None:
@@ -153,18 +153,18 @@ class Semaphore:
         return bool(self._free)
 
     def try_acquire(self) -> bool:
-        """Acquire it if that needs no wait. Returns whether it was acquired."""
+        """Acquire the semaphore if that needs no wait. Returns whether it was acquired."""
         if not self._free:
             return False
         self._free.pop()
         return True
 
     def acquire(self) -> None:
-        """Acquire it, and wait until that is possible."""
+        """Acquire the semaphore, and wait until that is possible."""
         while not self.try_acquire():
             self._wakeup.wait()
 
     def release(self) -> None:
-        """Release it. Called from any thread."""
+        """Release the semaphore. Called from any thread."""
         self._free.append(None)
         self._wakeup.set()

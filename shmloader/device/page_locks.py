@@ -3,8 +3,8 @@
 Guarantees:
     * Only pages that were admitted before are locked (:mod:`shmloader.pools.arena` counts them),
       so locking takes no further memory.
-    * Locked pages are neither given back to the system nor unmapped. A device would continue to
-      read the old pages.
+    * Locked pages are neither given back to the system nor unmapped. Otherwise a device would
+      continue to read the old pages.
     * A slot is unlocked only when no device reads it.
     * A lock is noted before locking, and the note is removed after unlocking. So an interruption
       leaves at most a note without a lock, and unlocking is tried again.
@@ -40,7 +40,7 @@ class PageLocks:
         # Locked bytes, by the slot's address.
         self._locked: dict[int, int] = {}
         # Addresses of slots that are about to be unlocked, and that no further copy may read.
-        # Changed only under the lock that is held while a copy begins.
+        # Added only under the lock that is held while a copy begins.
         self._leaving: set[int] = set()
         self._reading = threading.Lock()
 
@@ -76,7 +76,7 @@ class PageLocks:
             self._refuse(f"page-locking {wanted} bytes was refused: {refusal}")
 
     def _lock(self, driver: Driver, address: int, nbytes: int) -> str:
-        """Lock. Returns why it was refused, or an empty string."""
+        """Lock the pages. Returns why that was refused, or an empty string."""
         if not driver.has_context():
             return "the thread has no context"
         if address in self._locked:
@@ -96,15 +96,15 @@ class PageLocks:
         Returns:
             Whether the slot's memory may be given back and unmapped.
         """
-        # A forked child has no part in what its parent locked.
+        # What the parent locked does not concern a forked child.
         if os.getpid() != self._pid or slot.address not in self._locked:
             return True
         driver = self._backends[0].driver()
         assert driver is not None
         with self._backends[0].ready():
             error = driver.unregister(slot.address)
-        # A lost device reads nothing any more, so its registrations do no harm. A working one would
-        # take whatever is mapped at these addresses next for registered memory.
+        # A lost device reads nothing any more, so its registrations do no harm. A working device
+        # would take the next mapping at these addresses for registered memory.
         if error and any(backend.check() for backend in self._backends):
             return False
         del self._locked[slot.address]
@@ -124,9 +124,9 @@ class PageLocks:
         )
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
-        """Wait until no device reads these slots, and let no further copy read them.
+        """Allow no further copies from these slots, and wait until no device reads them.
 
-        Raises nothing: a lost device reads nothing.
+        Raises nothing, because a lost device reads nothing.
         """
         locked = {slot.address for slot in slots if slot.address in self._locked}
         if os.getpid() == self._pid and locked:
@@ -137,9 +137,9 @@ class PageLocks:
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
-        """Keep a tensor's memory locked in the block, if it is.
+        """Keep a tensor's memory locked in the block, if it is locked.
 
-        A copy that begins in the block is waited for before the memory is unlocked.
+        Before the memory is unlocked, :meth:`end_reads` waits for copies that began in the block.
 
         Args:
             tensor: A CPU tensor without gaps.

@@ -1,9 +1,9 @@
 """Page-locked copies of batches, which a GPU reads faster.
 
-A copy, not a view of the slot: torch's allocator knows when the GPU has read memory of its own, but
-not when it has read other memory. torch decides what each value in a batch becomes, and which
-objects pin themselves, with one exception: all small tensors in lists, tuples and dicts share one
-page-locked block, because each allocation is expensive.
+The user gets a copy, not a view of a page-locked slot, because torch's allocator knows when the GPU
+has read the allocator's own memory, but not when it has read other memory. torch decides what each
+value in a batch becomes, and which objects pin themselves, with one exception: all small tensors in
+lists, tuples and dicts share one page-locked block, because each allocation is expensive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def pin_batch(batch: object, device: str | None) -> object:
 
     Args:
         batch: The batch, as the engine returned it.
-        device: The type of the accelerator, as torch names it.
+        device: The type of the accelerator, such as "cuda"; None leaves it to torch.
 
     Returns:
         A batch of the same structure.
@@ -88,10 +88,10 @@ def pin_block(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_block(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that :func:`pin_block` put into a block, out of the block or a copy of it.
+    """Yield the tensors that :func:`pin_block` put into a block, as pieces of the block.
 
     Args:
-        block: The block.
+        block: The block, or a copy of it on a device.
         tensors: The tensors that were put there.
     """
     views: dict[torch.dtype, torch.Tensor] = {}
@@ -100,7 +100,7 @@ def split_block(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterato
         view = views.get(tensor.dtype)
         if view is None:
             view = views[tensor.dtype] = block.view(tensor.dtype)
-        # One call for each tensor: where there are a hundred, each further call costs 0.1 ms.
+        # Only one call for each tensor: with a hundred tensors, a second call costs 0.1 ms in all.
         piece = view.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
         # `.data`, so that autograd does not see a view of the block: one piece may be changed in
         # place while another one is kept for the backward pass.
@@ -112,11 +112,11 @@ class PinStage(Stage):
     """Pins each batch.
 
     Args:
-        device: The type of the accelerator, as torch names it.
+        device: The type of the accelerator, such as "cuda"; None leaves it to torch.
         index: The accelerator's index. As with torch, it becomes the thread's current device.
     """
 
-    ahead = None  # as with torch
+    ahead = None  # no limit, as with torch
     name = "pt_data_pin"  # torch's name for such a thread
     kind = "pin"
 
@@ -133,7 +133,7 @@ class PinStage(Stage):
         relax_this_thread(self._device or "cuda")
 
     def run(self, batch: object) -> object:
-        """Return the batch in page-locked memory. Its slot is free when the argument is dropped.
+        """Return a copy of the batch in page-locked memory, which does not hold the slot.
 
         Raises:
             Exception: As from torch's pin thread: an exception of the same type, with the traceback
@@ -147,6 +147,6 @@ class PinStage(Stage):
         try:
             error.reraise()
         except Exception as raised:
-            raised.with_traceback(None)  # the frame that it comes from pins the slot
+            raised.with_traceback(None)  # the frame that raised it pins the slot
             raise
         raise AssertionError("reraise() returned")

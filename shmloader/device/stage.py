@@ -9,12 +9,13 @@ class StageBrokenError(RuntimeError):
 
 
 class Stage(abc.ABC):
-    """Processes each batch. The defaults suit a stage whose :meth:`run` does all.
+    """Processes each batch. The defaults suit a stage that needs only :meth:`run`.
 
     Attributes:
         ahead: Batches that may be ready and not yet taken; None for as many as there are tickets.
         name: The thread's name.
-        kind: Its name in the statistics; see :data:`~shmloader.insight.measurements.STAGES`.
+        kind: The stage's name in the statistics; one of
+            :data:`~shmloader.insight.measurements.STAGES`.
     """
 
     ahead: int | None
@@ -22,24 +23,25 @@ class Stage(abc.ABC):
     kind: str
 
     def start(self) -> None:  # noqa: B027 - a default
-        """Prepare the thread. Called on it."""
+        """Prepare the stage's thread. Called on it."""
 
     @abc.abstractmethod
     def run(self, batch: Any) -> Any:
-        """Process a batch. Called on the thread."""
+        """Process a batch. Called on the stage's thread."""
 
     def hand_over(self, result: Any) -> Any:
-        """Return the batch for the user out of what :meth:`run` returned. On the user's thread."""
+        """Make the user's batch of what :meth:`run` returned. Called on the user's thread."""
         return result
 
     def close(self) -> None:  # noqa: B027 - a default
-        """Wait for what is under way, and drop all batches. Called when the thread has ended."""
+        """Wait for work under way, and drop all batches. Called when no :meth:`run` is running."""
 
 
 class PassThroughStage(Stage):
     """Leaves batches as the engine builds them."""
 
-    # One batch is built while the user is busy with the one before. It counts as lent, so no more.
+    # One batch is built while the user works on the one before. Each batch that is built counts as
+    # lent, so no more are built ahead.
     ahead = 1
     name = "shmloader_engine"
     kind = "build"

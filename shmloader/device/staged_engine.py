@@ -13,13 +13,13 @@ from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.interruptions import is_interruption
 from shmloader.threads.fork_safety import may_wait_here
 
-# After a shorter training step, next() is called again before the engine's thread, woken in a
-# moment, has done its work.
+# After a shorter training step, the engine's thread is woken at once: with a delayed wake-up
+# (`wake_soon`), next() would be called again before that thread has done its work.
 _STEP_NS = 1_000_000
 
 
 class StagedEngine:
-    """An engine's batches, after a stage on another thread. Used on the user's thread.
+    """Delivers an engine's batches, after a stage on another thread. Used on the user's thread.
 
     Args:
         engine: The engine, whose workers are running.
@@ -28,13 +28,14 @@ class StagedEngine:
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
 
     Attributes:
-        owner: Ends engine, stage and thread. Refers neither to this object nor to the sampler.
+        owner: Ends the engine, the stage and the thread. Refers neither to this object nor to the
+            sampler.
         in_transit: See :attr:`EngineBase.in_transit`.
         raised_id: See :attr:`EngineBase.raised_id`.
         delivery: See :attr:`EngineBase.delivery`.
         draw_ns: See :attr:`EngineBase.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
-        is_leaving: Whether :meth:`leave_to_user` has ended the thread, and is not done.
+        is_leaving: Whether :meth:`leave_to_user` has begun to end the thread, and is not done yet.
     """
 
     def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
@@ -74,14 +75,15 @@ class StagedEngine:
                 raise
 
     def take_over(self, tickets: Iterator[object], count: int) -> bool:
-        """Go on with an epoch in which the user's thread has run the engine.
+        """Start a thread in mid-epoch for the engine, which the user's thread has run until now.
 
         Args:
             tickets: The remaining index batches.
-            count: The tickets in flight, at least one.
+            count: Number of tickets in flight, at least one.
 
         Returns:
-            Whether there is a thread now. If the system refuses one, the user's thread goes on.
+            Whether there is a thread now. If the system refuses one, the user's thread continues to
+            run the engine.
         """
         self._draw = tickets.__next__
         self._tickets_out = count
@@ -98,16 +100,16 @@ class StagedEngine:
     def leave_to_user(self) -> bool:
         """End the thread in mid-epoch, so that the user's thread can run the engine.
 
-        Once it has begun (``is_leaving``), it is called at the beginning of each :meth:`next_batch`
-        until it is done.
+        Once this has begun (``is_leaving``), the caller calls it again before each
+        :meth:`next_batch`, until it returns True.
 
         Returns:
-            Whether the engine is left to the user's thread. False while there are batches, which
-            :meth:`next_batch` returns as before; if this thread must not wait for the other one; if
-            this is closed; and in a forked child.
+            Whether the engine is left to the user's thread. False while the thread's batches have
+            yet to be taken by :meth:`next_batch`. Also False if the calling thread must not wait
+            for the other one, after :meth:`close`, and in a forked child.
 
         Raises:
-            Exception: The sampler's own, in place of a batch (``raised_id``).
+            Exception: The sampler's own exception, in place of a batch (``raised_id``).
         """
         self.in_transit = False
         self.raised_id = 0
@@ -125,7 +127,7 @@ class StagedEngine:
                 return False
             if isinstance(result, Request):
                 self._serve(thread, result)
-            else:  # a worker's restart or start, which is still to do
+            else:  # starts or restarts a worker; later the engine does so on the user's thread
                 thread.results.drop_first()
         self.owner.end_epoch()
         self._engine.draw_on(self._draw)
@@ -149,7 +151,7 @@ class StagedEngine:
         """Return the next batch; see :meth:`EngineBase.next_batch`."""
         self.in_transit = False
         self.raised_id = 0
-        self.delivery = None  # the one of the last call is reported only once
+        self.delivery = None  # a delivery is reported only once
         self.draw_ns = 0
         thread = self.owner.thread
         if thread is None:
@@ -186,7 +188,7 @@ class StagedEngine:
         self.close()
 
     def _serve(self, thread: EngineThread, request: Request | UserThreadCall) -> None:
-        """Do what the engine's thread asks for."""
+        """Do what the engine's thread has asked for."""
         thread.results.drop_first()
         if isinstance(request, UserThreadCall):
             request.make()
@@ -203,7 +205,7 @@ class StagedEngine:
         thread.results.drop_first()
         if thread.semaphore is not None:
             thread.semaphore.release()
-        if result.delivery is not None:  # else an exception that is not in a batch's place
+        if result.delivery is not None:  # otherwise an exception that replaces no batch
             self._tickets_out -= 1
             self._draw_one(thread)  # which wakes the engine
         self.delivery = result.delivery
@@ -230,7 +232,7 @@ class StagedEngine:
         """Wait for the first of the thread's results, and leave it in the queue."""
         results = thread.results
         while (result := results.first) is None:
-            # Checked after each wait: the thread that closes may have done so meanwhile.
+            # Checked after each wait, because another thread may have closed the iterator.
             if thread.is_stopping:
                 self._engine.check_open()
                 raise ClosedLoaderError(ITERATOR_CLOSED)
@@ -248,7 +250,7 @@ class StagedEngine:
             raise ClosedLoaderError("the iterator belongs to the process that made it")
 
     def _raise_late(self, results: Results) -> None:
-        """Raise that no batch came in time, unless one came while the workers were examined."""
+        """Raise a LoaderTimeoutError, unless a result came while the workers were examined."""
         try:
             late = self._engine.late()
         except (OSError, ValueError) as error:  # the engine's thread closes what is examined
@@ -283,6 +285,6 @@ class StagedEngine:
         return True
 
     def close(self) -> None:
-        """End everything. May be called again."""
+        """End the thread, the stage and the engine. May be called again."""
         self._draw = iter(()).__next__
         self.owner.end()

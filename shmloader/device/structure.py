@@ -29,9 +29,9 @@ def map_tensors(
     Args:
         function: Applied to each tensor.
         batch: Any value.
-        other: Applied to all other objects but immutable values. If it is given, the attributes of
-            copied containers are mapped, too, as far as they hold tensors or arrays, so the result
-            shares no memory with the batch. None leaves other objects and attributes as they are.
+        other: Applied to all other objects except immutable values. If it is given, the attributes
+            of copied containers that hold tensors or arrays are mapped, too, so the result shares
+            no memory with the batch. None leaves other objects and attributes as they are.
     """
     mapper = _Mapper(function, other)
     mapped = mapper.walk(batch)
@@ -52,7 +52,7 @@ class _Mapper:
         self._other = other
         # Containers that were copied together with their attributes.
         self._copies: list[Any] = []
-        # Each mapped value and its result, by id() of either. The tuple keeps both alive.
+        # Each mapped value and its result, keyed by id() of either. The tuple keeps both alive.
         self._mapped: dict[int, tuple[Any, Any]] = {}
         self._is_in_attribute = False
 
@@ -79,7 +79,8 @@ class _Mapper:
     def map_attributes(self) -> None:
         """Map the attributes of copied containers.
 
-        After all items: an attribute that is an item as well becomes what the item has become.
+        Called after all items were mapped. An attribute that is an item as well becomes the same
+        result as the item.
         """
         self._is_in_attribute = True
         for mapped in self._copies:  # the list grows during the loop

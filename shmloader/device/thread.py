@@ -9,14 +9,16 @@
                or a call to be made there
 
 Only the user's thread draws the sampler, one ticket for each batch that is taken, so the main
-process's random generators are used as torch uses them. It also starts the worker that replaces a
-dead one: a fork copies the forking thread, and the user's thread is the one that forked the others.
+process's random generators are used as torch uses them. It also starts workers that replace dead
+ones, and additional workers: a fork copies the forking thread, and the user's thread is the one
+that forked the others.
 
-An engine whose tickets may wait for any idle worker has such a thread, too, with a stage that
-passes batches through (``needs_thread``). So workers get further tasks while the user's thread is
-elsewhere. There the thread stays in ``next_batch`` while its batches are not taken, and does not
-wait outside. While batches are so short that the workers have room for all tickets, such a thread
-would cost its switches and save nothing: then the user's thread runs the engine.
+Even if no stage is needed, an engine whose tickets may wait for any idle worker (``needs_thread``)
+has such a thread, with a stage that passes batches through. So workers get further tasks while the
+user's thread is busy. With dynamic dispatch, the thread stays inside ``next_batch``, where it sends
+tasks, until the user takes a batch; otherwise it waits outside. While batches are so short that the
+workers have room for all tickets, the thread would only cost switches between threads, so the
+user's thread runs the engine.
 """
 
 import functools
@@ -34,7 +36,7 @@ from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
-# How long `close` waits for the thread, which may be in the user's transform, in seconds.
+# How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
 
 
@@ -54,14 +56,14 @@ def _ask(results: Results, is_addition: bool) -> None:
 
 
 class EngineThread(BackgroundThread):
-    """Runs the engine and the stage for one epoch.
+    """Runs the engine and the stage for one epoch, or for a part of it.
 
     Does not refer to the sampler, which may hold the loader: when the loader is garbage, the thread
-    is to end.
+    must end.
 
     Attributes:
         results: Results for the user's thread.
-        semaphore: Counts the results that are ready; None if they are not limited.
+        semaphore: Limits the results that are ready and not yet taken; None without a limit.
         inbox: Tickets from the user's thread.
         is_stopping: Whether the thread is to end.
     """
@@ -79,14 +81,14 @@ class EngineThread(BackgroundThread):
         self.inbox = Inbox(functools.partial(_ask, self.results))
 
     def wake(self) -> None:
-        """Get the thread out of the engine's wait."""
+        """End the present or the next wait of the engine on this thread."""
         self._engine.wake()
 
     def stop(self, timeout_s: float | None) -> bool:
         """End the thread.
 
         Returns:
-            Whether it has ended. Not if it takes longer, or if the calling thread must not wait.
+            Whether it has ended. False if it takes longer, or if the calling thread must not wait.
         """
         self.is_stopping = True
         self.results.set()  # for a user's thread that waits
@@ -99,7 +101,7 @@ class EngineThread(BackgroundThread):
         return self.join(timeout_s)
 
     def work(self) -> None:
-        """See :class:`BackgroundThread`."""
+        """Run the engine and the stage until the last result, or until :meth:`stop`."""
         try:
             self._stage.start()
             while self._take_one():
@@ -110,12 +112,12 @@ class EngineThread(BackgroundThread):
             self.results.put(Raised(error, is_last=True))
 
     def close_what_it_uses(self) -> None:
-        """See :class:`BackgroundThread`."""
+        """Close the stage and the engine, and drop all results."""
         self.results.clear()
         close(self._engine, self._stage)
 
     def _take_one(self) -> bool:
-        """Bring one result to the user's thread. Returns whether there may be another."""
+        """Pass one result to the user's thread. Returns whether another may follow."""
         if not self._stays_in_engine:
             self._acquire()
         self._pause()
@@ -157,7 +159,7 @@ class EngineThread(BackgroundThread):
             del batch  # an exception's traceback pins this frame, which must not pin the slot
 
     def attach(self) -> None:
-        """Have the engine work for this thread from now on."""
+        """Make the engine belong to this thread; see :meth:`EngineBase.attach`."""
         may_deliver = None
         if self.semaphore is not None and self._stays_in_engine:
             may_deliver = self.semaphore.is_available
@@ -170,7 +172,7 @@ class EngineThread(BackgroundThread):
         self.pause()
 
     def _call_in_user_thread(self, function: Callable[[], None]) -> None:
-        """Have the user's thread call a function, and wait for it."""
+        """Have the user's thread call a function, and wait until it has."""
         self._call = call = UserThreadCall(function)
         self.results.put(call)
         with self.resting():
@@ -179,7 +181,8 @@ class EngineThread(BackgroundThread):
         self._call = None
         if self.is_stopping and not call.is_made:
             raise _Stop
-        call.raise_error()  # what was done has to be noted before the thread ends
+        # The thread does not end here after a call: the engine has yet to note what was done.
+        call.raise_error()
 
 
 def close(engine: EngineBase, stage: Stage) -> None:
@@ -196,10 +199,11 @@ def close(engine: EngineBase, stage: Stage) -> None:
 class ThreadOwner:
     """Owns an engine, its stage, and the present epoch's thread.
 
-    An iterator's finalizer ends it, so it refers neither to the iterator nor to the sampler.
+    An iterator's finalizer calls :meth:`end`, so this refers neither to the iterator nor to the
+    sampler.
 
     Attributes:
-        pid: The process that it belongs to.
+        pid: Id of the process that made this object.
         thread: The thread of the present epoch, or None.
     """
 
@@ -210,22 +214,22 @@ class ThreadOwner:
         self.thread: EngineThread | None = None
 
     def begin(self) -> EngineThread:
-        """Make an epoch's thread, which is not started yet, and have the engine work for it."""
+        """Make a thread, without starting it, and make the engine belong to it."""
         self.thread = thread = EngineThread(self._engine, self._stage)
         thread.attach()
         return thread
 
     def forget_thread(self) -> None:
-        """Leave the engine to the calling thread, as the one of :meth:`begin` was not started."""
+        """Leave the engine to the calling thread. For a thread that could not be started."""
         self.thread = None
         self._engine.detach()
 
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.
 
-        Tickets that were drawn are loaded nevertheless, so that the workers' random generators
-        advance as torch's do. Waits for the stage's present batch without a limit, because the
-        user's transform may be compiling just then.
+        Tickets that were drawn are still loaded, so that the workers' random generators advance as
+        torch's do. Waits for the stage's present batch without a limit, because the user's
+        transform may be compiling at that moment.
         """
         thread = self.thread
         if thread is not None:
@@ -252,7 +256,8 @@ class ThreadOwner:
         thread = self.thread
         if thread is not None and not thread.stop(_JOIN_S) and thread.leave_closing():
             # The garbage collector runs this on that thread, or the thread is stuck in the user's
-            # transform. It uses all that would be closed here, except for the workers.
+            # transform. The thread closes the rest when it ends, because it still uses that; only
+            # the workers can be ended here.
             if may_wait_here():
                 self._engine.end_workers()
             return

@@ -1,8 +1,8 @@
 /* Copies rows into memory that this process will not read again.
  *
- * Ordinary stores first read each cache line that they are about to overwrite, and push other
- * data out of the caches. Streaming stores do neither. SSE2, which every x86-64 has, is enough:
- * the processor joins four stores into one line. Elsewhere this is memcpy.
+ * An ordinary store makes the processor read the cache line that is about to be overwritten, and
+ * push other data out of the caches. A streaming store does neither. SSE2, which every x86-64 has,
+ * is enough: the processor joins four stores into one line. On other processors this is memcpy.
  *
  * setup.py defines Py_LIMITED_API, except for free-threaded Python, which has no limited API.
  */

@@ -1,7 +1,7 @@
 """Checks that there is memory before it is touched.
 
 A slot's pages come to exist when they are first written. Where there is no memory for them, the
-kernel kills a process, or the write ends in SIGBUS. So before a worker writes to bytes of a slot
+kernel kills a process, or the write ends in SIGBUS. So before a process writes to bytes of a slot
 that were never touched, it asks here. That is rare, because a slot keeps its pages.
 
 Two things are checked when a slot grows:
@@ -10,10 +10,10 @@ Two things are checked when a slot grows:
   free memory is read before each step. Other workers, of this loader or another, may grow their
   slots at the same time, so a step takes only this worker's share of what is free. Thus nothing is
   refused just because others might have grown too, and what all of them take together exists.
-* All slots that a plain loop needs would fit if they became as large. This is checked from a
-  worker's second batch on, with the size of its smallest batch, so that a first batch ten times as
-  large as the others raises no alarm; and only where that many batches are known to come. Slots for
-  batches that the user keeps for longer are not counted: they are checked when they are needed.
+* All slots that a plain loop needs would fit, if each had the size of this worker's smallest batch.
+  This is checked from a worker's second batch on: with the smallest batch, a first one ten times as
+  large as the others raises no alarm. It is checked only if the number of batches is known. Slots
+  for batches that the user keeps for longer are not counted: they are checked when they are needed.
 """
 
 import math
@@ -30,16 +30,17 @@ from shmloader.memory.limits import (
 )
 from shmloader.memory.slot import Slot
 
-#: Never taken for slots, since others may touch memory between check and write. The page
-#: tables of 8 GiB of slots in one process take as much, and so do the smallest steps of 64 workers.
+#: Never taken for slots, since other processes may touch memory between a check and the write.
+#: The page tables of 8 GiB of slots in one process take as much, and so do the smallest steps of
+#: 64 workers.
 RESERVE_BYTES = 16 << 20
 
-# The most and the least bytes touched between two checks. Touching 8 MiB takes some 3 ms, a check
-# 0.1 ms.
+# The most and the least bytes that are touched between two checks. Touching 8 MiB takes some 3 ms,
+# and a check takes 0.1 ms.
 _STEP_BYTES = 8 << 20
 _LEAST_STEP_BYTES = 256 << 10
 
-# Where there is plenty of memory, a check is good up to the next multiple of this.
+# Where there is plenty of memory, a check admits bytes up to the next multiple of this.
 _GRAIN_BYTES = 1 << 20
 
 
@@ -48,13 +49,14 @@ class MemoryConfig:
     """How much memory one iterator may come to need. Sent to the workers.
 
     Attributes:
-        worker_count: Number of workers.
-        prefetch_factor: Batches in flight for each worker.
+        worker_count: Number of processes that write to the slots: the workers, or the main
+            process alone where an executor's processes send batches as buffers.
+        prefetch_factor: Batches in flight for each of these; not used if ``window`` is given.
         loop_holds: Batches lent at once in a plain loop. More may be lent if there is memory.
-        batch_count: Batches of an epoch; None unless that is known for sure.
+        batch_count: Batches of an epoch; None unless that number is known for sure.
         free_at_start: The memory that was free before the iterator touched any.
         root: Directory that holds ``proc`` and ``sys``.
-        window: Batches in flight where that is not a multiple of the workers; else None.
+        window: Batches in flight; None for ``prefetch_factor`` for each worker.
         share_count: Number of slots among which ``shm_size`` is divided; None without it.
     """
 
@@ -102,7 +104,7 @@ class MemoryAdmission:
         self._groups: tuple[ControlGroup, ...] | None = None
         self._smallest_batch = math.inf
         self._most_free = _less_reserve(config.free_at_start)
-        #: Whether less was free than all workers may come to take when a slot last grew.
+        #: Whether, when a slot last grew, less was free than all workers together may take.
         self.is_tight = False
 
     @property
@@ -119,7 +121,7 @@ class MemoryAdmission:
 
         Args:
             present_bytes: Bytes that all slots have now.
-            slot_bytes: Bytes that each may come to need. Each worker needs as many for samples.
+            slot_bytes: Bytes that each slot may come to need. A worker needs as many for samples.
         """
         config = self._config
         more = (config.slot_count + config.worker_count) * slot_bytes - present_bytes
@@ -140,7 +142,8 @@ class MemoryAdmission:
             Bytes from its start that are admitted now; ``end`` or more.
 
         Raises:
-            SharedMemoryError: With the arithmetic. The slot is as large as it was.
+            SharedMemoryError: If there is no memory. The message has the arithmetic. The slot is as
+                large as it was.
         """
         free = self._read_free()
         if free is None:

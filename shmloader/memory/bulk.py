@@ -1,12 +1,12 @@
 """The large buffers of a pickle that is sent to other processes, kept out of the pickle.
 
-The pickler is the one for batches (:mod:`shmloader.memory.encoder`): it yields a body and
-:class:`OutOfBand`. The buffers are written to a segment one after the other, and become views of
-it where the pickle is loaded.
+As for batches (:mod:`shmloader.memory.encoder`), pickling yields a body and an :class:`OutOfBand`.
+The buffers are written to a segment one after the other, and become views of the segment where the
+pickle is loaded.
 
-A read-only memory map is not copied at all: the other process maps the same file, copy-on-write,
-so that the array may be written to there, as the copy that torch's loader makes. (Pickle would copy
-the map's data, which may be larger than memory.)
+A read-only memory map is not copied: the other process maps the same file, copy-on-write, so that
+the array may be written to there, like the copy that torch's loader makes. (Pickle would copy the
+map's data, which may be larger than memory.)
 """
 
 import pickle
@@ -25,7 +25,7 @@ BULK_BYTES = 512
 
 
 def stays_in_band(buffer: pickle.PickleBuffer, out_of_band: OutOfBand) -> bool:
-    """Take a large buffer out of a pickle; return True for a small one. A ``buffer_callback``."""
+    """Take a large buffer out of a pickle; return True for a small one. For ``buffer_callback``."""
     if not out_of_band.is_mark(buffer) and buffer.raw().nbytes < BULK_BYTES:
         return True
     out_of_band.take(buffer)
@@ -45,7 +45,7 @@ class BufferTable(NamedTuple):
 
 
 def write_buffers(out_of_band: OutOfBand, writer: SegmentWriter) -> BufferTable:
-    """Write what was taken out of a pickle.
+    """Write the buffers and storages that were taken out of a pickle.
 
     Raises:
         SharedMemoryError: If there is not enough memory.
@@ -78,7 +78,7 @@ def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
 
 
 def storage_at(segment: Segment, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage over these bytes of a segment, which it keeps alive."""
+    """Return a storage over these bytes of a segment. It keeps the segment alive."""
     if nbytes == 0:
         return torch.UntypedStorage(0)
     flat = torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
@@ -92,10 +92,10 @@ def address_of(array: "np.ndarray[Any, Any]") -> tuple[int, int]:
 
 
 def reduce_memory_map(array: "np.memmap[Any, Any]") -> Any:
-    """Return the reduction of a memory map: by its file if it is read-only, else by its data.
+    """Return the reduction of a memory map: its file if it is read-only, otherwise its data.
 
-    By its data, too, where the file has been removed, or replaced by another of the same name.
-    NotImplemented if the map holds Python objects.
+    A read-only map is also reduced to its data if its file has been removed, or replaced by another
+    file of the same name. Returns NotImplemented if the map holds Python objects.
     """
     name = getattr(array, "filename", None)
     if array.mode != "r" or array._mmap is None or name is None or not array.size:  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def open_memory_map(
 
 
 def _find_mapping(low: int, high: int) -> tuple[int, int] | None:
-    """Return the offset in their file of bytes that are mapped, and its inode; None if unknown."""
+    """Return a mapped range's offset in its file, and the file's inode; None if unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

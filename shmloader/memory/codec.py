@@ -36,7 +36,7 @@ class PickledLayout(NamedTuple):
     """Where a pickled batch lies.
 
     Attributes:
-        body: The pickle; or its (offset, nbytes) if it lies in the slot as well.
+        body: The pickle, or its (offset, nbytes) if it lies in the slot as well.
         spans: The buffers.
         order: For each out-of-band buffer of the body, in turn, the index of its span.
     """
@@ -47,11 +47,11 @@ class PickledLayout(NamedTuple):
 
 
 class PartialStorage(NamedTuple):
-    """A storage without the bytes that no tensor of the batch needs.
+    """The part of a storage that the pickled tensors need.
 
     Attributes:
         storage: The bytes that are needed.
-        first_byte: Which byte of the original storage is the first of these.
+        first_byte: Offset of the first of these bytes in the original storage.
     """
 
     storage: torch.UntypedStorage
@@ -67,7 +67,7 @@ def rebuild_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> torch.Tensor:
-    """Make a tensor over a partial storage. Called by pickle, in the main process."""
+    """Make a tensor over a partial storage. Called by pickle in the receiving process."""
     is_empty = 0 in shape or partial.storage.nbytes() == 0
     offset = 0 if is_empty else storage_offset - partial.first_byte // dtype.itemsize
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(partial.storage, offset, shape, stride)
@@ -85,7 +85,7 @@ def rebuild_coo(
     is_coalesced: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Make a sparse tensor. Called by pickle, in the main process, as are the following."""
+    """Make a sparse tensor. Called by pickle in the receiving process, as are the following."""
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -122,7 +122,7 @@ def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 
 def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
-    """Return a storage all of whose bytes were needed."""
+    """Return the storage. All its bytes were needed."""
     return partial.storage
 
 
@@ -156,7 +156,7 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
 
 def _open_spans(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
     """Return each span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
-    # One block for all small spans; a large one that is not lent has a block of its own.
+    # All small spans share one block. A large span that is not lent has a block of its own.
     total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
     block = private_memory(total).data
     buffers: list[object] = []

@@ -1,13 +1,13 @@
 """Collates straight into the slot.
 
 In a worker, the function for tensors in torch's own ``default_collate_fn_map`` is replaced by one
-that allocates its output in the slot. So every call of ``default_collate`` gains, also one in a
-user's own collate function. A collate function written by hand allocates its output with
-:func:`empty`.
+that allocates its output in the slot. So every call of ``default_collate`` writes to the slot,
+even a call in the user's own collate function. A collate function written by hand allocates its
+output with :func:`empty`.
 
-Some libraries do in their own collate functions what torch's did before: in a worker they allocate
-from torch's shared memory, by the private ``UntypedStorage._new_shared`` (PyTorch Geometric does).
-That is served from the slot as well: their batch would be copied there otherwise.
+Some libraries allocate torch's shared memory in their own collate functions, as torch does in a
+worker, with the private ``UntypedStorage._new_shared`` (PyTorch Geometric does). That is served
+from the slot as well: otherwise their batch would be copied there.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
     In a collate function in a worker process (or, with ``batch_size=None``, in a dataset whose
     items are batches), the tensor lies in the shared memory that the batch travels in, so that the
-    data is not copied again. Anywhere else this is ``torch.empty(shape, dtype=dtype)``.
+    data is not copied again. Anywhere else, and on threads that such a function starts, this is
+    ``torch.empty(shape, dtype=dtype)``.
 
     Args:
         shape: Size of each dimension; an int for one dimension.
@@ -42,7 +43,8 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
         A contiguous CPU tensor with a storage of its own.
 
     Raises:
-        SharedMemoryError: If it does not fit the slot, or there is not enough memory.
+        SharedMemoryError: If the tensor does not fit the shared memory of one batch, or there is
+            not enough memory.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     writer: SlotWriter | None = PROCESS.slot_writer
@@ -70,8 +72,8 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
     shape = (len(batch), *first.shape)
     writer: SlotWriter | None = PROCESS.slot_writer
     out: torch.Tensor | None = None
-    # What does not fit goes to private memory, since it may only be an intermediate result. But
-    # where there is no memory, the writer raises: there would be none elsewhere either.
+    # A result that does not fit goes to private memory, since it may only be an intermediate one.
+    # But if there is no memory, the writer raises: there would be none elsewhere either.
     if writer is not None and writer.may_allocate and writer.fits(shape, first.dtype):
         out = writer.empty(shape, first.dtype)
     if out is None:
@@ -117,8 +119,10 @@ class SlotCollate:
         writer: The writer of the worker's slots.
 
     Attributes:
-        packer: Packs batches in place of torch's own ``default_collate``; None with any other.
-        before: Called with the samples before the function is; not for a batch that was packed.
+        packer: Packs batches in place of torch's own ``default_collate``; None for any other
+            collate function.
+        before: Called with the samples before each call of the collate function, so not for a
+            batch that was packed; None to call nothing.
     """
 
     def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:

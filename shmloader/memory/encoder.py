@@ -1,6 +1,6 @@
 """Places any picklable batch in its slot: the worker's half of :mod:`shmloader.memory.codec`.
 
-What lies in the slot already is only referred to; everything else is copied into it.
+Data that lies in the slot already is only referred to. All other data is copied into it.
 """
 
 import copyreg
@@ -49,7 +49,7 @@ class _Storage:
 
     def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
         self.index = index
-        self.keep = keep  # alive, so that its address is not reused
+        self.keep = keep  # kept alive, so that its address is not reused
         self.start: int | None = None
         self.end = 0
         self.itemsizes: set[int] = set()
@@ -86,7 +86,8 @@ class OutOfBand:
     Attributes:
         storages: The storages, by their C address.
         buffers: Other buffers, each with its index.
-        order: For each out-of-band buffer of the pickle, in turn, the index of what it stands for.
+        order: For each out-of-band buffer of the pickle, in turn, the index of the storage or
+            buffer that it stands for.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class OutOfBand:
         self._count = 0
 
     def storage(self, storage: torch.UntypedStorage) -> _Storage:
-        """Return the one entry of a storage."""
+        """Return the entry of a storage, which the first call makes."""
         key = storage._cdata
         known = self.storages.get(key)
         if known is None:
@@ -116,7 +117,7 @@ class OutOfBand:
         return id(buffer) in self._marks
 
     def take(self, buffer: pickle.PickleBuffer) -> None:
-        """Take a buffer out of the pickle: its ``buffer_callback``, called in order."""
+        """Take a buffer out of the pickle. The pickler's ``buffer_callback``, called in order."""
         mark = self._marks.get(id(buffer))
         if mark is not None:
             self.order.append(mark[1])
@@ -127,7 +128,7 @@ class OutOfBand:
 
 
 def reduce_data(value: Any, out_of_band: OutOfBand) -> Any:
-    """Return the reduction of a CPU tensor, storage or array; NotImplemented for anything else."""
+    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
     kind = type(value)
     if kind in _TENSOR_TYPES:
         if is_plain(value):
@@ -172,7 +173,7 @@ def tensor_fields(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
-    """Reduce to dense tensors. torch's own unpickling keeps sparse tensors in a list forever."""
+    """Reduce to dense tensors: torch's own unpickling keeps sparse tensors in a list forever."""
     _check_leaf(tensor)
     grad, tensor = tensor.requires_grad, tensor.detach()
     shape = tuple(tensor.shape)
@@ -218,7 +219,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def batch_dispatch_table() -> dict[type, Any]:
-    """Return multiprocessing's reducers without torch's, which share a descriptor per storage."""
+    """Return multiprocessing's reducers without torch's, which send a descriptor per storage."""
     extra = {
         kind: reducer
         for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False)
         group: The group.
         rows: Number of fields in the group.
         by_field: Whether the tensor has a first dimension for the fields. Otherwise its first
-            dimension is the samples of one field after those of another.
+            dimension runs over the samples of the first field, then those of the second, and so on.
     """
     shape = (rows, *group.shape) if by_field else (rows * group.shape[0], *group.shape[1:])
     count = math.prod(shape)
@@ -161,7 +161,7 @@ def contain(container: int, keys: tuple[object, ...], fields: list[Any]) -> obje
 
 
 def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Allocate aligned memory of this process's own.
+    """Allocate aligned memory that no other process shares.
 
     NumPy asks the kernel for huge pages, so this takes half the time of torch's allocator.
     """
@@ -173,7 +173,7 @@ def private_memory(nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 def _make_source(slot: Slot, piece: _Piece) -> Any:
     """Return the data of a group in the slot; several fields get a first dimension.
 
-    It is an array where NumPy has the dtype, since NumPy copies small data faster; else a tensor.
+    An array if NumPy has the dtype, since NumPy copies small data faster; otherwise a tensor.
     """
     group = piece.group
     source = group_tensor(slot, group, len(group.positions), by_field=True)
@@ -223,7 +223,7 @@ def _take(piece: _Piece, source: Any, lease: Any) -> torch.Tensor:
 
 
 def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
-    """Return a copy of a field in aligned memory of its own."""
+    """Return a copy of a field in private, aligned memory."""
     if not piece.is_lendable and type(source) is np.ndarray:
         # The usual case, such as labels. This takes half the time of the code below.
         memory = piece.memory_type()
@@ -291,8 +291,9 @@ class ShardLayouts:
             slot: The slot that these lie in.
 
         Returns:
-            The same object as in the last call if the layouts are the same objects. If not all
-            shards are packed, or not alike, the batches, copied out of the slot.
+            The joined layout; the same object as in the last call if the shards' layouts are the
+            same objects. If not all shards are packed, or they are not alike, a list of the
+            batches, copied out of the slot.
         """
         joined = self._joined
         if (

@@ -29,9 +29,9 @@ class Column(NamedTuple):
     """One field of a batch, for all samples.
 
     Attributes:
-        rows: The array. Its first dimension is the samples; its strides are arbitrary.
-        dtype: Dtype of the batch.
-        mapping: The row of each sample; None if sample n is row n.
+        rows: The array, as a tensor. Its first dimension is the rows; its strides are arbitrary.
+        dtype: Dtype of the field in a batch.
+        mapping: The index of each sample's row; None if sample n is row n.
     """
 
     rows: torch.Tensor
@@ -59,10 +59,10 @@ class _Source(NamedTuple):
     """A column, prepared for gathering.
 
     Attributes:
-        tensor: Its rows, as integers of the same size where there are such.
-        array: The rows as an array, where numpy can take rows without copying the whole; else None.
+        tensor: The column's rows, viewed as integers of the same size if there is such a dtype.
+        array: The rows as an array if numpy can take rows without copying them all; else None.
         mapping: The column's mapping.
-        row_bytes: Length of a row.
+        row_bytes: Length of a row in bytes.
     """
 
     tensor: torch.Tensor
@@ -71,7 +71,7 @@ class _Source(NamedTuple):
     row_bytes: int
 
 
-# Replace other dtypes of their size, which numpy or index_select may not support.
+# Dtypes, by size in bytes, that replace all others, which numpy or index_select may not support.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The dtypes that index_select supports.
@@ -105,7 +105,7 @@ class _Memory:
 
 
 def _array_over(tensor: torch.Tensor) -> _Array:
-    """Return an array over a contiguous tensor's memory, which it does not keep alive.
+    """Return an array over a contiguous tensor's memory, without keeping that memory alive.
 
     Not ``tensor.numpy()``: the user's tensor could not be resized after that.
     """
@@ -128,7 +128,7 @@ class RowGatherer:
         """Return a batch.
 
         Args:
-            indices: Indices of its samples, at least one, each from 0 up to the length.
+            indices: Indices of its samples, at least one, each from 0 to the length less 1.
         """
         run = _as_run(indices)
         fields = []
@@ -148,20 +148,20 @@ class RowGatherer:
 
 
 class SlotGatherer(RowGatherer):
-    """Gathers into the slot of the current task. Each worker process has one."""
+    """Gathers into the slot of the current task. A worker has one for each loader it serves."""
 
     def __init__(self, columns: Columns, writer: SlotWriter) -> None:
         super().__init__(columns)
         self._writer = writer
         self._specs = [(column.dtype, tuple(column.rows.shape[1:])) for column in columns.fields]
-        # Keyed by where in the slot the batch begins, and its size.
+        # Keyed by the offset in the slot at which the batch begins, and its number of samples.
         self._packings: dict[tuple[int, int], Packing] = {}
 
     def gather(self, indices: "_Array | range") -> FlatLayout:
         """Append a batch to what the slot holds.
 
         Args:
-            indices: Indices of its samples, at least one, each from 0 up to the length.
+            indices: Indices of its samples, at least one, each from 0 to the length less 1.
 
         Returns:
             Its layout; the same object for as long as batches are alike.
@@ -210,7 +210,7 @@ def _as_run(indices: "_Array | range") -> range | None:
 
 
 def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | range":
-    """Return the rows of a column that these samples are; a range if they are consecutive."""
+    """Return the indices of these samples' rows in a column; a range if they are consecutive."""
     if source.mapping is None:
         return indices if run is None else run
     mapped = source.mapping[indices if run is None else slice(run.start, run.stop)]
@@ -221,15 +221,15 @@ def _rows_of(source: _Source, run: range | None, indices: Any) -> "_Array | rang
 def _as_tensor(rows: _Array) -> torch.Tensor:
     """Return indices as a tensor.
 
-    torch warns of an array that cannot be written, so that is copied. Such are the indices out of a
-    message, and those of a shared array.
+    torch warns about a read-only array, so such an array is copied. Indices that came in a message
+    are read-only, and so are those of a shared array.
     """
     # np.require does the same, at 0.4 µs for each field of a batch.
     return torch.from_numpy(rows if rows.flags.writeable else rows.copy())
 
 
 def _copy(source: _Source, target: torch.Tensor, rows: "_Array | range") -> None:
-    """Copy rows into the slot."""
+    """Copy rows into a tensor of a slot or of a new batch."""
     if type(rows) is range:
         target.copy_(source.tensor[rows.start : rows.stop])
         return

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 from shmloader.memory.slot import Slot
 from shmloader.process_state import PROCESS
 
-# Differs from every count of forks.
+# A number that differs from every count of forks.
 _NEVER = -1
 
 #: Fills free slots. As floats it is -2.6e36, as integers far below zero: no valid index, pixel or
@@ -63,8 +63,9 @@ def _free_shared_storages_at_collections() -> None:
     """Where torch needs it, make the garbage collector free storages that were sent elsewhere.
 
     torch's cache of storages that were sent to other processes refers to them weakly. In
-    torch 2.6, for one, a storage's Python object, and so what it holds, outlives the storage for as
-    long as there is such a reference, and torch drops dead ones only if there are over a hundred.
+    torch 2.6, for example, a storage's Python object, and so what it holds, outlives the storage
+    for as long as there is such a reference. torch drops the references to dead storages only if
+    there are over a hundred.
     """
     if _outlives_its_storage():
         gc.callbacks.append(_free_shared_storages)
@@ -84,7 +85,10 @@ def _outlives_its_storage() -> bool:
 
 
 def _free_shared_storages(phase: str, _: dict[str, int]) -> None:
-    """Called by the collector on any thread, which may hold the lock of the cache already."""
+    """Drop the references to dead storages. Called by the garbage collector on any thread.
+
+    That thread may hold the lock of the cache already.
+    """
     cache = shared_cache
     if phase == "stop" and cache and cache.lock.acquire(blocking=False):
         try:
@@ -148,11 +152,11 @@ def is_debugging() -> bool:
 
 
 def checksum(slot: Slot, used_bytes: int) -> int:
-    """Return a checksum of a slot's first bytes."""
+    """Return a checksum of a slot's first ``used_bytes``."""
     with memoryview(slot.mapping) as whole, whole[:used_bytes] as used:
         return zlib.crc32(used)
 
 
 def poison(slot: Slot, used_bytes: int) -> None:
-    """Overwrite a slot's first bytes."""
+    """Overwrite a slot's first ``used_bytes``."""
     ctypes.memset(slot.address, POISON, used_bytes)

@@ -1,7 +1,7 @@
 """Reads memory limits: how much this process may still take, and how many processes were killed.
 
 Reads files of ``/proc`` and of the control groups, and this process's resource limits. A file that
-is missing, unreadable or not as expected sets no limit.
+is missing or unreadable, or has other contents than expected, sets no limit.
 """
 
 import mmap
@@ -126,7 +126,7 @@ def _find_mount(root: Path, path: str, controller: str | None) -> tuple[Path, Pu
     """Return where a hierarchy is mounted, and the group's path below that.
 
     In a container, the mount often shows only the container's own groups, while the process's path
-    may be the host's (then the mount's root is the part of it above the mount), or lie outside.
+    may be that on the host, which begins with the mount's root, or lie outside the mount.
     """
     fallback: tuple[Path, PurePosixPath] | None = None
     for line in _lines(root / "proc/self/mountinfo"):
@@ -261,7 +261,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the lines that are a name and a number; others are left out."""
+    """Return the file's lines that begin with a name and a number; others are left out."""
     lines = map(str.split, _lines(path))
     return {
         words[0].rstrip(":"): int(words[1])

@@ -6,10 +6,10 @@ import sys
 #: Name of the anonymous files, as /proc/<pid>/maps shows it.
 MEMFD_NAME = "shmloader"
 
-# Older Pythons keep a duplicate of the descriptor with each mapping.
+# Before Python 3.13, each mapping keeps a duplicate of the descriptor.
 MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
-# fcntl's seals, <linux/fcntl.h>; the fcntl module names them on Linux only.
+# Seals of <linux/fcntl.h>. Python's fcntl module names them on Linux only.
 ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 
 SEALS = (

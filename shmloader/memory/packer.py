@@ -1,12 +1,12 @@
 """Stacks samples into the slot: the worker's half of :mod:`shmloader.memory.flat`.
 
-Where a batch turns out to be irregular, :meth:`FlatPacker.pack` returns None. It is then collated
-by torch, whose errors are the ones that the user sees, and pickled.
+Where a batch turns out to be irregular, :meth:`FlatPacker.pack` returns None. The batch is then
+collated by torch, whose errors are the ones that the user sees, and pickled.
 
 A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
-through them only costs: each line is read before it is overwritten, and the samples are evicted.
-Streaming stores (:mod:`_streaming`, a few lines of C) halve that traffic. They are slower where the
-batch would have stayed in the cache.
+through the caches only has costs: each line is read before it is overwritten, and the samples are
+evicted. Streaming stores (:mod:`_streaming`, a few lines of C) halve that traffic. They are
+slower where the batch would have stayed in the cache.
 """
 
 import math
@@ -37,8 +37,8 @@ try:
 except ImportError:  # installed without a compiler
     _copy_rows = None
 
-#: Batches of at least this many bytes are streamed. Between the size of a core's own cache (2 MiB
-#: on servers) and 16 MiB, which of the two is faster varies.
+#: Fields of at least this many bytes are written with streaming stores. Between the size of a
+#: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
 STREAM_BYTES = 8 << 20
 
 # With shorter rows, checking each tensor costs more than streaming saves.
@@ -49,12 +49,12 @@ _Tensor = torch.Tensor
 # Two keys of these types are equal only if they are the same; 1, True and 1.0 are equal.
 _KEY_TYPES = frozenset({str, int})
 
-#: Packings that a packer keeps, and for which it keeps views of each slot.
+#: The most packings that a packer keeps, and for which it keeps views of each slot.
 MOST_PACKINGS = 64
 
 _ONLY_TENSORS = {torch.Tensor}
 
-# The kind of array that numpy makes of a list of scalars of a dtype.
+# The kind of array that numpy makes of a list of scalars, by their torch dtype.
 _SCALAR_KINDS = {
     torch.float64: "f",
     torch.float32: "f",
@@ -66,7 +66,7 @@ _SCALAR_KINDS = {
     torch.bool: "b",
 }
 
-# What torch makes of Python numbers of which numpy makes an array of this dtype.
+# torch's dtype of a field of Python numbers, by the dtype of the array that a converter returns.
 _TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
@@ -167,11 +167,11 @@ class Packing:
 
 
 class FlatPacker:
-    """Stacks samples into the slot of the current task. Each worker has one."""
+    """Stacks samples into the slot of the current task. A worker has one for each loader."""
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        # Keyed by where in the slot the batch begins, since a slot may hold several batches.
+        # Keyed by the offset at which the batch begins, since a slot may hold several batches.
         self._packings: dict[int, Packing] = {}
 
     def pack(self, samples: object) -> FlatLayout | None:
@@ -365,9 +365,9 @@ def stream_rows(
     """Gather rows, bypassing the caches, if there are enough bytes for that to be faster.
 
     Args:
-        first: Address of row 0; the others follow without a gap.
+        first: Address of row 0. The other rows follow without a gap.
         indices: Indices of the rows.
-        row_bytes: Length of a row.
+        row_bytes: Length of a row in bytes.
         out: Address to copy them to.
 
     Returns:

@@ -7,14 +7,14 @@ own.
 
 Guarantees:
     * Nothing has a name. The memory is freed with the last object that lies in it, in the last
-      process that has one, whatever dies.
+      process that has one, even if processes are killed.
     * A process maps a segment once, however often it receives it.
-    * What is written to the mapping stays in the process that wrote it, and its forked children.
+    * A write to the mapping is seen only by the process that wrote, and its later forked children.
 
 A segment is pickled as a handle. Where multiprocessing starts a process with it (spawn,
 forkserver), its descriptor is passed on. Elsewhere (a queue, a pool's task) the handle names the
-process that pickled it, and the process that unpickles it opens the file there; so the former has
-to keep the segment until then.
+process that pickled the segment, and the descriptor in that process. The process that unpickles
+the handle opens the file through ``/proc``, so the other one has to keep the segment until then.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
 from shmloader.memory.slot import align
 from shmloader.process_state import PROCESS
 
-# fcntl's, <linux/fcntl.h>.
+# A seal of <linux/fcntl.h>, as in memfd.
 _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
 
 # <linux/mman.h>. Without it, a kernel that accounts for what might be written refuses a mapping
@@ -47,7 +47,7 @@ TOKEN_BYTES = 16
 # Bytes that are written between two checks that there is memory. A check takes some 100 µs.
 _CHECK_BYTES = 32 << 20
 
-# One call on Linux writes at most 2 GiB less a page.
+# Bytes per call: Linux writes at most 2 GiB less a page.
 _WRITE_BYTES = 1 << 30
 
 
@@ -55,8 +55,8 @@ class Segment(mmap.mmap):
     """A sealed segment, mapped. Its views keep it alive, and it owns its descriptor.
 
     Attributes:
-        nbytes: Its length.
-        address: Address of its first byte in this process.
+        nbytes: Length in bytes.
+        address: Address of the first byte in this process.
     """
 
     _fd = -1
@@ -95,7 +95,7 @@ class Segment(mmap.mmap):
 
     @classmethod
     def of_contents(cls, contents: Any) -> "Segment":
-        """Return a segment of this process with the contents of one of another machine.
+        """Return a segment of this process with the contents of a segment of another machine.
 
         Args:
             contents: The whole segment, as a buffer of bytes.
@@ -114,8 +114,8 @@ class Segment(mmap.mmap):
 
     def __del__(self) -> None:
         """Close the descriptor; the memory is unmapped after this."""
-        # Forgotten first: in a child that another thread forks meanwhile, a second close might
-        # close another file of this number.
+        # The number is forgotten first: in a child that another thread forks meanwhile, a second
+        # close might close another file of this number.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -184,8 +184,8 @@ class SealedSegment:
     """A segment that this process does not map. It is unpickled as a :class:`Segment`.
 
     Attributes:
-        fd: Its descriptor; -1 once closed.
-        nbytes: Its length.
+        fd: The descriptor; -1 once closed.
+        nbytes: Length in bytes.
     """
 
     def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
@@ -202,7 +202,7 @@ class SealedSegment:
         self._close()
 
     def _close(self) -> None:
-        fd, self.fd = self.fd, -1  # forgotten first, as in a Segment
+        fd, self.fd = self.fd, -1  # the number is forgotten first, as in a Segment
         if fd >= 0:
             os.close(fd)
 
@@ -298,7 +298,7 @@ class SegmentWriter:
         nbytes = align(self._used + 1)
         os.ftruncate(self._fd, nbytes)
         fcntl.fcntl(self._fd, ADD_SEALS, SEALS | _SEAL_WRITE)
-        fd, self._fd = self._fd, -1  # not of two objects at once, each of which would close it
+        fd, self._fd = self._fd, -1  # only one object may own it, or it would be closed twice
         return SealedSegment(fd, nbytes, self._token)
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class SegmentWriter:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close it, if an interruption has left it before its creator had it."""
+        """Discard the segment, if an interruption came before the creator could close it."""
         self.close()
 
     def __enter__(self) -> Self:

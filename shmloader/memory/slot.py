@@ -1,8 +1,8 @@
 """A slot: a piece of shared memory, as an anonymous file and this process's mapping of it.
 
 Guarantees:
-    * Nothing has a name: whatever dies, nothing is left behind in ``/dev/shm``, whose
-      size does not matter either.
+    * Nothing has a name, so nothing is left behind in ``/dev/shm``, even if processes are killed.
+      The size of ``/dev/shm`` does not matter either.
     * Views stay valid. Where a slot needs a longer mapping, its file is mapped once more: both
       mappings show the same bytes, and the old one is unmapped with its last view.
     * No process can shorten the file while another one uses it (it is sealed).
@@ -74,17 +74,17 @@ def close_inherited_slots() -> None:
 
 
 class Slot:
-    """A slot, mapped as far as it was needed so far. Its one owner closes it.
+    """A slot, of which this process maps as much as was needed so far. Its one owner closes it.
 
     Args:
         fd: Descriptor of the file, which the slot takes over, unless this raises.
         most_bytes: Length of the file.
-        nbytes: How much to map at first; None for all of it.
+        nbytes: Number of bytes to map at first; None for all of them.
 
     Attributes:
         most_bytes: Length of the file, fixed: the most that the slot may hold.
         nbytes: Length of the mapping.
-        mapping: The memory.
+        mapping: The mapped memory.
         address: Address of the mapping in this process.
         views: A reader or writer, and what it has built over the mapping for repeated use. Dropped
             with the mapping, and when another reader or writer puts its own views here.
@@ -121,7 +121,7 @@ class Slot:
         Args:
             most_bytes: The most that it may hold; rounded up to a whole page, and cut to the
                 longest file allowed.
-            nbytes: How much of that to map at first; None for all.
+            nbytes: Number of bytes to map at first; None for all of them.
 
         Raises:
             SharedMemoryError: If it cannot be mapped.
@@ -163,14 +163,14 @@ class Slot:
 
     def forget_descriptor(self) -> None:
         """Close the descriptor. The mapping stays, and cannot be changed any more."""
-        # Forgotten first: if an interruption led to a second close, the number might belong to
-        # another file by then.
+        # The number is forgotten first: if an interruption led to a second close, it might belong
+        # to another file by then.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def reach(self, end: int, *, likely: int = 0, others: Iterable["Slot"] = ()) -> None:
-        """Map the slot up to ``end``, and a little more, unless it is mapped so far.
+        """Map the slot up to ``end``, and a little more, unless it is mapped that far already.
 
         Args:
             end: Bytes from its start that are needed.
@@ -238,7 +238,7 @@ class Slot:
             before.close()
 
     def unmap(self) -> int:
-        """Unmap all but a page unless a view is alive; return the number of bytes unmapped."""
+        """Unmap all but one page, unless a view is alive. Return the number of unmapped bytes."""
         before = self.nbytes
         if before > FIRST_BYTES:
             self.views = (None, None)
@@ -259,7 +259,7 @@ class Slot:
     def populate(self, start: int, end: int) -> None:
         """Make the pages from ``start`` to ``end`` exist. Bytes before ``start`` are unchanged.
 
-        Doing many pages at once takes a quarter of the time of writing to each.
+        One call for many pages takes a quarter of the time of writing to each page.
 
         Raises:
             SharedMemoryError: If there is no memory for them; a write would have ended in SIGBUS.
@@ -283,7 +283,7 @@ class Slot:
         """Give the pages from ``from_byte`` on back to the system. They read as zeros after that.
 
         Returns:
-            Whether that was done; not with locked pages.
+            Whether that was done. False if the system refuses it, as for locked pages.
         """
         start = whole_pages(from_byte)
         if start < self.nbytes:
@@ -302,7 +302,7 @@ class Slot:
         try:
             self.mapping.close()
         except BufferError:
-            # A view is alive. The mapping object goes with it, since this drops the reference.
+            # A view is alive. This drops our reference, so the mapping ends with its last view.
             del self.mapping
         except AttributeError:
             pass
@@ -312,7 +312,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     if fd < 0:  # mmap would take this for anonymous memory
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     mapping = mmap.mmap(fd, nbytes, **MAPPING_OPTIONS)
-    # Otherwise a core dump of a worker would contain every slot. If refused, it does.
+    # Otherwise a core dump of a worker would contain every slot. A refusal changes only that.
     with Suppressed(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping

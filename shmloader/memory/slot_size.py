@@ -1,4 +1,4 @@
-"""How long a slot's file may be, and what to do where it is too short."""
+"""Computes how long a slot's file may be, and says what to do where that is too short."""
 
 import mmap
 import os
@@ -9,7 +9,7 @@ from shmloader.memory.limits import soft_limit
 
 _MIB = 1 << 20
 
-# Longest file made where the user set no cap.
+# The longest file of a slot where the user set no cap.
 _MOST_BYTES = 1 << 37
 
 

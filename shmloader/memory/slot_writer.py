@@ -35,8 +35,8 @@ class SlotWriter:
 
     Args:
         admission: Admits the first touch of a slot's memory; None if memory is not checked.
-        slots: Returns all slots that this process has mapped. If there is no address space for the
-            slot that is written to, the others may be unmapped.
+        slots: Returns all slots of the same owner. If there is no address space for the slot that
+            is written to, the others may be unmapped.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class SlotWriter:
 
     @property
     def may_allocate(self) -> bool:
-        """Whether this thread may have memory: not a user's thread, which may outlive the task."""
+        """Whether the calling thread may get memory of the slot now.
+
+        Only the task's own thread may: a thread that user code has started may outlive the task.
+        """
         return self.is_offered and threading.get_ident() == self._thread
 
     @contextlib.contextmanager

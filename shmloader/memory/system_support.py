@@ -30,7 +30,7 @@ def _trying(call: str) -> Iterator[None]:
         raise _Missing(text) from error
     except OSError as error:
         if error.errno in _USED_UP:
-            return  # raised again when the resource is needed
+            return  # the error comes again when the resource is needed
         text = f"{call} is refused ({error.strerror})"
         if error.errno == errno.ENOSYS:
             text = (
