@@ -79,5 +79,5 @@ def _has_default_sampler(loader: DataLoader[Any]) -> bool:
     """Whether the loader's sampler is one that it makes without ``sampler=``, or equal to it."""
     sampler = loader.sampler
     if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     return isinstance(sampler, SequentialSampler)
