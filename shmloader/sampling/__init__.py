@@ -7,19 +7,21 @@ They are subclasses of torch's ``Sampler``, so torch's own loader takes them as 
 ``SplitSampler``                a contiguous part of the indices for each rank, shuffled or in order
 ``IntervalSampler``             every n-th index, then the same from the next index on
 ``FilterSampler``               the samples that satisfy a function, found as they are drawn
-``BucketBatchSampler``          batches of samples of similar length; for one or several devices
+``BucketBatchSampler``          batches of samples of similar length, for one or several devices
 ``DistributedWeightedSampler``  a rank's share of one weighted draw
 ==============================  ====================================================================
 
-Those that draw at random have ``seed=`` and ``set_epoch()``: an epoch depends only on the arguments
-and its number, and does not use the random number generators of the process (``epochs``).
+Samplers that draw at random have ``seed=`` and ``set_epoch()``. What they yield in an epoch depends
+only on the arguments and the epoch's number, not on the random number generators of the process
+(see the module ``epochs``).
 
-The loader's own order of samples begins in ``plan``: :class:`EpochPlan` holds the position in the
-epoch, ``seeded_order`` and ``sampler_order`` yield the index batches, the latter by a
-``resumable_sampler``. ``steps`` cuts an order into batches and knows what it leaves over,
-``rollover`` carries that into the next epoch, ``fast_forward`` draws from a position on.
-``seeded_samplers`` show a seeded order to what reads a loader's samplers, ``epoch_counter`` numbers
-the epochs for both.
+The other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
+position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches;
+``sampler_order`` draws them through ``resumable_sampler``. ``steps`` cuts an order into batches and
+finds the samples that are left over, ``rollover`` carries these into the next epoch, and
+``fast_forward`` draws from a position on. ``seeded_samplers`` shows a seeded order to frameworks
+that read a loader's samplers. ``epoch_counter`` numbers the epochs for the loader and these
+samplers.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler

@@ -7,8 +7,9 @@ How an epoch is cut, with 4 shards and batches of 2::
     buckets, 2 of them   ├──────────────────────────────┤├─────────────────┤
     batches of 2         ├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├──┤├─┤
 
-Samples can be shuffled within each bucket before batches are cut, and then all full steps. Buckets
-end where steps do, since otherwise every bucket could have a short step, not only the last one.
+With ``shuffle``, samples are shuffled within each bucket before batches are cut, and then the full
+steps are shuffled. Buckets end where steps end. Otherwise every bucket could have a short step, not
+only the last one.
 """
 
 import math
@@ -26,23 +27,25 @@ from shmloader.sampling.epochs import EpochSampler, random_numbers
 class BucketBatchSampler(EpochSampler[list[Any]]):
     """Batches of samples of similar length, so that little of a padded batch is padding.
 
-    Samples are sorted by length and cut into buckets at quantiles of the lengths, rounded so that a
-    bucket has whole steps: bucket sizes differ by at most ``batch_size`` (times ``num_shards``).
-    All samples of a batch are from one bucket. An epoch has each sample once, in ``ceil(samples /
-    batch_size)`` batches; only the last can have fewer than ``batch_size``.
+    A batch is a list of indices. Samples are sorted by length and cut into buckets at quantiles of
+    the lengths, rounded so that buckets end where steps end: bucket sizes differ by at most
+    ``batch_size`` (times ``num_shards``). All samples of a batch are from one bucket. An epoch has
+    each sample once, in ``ceil(samples / batch_size)`` batches. Only the last batch can have fewer
+    than ``batch_size`` samples.
 
     With ``num_shards``, each step is a list of that many batches, one for each device, all from one
     bucket. If the batches do not fill the last step, it is filled up with the batches that precede
-    it in order of buckets, so their samples come twice, and lengths stay similar. (If an epoch has
-    fewer batches than shards, they are repeated in turn.)
+    it in the order of buckets. Their samples then come twice, and lengths stay similar. (An epoch
+    with fewer batches than shards repeats its batches in turn.)
 
     Random numbers come from numpy's Philox, keyed by (seed, epoch).
 
     Attributes:
         batch_size, num_buckets, num_shards, shuffle, seed: The arguments.
-        lengths: The argument, as an array.
-        bucket_sizes: Samples of each bucket, the shortest samples first. It has fewer than
-            ``num_buckets`` items if there are fewer steps, and is (0,) if there are no samples.
+        lengths: The argument, as a read-only array of int64 or float64.
+        bucket_sizes: Number of samples in each bucket; the bucket of the shortest samples is first.
+            It has fewer than ``num_buckets`` items if there are fewer steps, and is (0,) if there
+            are no samples.
         epoch: Number of the next epoch.
 
     Args:
@@ -53,14 +56,15 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
             mean more random batches. (For 4,000 log-normal lengths, sigma 1, in batches of 16,
             padding is 309 % of the data with 1 bucket, 57 % with 10 and 4 % with 250.)
         num_shards: Batches in a step; 0 if a step is a batch instead of a list of batches.
-        shuffle: Whether each epoch has random batches in random order, except that a short last
-            step, of the longest samples, stays last. Samples of equal length are distributed over
-            buckets at random. Otherwise batches ascend in length, and with equal lengths in index.
+        shuffle: Whether each epoch has random batches in random order. A short last step, of the
+            longest samples, stays last, and samples of equal length are distributed over buckets at
+            random. Otherwise samples are in order of length, and those of equal length in order of
+            index.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
 
     Raises:
         TypeError: If a number is not an int, ``shuffle`` not a bool, or ``lengths`` not numbers.
-        ValueError: If a number is out of range, or ``lengths`` not 1-d, or one of them negative,
+        ValueError: If a number is out of range, ``lengths`` is not 1-d, or a length is negative,
             infinite or NaN.
     """
 
@@ -115,7 +119,7 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
         return np.argsort(self.lengths, kind="stable")
 
     def _shuffled_order(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Return the indices by bucket, in random order within each."""
+        """Return the indices by bucket, in random order within each bucket."""
         # Shuffled before sorting, so that samples of equal length fall into buckets at random.
         mixed = random.permutation(len(self.lengths))
         order = mixed[np.argsort(self.lengths[mixed], kind="stable")]

@@ -1,4 +1,4 @@
-"""Checks of arguments, called by constructors. Errors name the argument and its value."""
+"""Checks of arguments. Errors contain the argument's name and its value."""
 
 import difflib
 import functools
@@ -62,7 +62,7 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
 
     Raises:
         TypeError: If the values are not numbers.
-        ValueError: If it does not have one dimension, or a number is negative, infinite or NaN.
+        ValueError: If the values do not have one dimension, or one is negative, infinite or NaN.
     """
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
@@ -84,7 +84,7 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
             f"but got {name}[{first}]={array[first]}"
         )
     is_int = array.dtype.kind in "iu" and not (array > np.iinfo(np.int64).max).any()
-    # A copy also where there is nothing to convert.
+    # astype() makes a copy even if the dtype stays the same.
     checked = array.astype(np.int64) if is_int else array.astype(np.float64)
     checked.flags.writeable = False
     return checked
@@ -99,13 +99,14 @@ def _no_numbers(values: object, name: str) -> TypeError:
 def refuse_old_names(
     **remedies: str,
 ) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
-    """Return a decorator for a constructor: an argument's old name raises, and says the new one.
+    """Return a decorator for a constructor that refuses old argument names and says the new ones.
 
-    The old names are no part of the signature, so editors and type checkers do not know them. A
-    misspelled name raises in the words of Python 3.13 and later, which name the similar argument.
+    The old names are not in the signature, so editors and type checkers do not offer them. For a
+    misspelled name, the error has the wording of Python 3.13 and later, which suggests the argument
+    with the most similar name.
 
     Args:
-        remedies: The end of the message, for each old name.
+        remedies: For each old name, the end of the error message.
     """
 
     def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:

@@ -12,18 +12,18 @@ def _no_iterator() -> None:
 
 
 class EpochCounter:
-    """Numbers the epochs of one loader, which shares it with the samplers that the loader made.
+    """Numbers the epochs of one loader. The loader shares it with the samplers that it made.
 
     Used on the user's thread.
 
     Attributes:
         newest: Number of the newest epoch; None before the first.
         next: Number of the epoch that the next ``iter()`` begins.
-        is_named: Whether ``set_epoch`` has named it since the newest epoch began.
+        is_named: Whether ``set_epoch`` has set ``next`` since the newest epoch began.
         progress: How far the newest epoch has come.
         is_renamed: Whether a sampler has changed the number of the newest epoch, and the iterator
             does not know it yet.
-        iterator: Returns the newest epoch's iterator, or None if that is gone.
+        iterator: Function that returns the newest epoch's iterator, or None if it is gone.
 
     Args:
         first: Number of the first epoch.
@@ -35,13 +35,14 @@ class EpochCounter:
         self.is_named = False
         self.progress = Progress()
         self.is_renamed = False
-        # Whether no batch of the newest epoch was asked for, and whether a sampler has named it:
-        # then an ``iter()`` before the first batch begins it again.
+        # Whether the newest epoch is new and no batch of it was asked for, and whether a sampler
+        # has set its number. In the latter case, an ``iter()`` before the first batch begins the
+        # same epoch again.
         self._is_fresh = self._is_shared = False
         self.iterator: Callable[[], Any] = _no_iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes a copy, in which no epoch has begun."""
+        """Pickle only the number of the next epoch. In a copy, no epoch has begun."""
         return EpochCounter, (self.next,)
 
     @property
@@ -52,7 +53,10 @@ class EpochCounter:
 
     @property
     def of_samplers(self) -> int:
-        """Number of the epoch that the loader's samplers yield: one that was named comes first."""
+        """Number of the epoch that the loader's samplers yield.
+
+        A number set by ``set_epoch`` takes precedence over that of the epoch that is iterated.
+        """
         iterated = self.iterated
         return self.next if iterated is None or self.is_named else iterated
 
@@ -69,8 +73,8 @@ class EpochCounter:
     def name_by_sampler(self, epoch: object) -> None:
         """Set the number of the next epoch, and of the newest if no batch of it was asked for.
 
-        torch's samplers, too, are told before the first batch. Lightning tells them after
-        ``iter()`` where it goes on from a checkpoint at an epoch's end.
+        With torch's samplers, ``set_epoch`` has an effect until the first batch is drawn. Lightning
+        calls it after ``iter()`` when it continues from a checkpoint at an epoch's end.
 
         Raises:
             TypeError: If it is not an int.
@@ -82,17 +86,20 @@ class EpochCounter:
             self.newest, self._is_shared = self.next, True
 
     def is_fresh(self, progress: Progress) -> bool:
-        """Return whether no batch of the newest epoch, which has this progress, was asked for.
+        """Return whether this is the progress of the newest epoch, and no batch was asked for yet.
 
-        False for an epoch that continues from another run's state.
+        False for an epoch that began from a loaded state.
         """
         return self._is_fresh and progress is self.progress
 
     def leave_beginning(self, progress: Progress) -> bool:
-        """Note that the first batch of an epoch is asked for; return whether it was renamed.
+        """Note that the first batch of an epoch is asked for.
 
         Args:
-            progress: The epoch's, which may not be the newest.
+            progress: The progress of that epoch, which may not be the newest one.
+
+        Returns:
+            Whether the epoch's number was changed since it began.
         """
         if progress is not self.progress:
             return False
@@ -109,9 +116,9 @@ class EpochCounter:
         """Note that an epoch begins. Its iterator is set when there is one.
 
         Args:
-            epoch: Its number.
-            progress: How far it has come.
-            is_new: Whether nothing of it was delivered by another run.
+            epoch: Number of the epoch.
+            progress: How far the epoch has come.
+            is_new: Whether the epoch does not begin from a loaded state.
         """
         self.is_renamed, self._is_fresh, self._is_shared = False, is_new, False
         self.newest, self.next, self.is_named = epoch, epoch + 1, False
@@ -123,6 +130,6 @@ class EpochCounter:
 
 
 class _Beginning:
-    """Stands for the iterator of an epoch while that is being made."""
+    """Stands for the iterator of an epoch while the iterator is being made."""
 
     is_closed = False

@@ -19,7 +19,7 @@ from shmloader.sampling.checks import whole_number
 
 _Drawn_co = TypeVar("_Drawn_co", covariant=True)
 
-# Seeds and epochs are words of Philox's key and counter.
+# Seeds and epochs are 64-bit words of Philox's key and counter.
 _WORD_VALUES = 2**64
 
 # The key's second word, so that a user's own Philox with the same seed yields other numbers.
@@ -49,11 +49,11 @@ class EpochSampler(Sampler[_Drawn_co], ABC):
     """A sampler whose epochs are numbered.
 
     Attributes:
-        seed: The seed.
+        seed: The argument.
         epoch: Number of the next epoch: 0 at first, and one more with each epoch that is begun.
 
     Args:
-        seed: Seed of its random numbers, an int from 0 to 2**64 - 1.
+        seed: Seed of the sampler's random numbers, an int from 0 to 2**64 - 1.
 
     Raises:
         TypeError: If the seed is not an int.
@@ -79,11 +79,11 @@ class EpochSampler(Sampler[_Drawn_co], ABC):
         self.epoch = whole_number(epoch, "epoch", minimum=0, below=_WORD_VALUES)
 
     def __iter__(self) -> Iterator[_Drawn_co]:
-        """Yield the next epoch. Its number is read when the first index is drawn."""
+        """Yield the items of the next epoch. Its number is read when the first item is drawn."""
         epoch = self.epoch
         self.epoch = epoch + 1
         yield from self._draw(epoch)
 
     @abstractmethod
     def _draw(self, epoch: int) -> Iterable[_Drawn_co]:
-        """Yield what the sampler yields in this epoch."""
+        """Yield the items of this epoch."""

@@ -1,7 +1,7 @@
-"""Draws an epoch from a position on: what was delivered before is not delivered again.
+"""Draws an epoch from a position on: batches that were delivered before are not delivered again.
 
-An order with random access begins at the position. Any other is drawn from its beginning, and what
-comes before the position is discarded.
+An order with random access begins at the position. Any other order is drawn from its beginning, and
+the batches before the position are discarded.
 """
 
 import itertools
@@ -15,7 +15,7 @@ def too_few(position: int, count: int, source: str) -> ValueError:
     Args:
         position: Number of batches after which the state was saved.
         count: Number of batches that this loader's epoch has.
-        source: What yields them, such as "sampler".
+        source: Kind of the object that yields the batches, such as "sampler".
     """
     return ValueError(
         f"the state does not fit this loader: it was saved after {position} batches of an epoch, "
@@ -28,16 +28,16 @@ def pass_over(batches: Iterator[Any], count: int, position: int, source: str) ->
     """Draw batches that were delivered before, and discard them.
 
     Args:
-        batches: Yields them.
-        count: How many come before the position.
+        batches: Iterator of the batches.
+        count: Number of batches to draw, up to the position.
         position: Number of the batch that comes next.
-        source: What yields the batches, in words.
+        source: Kind of the object that yields the batches, for the error message.
 
     Returns:
-        The last one; None if ``count`` is 0.
+        The last batch drawn; None if ``count`` is 0.
 
     Raises:
-        ValueError: If there are fewer.
+        ValueError: If there are fewer than ``count`` batches.
     """
     passed, last = 0, None
     for batch in itertools.islice(batches, count):
@@ -51,9 +51,9 @@ def without_done(batches: Iterator[Any], position: int, ahead: frozenset[int]) -
     """Return an iterator without the batches that were delivered ahead of their turn.
 
     Args:
-        batches: Yields the batches from ``position`` on.
-        position: Number of the first of them.
-        ahead: Numbers of those to leave out.
+        batches: Iterator of the batches from ``position`` on.
+        position: Number of the first of these batches.
+        ahead: Numbers of the batches to leave out.
     """
     if not ahead:
         return batches

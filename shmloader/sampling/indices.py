@@ -1,9 +1,9 @@
 """The indices of a ticket: as a list or an array, with or without their positions in the epoch.
 
 Arrays. torch makes a shuffled epoch as a tensor, turns it into a list and cuts that into batches.
-Where the dataset is an array, the list is not needed, and it costs more than the batch: 25 ms for a
-million indices. So :func:`array_batches` cuts the same permutation without a list. It uses random
-number generators as torch's samplers do, at the same moments.
+If the dataset is an array, the list is not needed, and it takes more time than the batch: 25 ms for
+a million indices. So :func:`array_batches` cuts the same permutation without a list. It draws from
+the same random number generators as torch's samplers, at the same moments.
 
 Positions. The random number generators of samples depend on the samples' positions in the epoch. So
 a loader with a seed passes :class:`PositionedIndices` to the engine instead of plain indices. They
@@ -25,10 +25,10 @@ _NARROWEST_LIMIT = 1 << 31
 
 
 class IndexArray:
-    """The indices of a batch.
+    """The indices of a batch, as an array.
 
     Attributes:
-        array: The indices, with one dimension, as int32 or int64.
+        array: The indices: one dimension, int32 or int64.
     """
 
     __slots__ = ("array",)
@@ -51,7 +51,7 @@ def _from_bytes(data: bytes, is_narrow: bool) -> IndexArray:
 
 
 def as_list(indices: Any) -> Any:
-    """Return indices, if they are an array or a range, as torch's sampler yields them."""
+    """Return a list for an :class:`IndexArray` or a range, and any other indices unchanged."""
     if type(indices) is IndexArray:
         return indices.tolist()
     return list(indices) if type(indices) is range else indices
@@ -64,8 +64,8 @@ def array_batches(index_sampler: Any) -> Iterator[Any] | None:
         index_sampler: The sampler that a loader draws from.
 
     Returns:
-        None unless the sampler is torch's own batch sampler, over torch's own sequential or random
-        sampler, drawn on the CPU.
+        None unless the sampler is torch's own batch sampler, over torch's own sequential sampler or
+        a random sampler without replacement that draws on the CPU.
     """
     if type(index_sampler) is not BatchSampler:
         return None
@@ -117,9 +117,10 @@ class PositionedIndices(NamedTuple):
     Attributes:
         indices: The indices to load.
         epoch: Number of the loader's epoch.
-        first: Position of the first sample in the epoch. Where whole batches of unknown size are
-            dealt to ranks, the number of the batch among those of all ranks.
-        is_whole: Whether whole batches are dealt to ranks.
+        first: Position of the first sample in the epoch; with ``is_whole``, the number of the batch
+            among those of all ranks, since the batches before it have unknown sizes.
+        is_whole: Whether the loader does not make the batches: the ticket is a batch of the user's
+            batch sampler, or a single index of a loader that does not batch.
     """
 
     indices: Any
@@ -128,7 +129,11 @@ class PositionedIndices(NamedTuple):
     is_whole: bool = False
 
     def key(self, number: int) -> tuple[int, int]:
-        """Return the position of sample ``number``, counted through the ticket's batches."""
+        """Return the position in the epoch of one of the ticket's samples.
+
+        Args:
+            number: Number of the sample in the ticket, counted through all its batches.
+        """
         return (self.first, number) if self.is_whole else (self.first + number, 0)
 
 
@@ -141,7 +146,7 @@ class PositionedStreams(Sampler[PositionedIndices]):
         epoch: Number of the epoch that is iterated next.
 
     Args:
-        items: torch's sampler.
+        items: torch's endless sampler.
     """
 
     def __init__(self, items: Iterable[Any]) -> None:

@@ -3,8 +3,8 @@
 Up to 262,144 numbers are sorted by random keys. With more numbers, each position is computed when
 it is needed: a keyed function permutes the numbers below a power of two, and is applied again to
 results outside of the range (cycle walking). So with a hundred million samples, a rank computes
-only the positions of its own batches, and every process computes the same order, whatever its
-version of NumPy or torch.
+only the positions of its own batches. Every process computes the same order, whatever its version
+of NumPy or torch.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Permutation:
     """The numbers from 0 to ``length - 1``, in an order that depends only on the arguments.
 
     Args:
-        length: How many numbers.
+        length: Number of numbers.
         key: Numbers that determine the order, such as a seed and an epoch.
     """
 

@@ -37,14 +37,14 @@ class EpochPlan:
     """The epochs of one loader, one after the other. Used on the user's thread.
 
     Args:
-        order: Yields the index batches of an epoch.
-        counter: Numbers the epochs; None for a new one.
+        order: The order, which yields the index batches of an epoch.
+        counter: The counter that numbers the epochs; None for a new counter.
 
     Attributes:
-        order: The order.
-        counter: Numbers the epochs, and has the progress of the newest one.
+        order: The argument.
+        counter: The counter that numbers the epochs; it has the progress of the newest one.
         is_continued: Whether the newest epoch was begun by another run and continues here.
-        resumed: The state from which the next epoch continues; None for a new epoch.
+        resumed: The loaded state with which the next epoch begins; None if none was loaded.
         generator: The loader's generator, which users may replace between epochs.
     """
 
@@ -56,11 +56,11 @@ class EpochPlan:
         self.is_continued = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
-        # Whether the run that was resumed here began its epochs with persistent workers.
+        # Whether the run that was resumed here had persistent workers; None if none was resumed.
         self._was_persistent: bool | None = None
 
     def copy(self, order: SeededOrder | SamplerOrder, counter: EpochCounter) -> "EpochPlan":
-        """Return a copy with another order and counter, in which no epoch runs."""
+        """Return a copy of the plan with another order and counter. No epoch runs in the copy."""
         other = copy.copy(self)
         other.order, other.counter = order, counter
         return other
@@ -77,7 +77,7 @@ class EpochPlan:
 
     @property
     def present_epoch(self) -> int:
-        """Number of the epoch that is iterated, or else of the one that :meth:`begin` begins."""
+        """Number of the epoch that is iterated; if none is, that of the next epoch."""
         iterated = self.counter.iterated
         return self._following_epoch if iterated is None else iterated
 
@@ -100,7 +100,7 @@ class EpochPlan:
         self.order.set_epoch(self.counter.next)
 
     def _drop_state_of_another(self) -> None:
-        """Discard the loaded state if another epoch was named since."""
+        """Discard the loaded state if the number of another epoch was set since."""
         resumed, following = self.resumed, self.counter.next
         if resumed is not None and resumed["epoch"] != following:
             _log.warning(
@@ -120,7 +120,8 @@ class EpochPlan:
                 persistent workers that are running already.
         """
         self.commit()
-        self._drop_state_of_another()  # the loader's own sampler may have been told of the epoch
+        # The user may have called set_epoch() of a sampler that the loader made.
+        self._drop_state_of_another()
         following, resumed, self.resumed = self._following_epoch, self.resumed, None
         self.is_continued = resumed is not None and resumed["origin"]["begun"]
         if resumed is None:
@@ -135,7 +136,7 @@ class EpochPlan:
             if origin["begun"]:
                 state = origin
                 self.checkpoint.restore_epochs(origin)
-            else:  # its generators were set when it was loaded
+            else:  # the generators were set when the state was loaded
                 state = self._match_base_seed(draws_seed, drawn=origin["base_seed"])
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
@@ -146,14 +147,14 @@ class EpochPlan:
         """Note that the first batch of an epoch is asked for.
 
         Args:
-            progress: The epoch's.
+            progress: The progress of that epoch.
 
         Returns:
             Whether the epoch has another number now, and has to be drawn again.
         """
         counter, named = self.counter, self.order.named_epoch()
         if named is not None and counter.is_fresh(progress):
-            counter.name_by_sampler(named)  # told to a sampler of the user's since ``iter()``
+            counter.name_by_sampler(named)  # set in the user's sampler since ``iter()``
         if not counter.leave_beginning(progress):
             return False
         counter.begin_again()
@@ -173,12 +174,12 @@ class EpochPlan:
 
         Args:
             drawing: An iterator of ``order.index_sampler``.
-            as_arrays: Whether the batches of torch's samplers may be arrays.
+            as_arrays: Whether index batches may be ranges or arrays instead of lists.
         """
         return self.order.draw(drawing, self.generator, as_arrays=as_arrays)
 
     def commit(self) -> None:
-        """Carry over what the newest epoch leaves over, if the user is done with all of it."""
+        """Carry over what the newest epoch leaves over, if the user is done with that epoch."""
         progress = self.progress
         # With on_error="skip", the last batches may not be delivered. Then only the end counts.
         self.order.commit(sys.maxsize if progress.is_ended else progress.position)
@@ -191,7 +192,8 @@ class EpochPlan:
     def _match_base_seed(self, draws_seed: bool, *, drawn: bool) -> dict[str, Any] | None:
         """Give the generator the state that it had in the resumed run when the epoch was drawn.
 
-        torch draws a base seed from it before each epoch, but not where workers are persistent.
+        torch draws a base seed from the generator before each epoch, except for persistent workers
+        that are running already.
 
         Args:
             draws_seed: Whether a base seed is drawn before this epoch in this run.
@@ -209,7 +211,7 @@ class EpochPlan:
     # States ------------------------------------------------------------------------------
 
     def state_dict(self, *, draws_seed: bool) -> dict[str, Any]:
-        """Return epoch, position and what the order depends on, as plain values.
+        """Return the epoch, the position and what the order depends on, as plain values.
 
         Args:
             draws_seed: Whether torch will draw a base seed for the next epoch.
@@ -232,7 +234,7 @@ class EpochPlan:
         """Make the next epoch continue from a state.
 
         Raises:
-            ValueError: If the state does not fit.
+            ValueError: If the state does not fit the order.
         """
         origin = state["origin"]
         self.order.check_position(state["position"], origin.get("rest", ()))

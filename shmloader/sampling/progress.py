@@ -1,4 +1,4 @@
-"""Tracks how far an epoch has come, by what the user has received."""
+"""Tracks how far an epoch has come, counted by the batches that the user has received."""
 
 import bisect
 import itertools
@@ -27,7 +27,7 @@ class Progress:
         # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
         self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
         self._ahead = set(ahead)
-        # What was added to and removed from it since the mark.
+        # Numbers that were added to and removed from ``_ahead`` since the mark.
         self._added: list[int] = []
         self._removed: list[int] = []
         self.is_ended = False
@@ -38,16 +38,21 @@ class Progress:
         return frozenset(self._ahead)
 
     def done(self, seq: int) -> None:
-        """Note that a ticket is done; ``seq`` counts those drawn since the epoch continued."""
+        """Note that a ticket is done.
+
+        Args:
+            seq: Number of the ticket among those that this run has drawn in the epoch, from 0.
+        """
         number = self._number(seq)
         if number == self.position:
             self._advance_to(number + 1)
         else:
-            self._added.append(number)  # first, since an interruption may come in between
+            # In this order, since an interruption may come in between.
+            self._added.append(number)
             self._ahead.add(number)
 
     def done_until(self, seq: int) -> None:
-        """Note that all tickets up to the one with this ``seq`` are done."""
+        """Note that all tickets up to the one with this ``seq`` are done; see :meth:`done`."""
         if not self._before and not self._ahead:
             self.position = self._start + seq + 1
             return
@@ -57,7 +62,7 @@ class Progress:
         self._advance_to(number + 1)
 
     def _advance_to(self, position: int) -> None:
-        """Advance to a position, and past tickets after it that are done."""
+        """Advance to a position, and past the tickets that follow directly and are done."""
         while position in self._ahead:
             self._take(position)
             position += 1
@@ -73,20 +78,20 @@ class Progress:
         return self._start + seq + bisect.bisect_right(self._before, seq)
 
     def mark(self) -> int:
-        """Return a mark for :meth:`go_back`, valid until the next call."""
+        """Return a mark for :meth:`go_back`, valid until ``mark`` is called again."""
         self._added.clear()
         self._removed.clear()
         return self.position
 
     def go_back(self, mark: int) -> None:
-        """Forget what was noted since the mark, since it did not reach the user."""
+        """Undo what was noted since the mark, because those batches did not reach the user."""
         self.position = mark
         self._ahead.update(self._removed)
         self._ahead.difference_update(self._added)
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Return numbers as runs of consecutive ones, each as [first, last + 1]."""
+    """Return numbers as runs of consecutive numbers, each run as [first, last + 1]."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number:
@@ -97,5 +102,5 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def numbers_of(runs: Iterable[list[int]]) -> frozenset[int]:
-    """Return the numbers from which :func:`runs_of` made these runs."""
+    """Return the numbers that are in these runs, which :func:`runs_of` returned."""
     return frozenset(itertools.chain.from_iterable(range(*run) for run in runs))

@@ -1,13 +1,13 @@
 """The rank of this process and the number of ranks.
 
 They are the user's arguments, else those of ``torch.distributed``, else those of the environment
-variables that ``torchrun`` and others set, else those of a step of Slurm's (``srun``), else those
-of a single process. A sampler reads them when it is constructed, a loader when its first epoch
+variables that ``torchrun`` and others set, else those of a Slurm job step (``srun``), else those of
+a single process. A sampler reads them when it is constructed, and a loader when its first epoch
 begins (:class:`Ranks`).
 
-Of Slurm's variables, the one that counts tasks is ``SLURM_STEP_NUM_TASKS``, which only ``srun``
-sets. ``SLURM_NTASKS`` is there in a batch script, too, whose ``SLURM_PROCID`` is 0 whatever it
-starts.
+The number of Slurm's tasks is read from ``SLURM_STEP_NUM_TASKS``, which only ``srun`` sets.
+``SLURM_NTASKS`` is also set in a batch script, and there ``SLURM_PROCID`` is 0 in each process that
+the script starts without ``srun``.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch.distributed
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
-# Attributes by which samplers tell their rank and the number of ranks: torch's, ours, accelerate's.
+# Attributes of samplers with their rank and the number of ranks: torch's, ours, accelerate's.
 _NAMES = (
     ("rank", "num_replicas"),
     ("rank", "world_size"),
@@ -32,18 +32,18 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
     Args:
         rank: The user's argument; None to find it out.
-        world_size: The user's argument; None exactly where ``rank`` is.
+        world_size: The user's argument; None if ``rank`` is None, too.
 
     Returns:
-        The rank, from 0, and the world size, from 1. If neither argument is given: those of the
-        default group of ``torch.distributed`` if it is initialised; else those of the environment
-        variables ``RANK`` and ``WORLD_SIZE``; if neither is set, those of ``SLURM_PROCID`` and
-        ``SLURM_STEP_NUM_TASKS``; without the latter, 0 and 1.
+        The rank, from 0, and the world size, from 1. If neither argument is given, they are those
+        of the default group of ``torch.distributed`` if it is initialised. Otherwise they are the
+        environment variables ``RANK`` and ``WORLD_SIZE``. If neither of these is set, they are
+        ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``. If the latter is not set, they are 0 and 1.
 
     Raises:
         TypeError: If an argument is not an int.
-        ValueError: If only one is given, the rank is not below the world size, or the environment
-            has only one of two variables, or values that are not such numbers.
+        ValueError: If only one argument is given, the rank is not below the world size, or the
+            environment has only one variable of a pair, or values that are not such numbers.
     """
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -64,12 +64,12 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 class Ranks:
     """The rank of this process and the world size, which are resolved when the first epoch begins.
 
-    A loader may be made before the processes of a run are launched. Until it is resolved, what asks
-    for the ranks gets those of that moment.
+    A loader may be made before the processes of a run are launched. Until :meth:`resolve` is
+    called, each call of :meth:`find` looks the ranks up again.
 
     Args:
         rank: The user's argument; None to find it out.
-        world_size: The user's argument; None exactly where ``rank`` is.
+        world_size: The user's argument; None if ``rank`` is None, too.
 
     Raises:
         TypeError, ValueError: If the arguments are wrong.
@@ -83,28 +83,28 @@ class Ranks:
         """Return the rank and the world size.
 
         Raises:
-            ValueError: If they are not resolved, and the environment is wrong.
+            ValueError: If they are not resolved, and the environment variables are wrong.
         """
         return resolve_ranks(None, None) if self._settled is None else self._settled
 
     def resolve(self) -> None:
-        """Keep the ranks as they are now.
+        """Fix the ranks as they are now.
 
         Raises:
-            ValueError: If they are not resolved, and the environment is wrong.
+            ValueError: If they are not resolved, and the environment variables are wrong.
         """
         self._settled = self.find()
 
     @property
     def known(self) -> tuple[int, int] | None:
-        """The rank and the world size; None while the environment does not say them."""
+        """The rank and the world size; None while :meth:`find` raises ValueError."""
         try:
             return self.find()
         except ValueError:
             return None
 
 
-# The variables of the rank and of the number of ranks: torchrun's, and those of a step of Slurm's.
+# The variables of the rank and of the number of ranks: torchrun's, and those of a Slurm job step.
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -152,7 +152,7 @@ def is_cut_for_ranks(sampler: object) -> bool:
 
 
 def rank_of(samplers: Iterable[object]) -> int | None:
-    """Return the rank for which the first sampler that is cut for ranks yields a share, if any."""
+    """Return the rank of the first sampler that yields only one rank's share; None if none does."""
     for sampler in samplers:
         rank = _share_of(sampler)
         if isinstance(rank, Integral):
@@ -161,7 +161,7 @@ def rank_of(samplers: Iterable[object]) -> int | None:
 
 
 def _share_of(sampler: object) -> object:
-    """Return the rank whose share a sampler yields, by its own word; None if it is not cut."""
+    """Return the rank whose share a sampler yields, from its attributes; None if it is not cut."""
     for own, size in _NAMES:
         rank, count = probe(sampler, own), probe(sampler, size)
         if rank is not None and isinstance(count, int) and count > 1:

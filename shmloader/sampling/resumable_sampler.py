@@ -40,10 +40,10 @@ class ResumableSampler(Iterator[Any]):
 
     Args:
         index_sampler: The sampler that the loader draws from.
-        drawing: An iterator of it.
+        drawing: An iterator of ``index_sampler``.
         progress: The epoch's progress; drawing begins at its position.
         checkpoint: Takes and restores checkpoints of the sampler.
-        carry_over: Takes over what the epoch leaves over, if it leaves anything over.
+        carry_over: Takes what the epoch leaves over; None if epochs carry nothing over.
         state: What :meth:`dump` returned for this epoch; None for a new epoch.
     """
 
@@ -70,12 +70,12 @@ class ResumableSampler(Iterator[Any]):
         self._why_not_begun = ""
         # The batches drawn, from the one before the position on, with their numbers.
         self._drawn: collections.deque[tuple[int, Any]] = collections.deque()
-        # The sampler, or its iterator, that has a state of its own; and states taken of it, each
-        # with the number of batches drawn before.
+        # The sampler or iterator that has a state of its own, and states taken of it, each with the
+        # number of batches drawn before.
         self._stateful: Any = None
         self._own_states: list[tuple[int, Any]] = []
-        # Whether such a state determines the position within the epoch, since nothing around the
-        # sampler buffers what it yields.
+        # Whether such a state determines the position within the epoch. It does if nothing around
+        # the sampler buffers what the sampler yields.
         self._tells_position = False
         self._last_checksum: int | None = None
 
@@ -95,10 +95,13 @@ class ResumableSampler(Iterator[Any]):
         return item
 
     def dump(self) -> dict[str, Any]:
-        """Return what the epoch's order depends on and how far the user is, as plain values."""
+        """Return what the epoch's order depends on, as plain values.
+
+        They include a checksum of the last batch that the user is done with.
+        """
         if self._items is None:
             # Begin now: if the process's global generators were used before the first batch is
-            # drawn, the epoch would be another one.
+            # drawn, the epoch would have another order.
             items = self._begin_once()
             self._items = itertools.chain(list(islice(items, 1)), items)
         assert self._state is not None
@@ -114,7 +117,11 @@ class ResumableSampler(Iterator[Any]):
     # -------------------------------------------------------------------------------------
 
     def _begin_once(self) -> Iterator[Any]:
-        """Begin. That cannot be repeated: once it has raised, each further call raises, too."""
+        """Begin the epoch, and return an iterator of its batches.
+
+        Raises:
+            ValueError: If an earlier call failed with an exception other than an interruption.
+        """
         if self._why_not_begun:
             raise ValueError(
                 f"the epoch could not be begun: {self._why_not_begun}. Begin a new one with "
@@ -128,7 +135,7 @@ class ResumableSampler(Iterator[Any]):
             raise
 
     def _begin(self) -> Iterator[Any]:
-        """Return an iterator of the epoch's batches; if it is continued, the first one is drawn."""
+        """Return an iterator of the epoch's batches. For a continued epoch, draw the first one."""
         state = self._state
         self._stateful = self._find_stateful()
         self._tells_position = self._stateful is not None and (
@@ -159,7 +166,7 @@ class ResumableSampler(Iterator[Any]):
         return only_next(drawing)
 
     def _find_stateful(self) -> Any:
-        """Return the iterator, or the sampler it draws from, that has a state of its own."""
+        """Return the iterator or sampler that has a state of its own; None if there is none."""
         if has_own_state(self._iterator):
             return self._iterator
         if self._checkpoint.stateful is not None:
@@ -173,7 +180,7 @@ class ResumableSampler(Iterator[Any]):
         return None
 
     def _is_only_batched(self) -> bool:
-        """Whether only torch's batch samplers are around the sampler with a state."""
+        """Whether the sampler with a state is wrapped in nothing but torch's batch samplers."""
         around = itertools.takewhile(
             lambda each: each is not self._stateful, chain(self._index_sampler)
         )
@@ -187,7 +194,7 @@ class ResumableSampler(Iterator[Any]):
             self._own_states.append((at, state["own"]))
             self._stateful.load_state_dict(copy.deepcopy(state["own"]))
             if self._stateful is self._checkpoint.stateful:
-                self._drawing = self._iterate()  # the current iterator is older than the state
+                self._drawing = self._iterate()  # the current iterator began before the load
             if not at:
                 self._drawing = restart_if_exhausted(self._drawing, self._iterate)
             if not self._tells_position:
@@ -202,7 +209,7 @@ class ResumableSampler(Iterator[Any]):
     def _sequential_from(self, position: int) -> Iterator[Any] | None:
         """Return an iterator of torch's sequential order that begins at a position.
 
-        None if the order is any other.
+        None if the order is another one.
         """
         outer = self._index_sampler
         inner = outer.sampler if type(outer) is BatchSampler else outer
@@ -219,7 +226,7 @@ class ResumableSampler(Iterator[Any]):
         """Draw ``count`` batches that were already delivered, and check the last one.
 
         Raises:
-            ValueError: If there are fewer, or if the last one is not the same as before.
+            ValueError: If there are fewer batches, or the last one differs from that of the state.
         """
         if not count:
             return
@@ -243,8 +250,8 @@ class ResumableSampler(Iterator[Any]):
     def _is_past(self, number: int) -> bool:
         """Whether the user is past a state that was taken after ``number`` batches.
 
-        False for a state taken after the last batch: a sampler that has reached its end may already
-        be in its next epoch.
+        A state taken at the user's position does not count, unless it was taken before the first
+        batch: after its last batch, a sampler may already be in its next epoch.
         """
         return number < self._progress.position or not number
 
@@ -265,7 +272,7 @@ class ResumableSampler(Iterator[Any]):
 
 
 def _checksum(indices: object) -> int | None:
-    """Return a checksum of numbers and strings; None for anything else, whose text may change."""
+    """Return a checksum of numbers and strings; None for other objects, whose text may differ."""
     try:
         return zlib.crc32(json.dumps(as_list(indices)).encode())
     except (TypeError, ValueError):

@@ -23,8 +23,8 @@ from shmloader.interruptions import is_interruption
 class RngState:
     """A state of the global generators that depends only on the arguments.
 
-    It is set inside :meth:`used`, and continues where it was left the last time. After the block,
-    the process's own state is restored.
+    :meth:`used` sets it for a block, and restores the process's own state after the block. The next
+    block continues where the last one ended.
 
     Args:
         key: Numbers that determine the state, such as a seed and an epoch.
@@ -55,7 +55,7 @@ class RngState:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Restore the global generators at the end of the block."""
+    """Restore the states of the global generators at the end of the block."""
     own = GlobalState()
     try:
         yield
@@ -91,8 +91,9 @@ class _NumpyState:
     Python object of each of the 624 words. So the memory of the bit generator is copied instead.
 
     numpy makes normal numbers in pairs, and keeps the second of a pair outside the bit generator.
-    Only ``get_state()`` tells whether there is one, and :func:`numpy.random.standard_normal`, which
-    returns it and leaves the bit generator as it is.
+    Only two functions tell whether one is kept: ``get_state()``, and
+    :func:`numpy.random.standard_normal`, which then returns it and leaves the bit generator as it
+    is.
     """
 
     __slots__ = ("_full", "_source", "_words")
@@ -113,7 +114,7 @@ class _NumpyState:
 
     def restore(self) -> None:
         """Set the state of ``numpy.random``."""
-        # This also drops the second of a pair.
+        # This also discards the second normal number of a pair.
         np.random.set_bit_generator(self._source)  # type: ignore[attr-defined]
         if self._full is not None:
             np.random.set_state(self._full)
@@ -123,12 +124,12 @@ class _NumpyState:
 
 
 def dump_generator(generator: torch.Generator) -> str:
-    """Return a generator's state as text."""
+    """Return a generator's state as text, in base64."""
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def load_generator(generator: torch.Generator, text: str) -> None:
-    """Set a generator's state.
+    """Set a generator's state to what :func:`dump_generator` returned.
 
     Raises:
         ValueError: If the text is not the state of such a generator.
@@ -144,12 +145,14 @@ def load_generator(generator: torch.Generator, text: str) -> None:
         ) from error
 
 
-#: The process's global random number generators: random, numpy.random and torch's for the CPU.
+#: Names of the process's global generators: torch's for the CPU, ``numpy.random`` and ``random``.
 GLOBAL_GENERATORS = ("torch", "numpy", "python")
 
 
 def global_rng_state(names: Iterable[str] = GLOBAL_GENERATORS) -> dict[str, Any]:
     """Return the states of global generators as plain values; 13 KB for all of them.
+
+    The state of ``numpy.random`` is left out if its bit generator is not the default, MT19937.
 
     Args:
         names: Names from :data:`GLOBAL_GENERATORS`.

@@ -1,9 +1,10 @@
 """Rollover: samples that one epoch leaves over come first in the next one.
 
-An epoch begins with the samples that the last *complete* epoch left over: one that was drawn to the
-sampler's end. That counts only when the user is done with all its batches, not when they are drawn,
-since workers run ahead. So :meth:`CarryOver.commit` replaces these samples, and an epoch that the
-user leaves early neither loses nor repeats what it began with.
+An epoch begins with the samples that the last *complete* epoch left over. An epoch is complete when
+the sampler was drawn to its end and the user is done with all batches. It is not enough that all
+batches are drawn, since workers run ahead. :meth:`CarryOver.commit` replaces these samples only
+when the epoch is complete. So if the user leaves an epoch early, the next one begins with the same
+samples again.
 """
 
 import functools
@@ -46,7 +47,7 @@ class CarryOver:
 
         Args:
             position: Number of batches that the user is done with.
-            batches: An object whose length is the number of batches in the epoch, if it has one.
+            batches: An object whose length, if it has one, is the number of batches in the epoch.
         """
         epoch = self._epoch
         if epoch is None or position < epoch.drawn:
@@ -77,9 +78,9 @@ class RolloverBatchSampler(BatchSampler):
     Args:
         sampler: Yields the indices.
         batch_size: Length of each batch.
-        drop_last: False for torch's batch sampler, with a short last batch and nothing that is
-            carried over: frameworks that predict need every sample, and make a loader's batch
-            sampler anew with that.
+        drop_last: False for the behaviour of torch's batch sampler: a short last batch, and nothing
+            is carried over. Frameworks need every sample for predictions, so they replace a
+            loader's batch sampler by one that is made with ``drop_last=False``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RolloverBatchSampler(BatchSampler):
         return {**self.__dict__, "carry_over": self.carry_over.copy()}
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Return an iterator of full batches. What it leaves over is carried over by the loader."""
+        """Return an iterator of full batches. The loader carries over what is left over."""
         if not self.drop_last:
             return super().__iter__()
         draw = functools.partial(iterate, self.sampler)

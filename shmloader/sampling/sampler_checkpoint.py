@@ -1,13 +1,13 @@
 """Checkpoints of samplers: what an epoch's order depends on, as plain values.
 
-A sampler, torch's or the user's, draws from a generator, from the process's global generators or
-from none, and may count its epochs. A checkpoint has the state of all of these before the epoch was
-drawn, so that another process can draw the same epoch again.
+A sampler, torch's or the user's, may draw from a generator of its own or from the process's global
+generators, and may count its epochs. A checkpoint has the state of all of these before the epoch
+was drawn, so that another process can draw the same epoch again.
 
 Guarantees:
     * Taking a checkpoint draws nothing and changes nothing.
     * The process's global generators are not changed, except while a sampler that drew from them
-      draws the first index of its epoch again.
+      draws its epoch again, up to the first batch that was not delivered.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from shmloader.sampling.seeded_samplers import (
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
-# These draw nothing, or from their own generator, whose state depends only on the epoch.
+# These draw nothing, or draw from a generator that they seed with their seed and the epoch.
 _OWN = {
     BatchSampler,
     RolloverBatchSampler,
@@ -66,7 +66,7 @@ _log = logging.getLogger("shmloader")
 
 
 def chain(index_sampler: object) -> list[Any]:
-    """Return a sampler and the samplers that it draws from: its ``sampler``, and so on."""
+    """Return a sampler, its attribute ``sampler``, the ``sampler`` of that, and so on."""
     samplers: list[Any] = []
     while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
         samplers.append(index_sampler)
@@ -81,7 +81,7 @@ def describe(index_sampler: object) -> str:
 
 
 def is_known(sampler: object) -> bool:
-    """Whether a sampler is torch's or ours, so that a checkpoint has all that it depends on."""
+    """Whether a sampler is torch's or ours. A checkpoint then has all that its order depends on."""
     kind = type(sampler)
     return (
         kind in _OWN
@@ -95,7 +95,7 @@ def is_known(sampler: object) -> bool:
 def are_known(index_sampler: object) -> bool:
     """Whether the sampler and all that it draws from are known.
 
-    An epoch then draws from the process's global generators for its first index only, if at all.
+    An epoch then draws from the process's global generators at most for its first index.
     """
     return all(map(is_known, chain(index_sampler)))
 
@@ -127,13 +127,16 @@ def set_epoch_of(sampler: object, epoch: int) -> None:
 
 
 def epoch_of(sampler: object) -> int | None:
-    """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler, that can be set."""
+    """Return the ``epoch`` of a sampler, or of the sampler in a batch sampler.
+
+    None if it has no ``epoch`` that is an int, or no ``set_epoch``.
+    """
     told = _told_of_epochs(sampler)
     return None if told is None else told[1]
 
 
 def may_count_epochs(sampler: object) -> bool:
-    """Whether iterating a sampler may change what :func:`epoch_of` returns: not for torch's."""
+    """Whether iterating a sampler may change its ``epoch``. Iterating torch's does not."""
     told = _told_of_epochs(sampler)
     return told is not None and probe(type(told[0]), "__iter__") is not DistributedSampler.__iter__
 
@@ -157,7 +160,7 @@ class SamplerCheckpoint:
 
     Args:
         index_sampler: A sampler or a batch sampler; None for an order without one.
-        carry_over: What the next epoch begins with, if epochs carry samples over.
+        carry_over: The samples that the next epoch begins with; None if epochs carry nothing over.
         generator: The loader's generator, from which torch draws the base seed of the workers for
             each epoch.
 
@@ -207,8 +210,8 @@ class SamplerCheckpoint:
         """Take a checkpoint, as plain values.
 
         Args:
-            is_begun: Whether an epoch begins at this moment. Otherwise it is not known what the
-                epoch will draw from the process's global generators.
+            is_begun: Whether an epoch begins now. Otherwise the states of the process's global
+                generators are left out, since they may change before an epoch begins.
         """
         state: dict[str, Any] = {"begun": is_begun}
         if self._generators:
@@ -231,8 +234,7 @@ class SamplerCheckpoint:
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as at the checkpoint, except for global generators.
 
-        For an epoch that had begun, these are restored while its first index is drawn
-        (:meth:`drawing`).
+        For an epoch that had begun, :meth:`drawing` restores these while the epoch is drawn again.
 
         Raises:
             ValueError: If the checkpoint does not fit, or cannot be read.
@@ -280,7 +282,10 @@ class SamplerCheckpoint:
 
     @contextlib.contextmanager
     def drawing(self, state: dict[str, Any]) -> Iterator[None]:
-        """Set what the first index of the epoch is drawn from; restore the global generators."""
+        """Set the generators to their states at the epoch's first index, for a ``with`` block.
+
+        After the block, the global generators have the process's own states again.
+        """
         self.restore_generators(state)
         with contextlib.ExitStack() as stack:
             if "seed" in state and self._seeding:
@@ -300,7 +305,7 @@ def _next_seed() -> int:
 
 @contextlib.contextmanager
 def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
-    """Give RandomSamplers a generator with this seed while they draw their first index."""
+    """Give RandomSamplers generators with this seed for a block, in which they begin to draw."""
     for sampler in samplers:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(seed)

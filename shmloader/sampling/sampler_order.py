@@ -1,6 +1,6 @@
 """The order of a loader without a seed: what its samplers yield, drawn as torch draws it.
 
-One epoch of it is drawn by :class:`~shmloader.sampling.resumable_sampler.ResumableSampler`.
+Each epoch is drawn by a :class:`~shmloader.sampling.resumable_sampler.ResumableSampler`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class SamplerOrder:
     Args:
         index_sampler: The sampler, the batch sampler, or torch's endless sampler for an iterable
             dataset.
-        is_iterable: Whether the dataset is iterable; its workers keep the position.
+        is_iterable: Whether the dataset is iterable. The workers then keep the position.
         batch_size: The loader's batch size; None with a batch sampler.
         last_batch: How the last batch is handled: "keep", "discard" or "rollover".
         seed: The seed of an iterable dataset's samples; None if there is none.
@@ -87,7 +87,7 @@ class SamplerOrder:
         set_epoch_of(self.index_sampler, epoch)
 
     def named_epoch(self) -> None:
-        """Return None: a sampler whose epoch other code has set draws that epoch by itself."""
+        """Return None: if other code sets a sampler's epoch, the sampler draws it by itself."""
 
     def begin(self, epoch: int, progress: Progress, state: dict[str, Any] | None = None) -> None:
         """Set the epoch that is drawn next; see :meth:`SeededOrder.begin`."""
@@ -103,11 +103,12 @@ class SamplerOrder:
         Args:
             drawing: An iterator of the index sampler.
             generator: The loader's generator.
-            as_arrays: Whether the batches of torch's samplers may be arrays.
+            as_arrays: Whether the batches of torch's samplers may be ranges or arrays.
         """
         checkpoint = self.checkpoint(generator)
         if self._is_iterable:
-            # The base seed drawn for these workers does not count, so restore the generators.
+            # A resumed epoch has its base seed already. torch has drawn another one for these
+            # workers, so set the generators back.
             checkpoint.restore_generators(self._state or {})
             return drawing
         if as_arrays:
@@ -123,7 +124,7 @@ class SamplerOrder:
         return self._drawn
 
     def checkpoint(self, generator: torch.Generator | None = None) -> SamplerCheckpoint:
-        """Return what takes and restores checkpoints of the next epoch."""
+        """Return an object that takes and restores checkpoints of the next epoch."""
         return SamplerCheckpoint(self.index_sampler, self.carry_over, generator)
 
     def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
@@ -133,12 +134,16 @@ class SamplerOrder:
         return self._drawn.dump()
 
     def commit(self, position: int) -> None:
-        """Carry over what the newest epoch leaves, if the user is done with it at ``position``."""
+        """Carry over what the newest epoch leaves over, if the user is done with the epoch.
+
+        Args:
+            position: Number of batches that the user is done with.
+        """
         if self.carry_over is not None:
             self.carry_over.commit(position, self.index_sampler)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a state and this loader must have in common."""
+        """Return the properties that a state and this loader must have in common."""
         sampler = self.index_sampler
         drops = type(sampler) is BatchSampler and sampler.drop_last
         return {

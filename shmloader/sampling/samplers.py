@@ -205,7 +205,7 @@ class DistributedWeightedSampler(EpochSampler[int]):
             remaining indices, in proportion to their weights.
         rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None: those of the
             default group of ``torch.distributed`` if it is initialised now, else those of the
-            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a step of Slurm's, else
+            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a Slurm job step, else
             those of a single process.
         world_size: Number of ranks, at least 1.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
@@ -214,8 +214,8 @@ class DistributedWeightedSampler(EpochSampler[int]):
         TypeError: If a number is not an int, ``replacement`` not a bool, or ``weights`` not
             numbers.
         ValueError: If a number is out of range, only one of ``rank`` and ``world_size`` is known,
-            or ``weights`` are not 1-d, none of them positive, or one negative, infinite or NaN; or
-            if, without replacement, fewer weights are positive than there are indices to draw.
+            ``weights`` are not 1-d, none of them is positive, or one is negative, infinite or NaN.
+            Without replacement, also if fewer weights are positive than there are indices to draw.
     """
 
     def __init__(
@@ -262,18 +262,19 @@ class DistributedWeightedSampler(EpochSampler[int]):
         yield from drawn[self.rank :: self.world_size][: len(self)].tolist()
 
     def _with_replacement(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        # Divided by the largest, so that the sum is finite.
+        # Divided by the largest weight, so that the sum is finite.
         shares = self.weights / self.weights.max()
         return random.choice(len(shares), self.num_samples, p=shares / shares.sum())
 
     def _without(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
         # Each index arrives after a random time, exponentially distributed with its weight as rate.
-        # The first to arrive is index i with a probability proportional to weight i, and since such
-        # times have no memory, so is the next among the others. Division gives the same bits on any
-        # processor, unlike a logarithm, and ranks on different ones have to agree on the order.
+        # The first to arrive is index i with a probability proportional to weight i. Such times
+        # have no memory, so the same is true of the next one among those that remain. Division
+        # gives the same bits on any processor, unlike a logarithm, and all ranks have to agree on
+        # the order.
         candidates = np.flatnonzero(self.weights)
         shares = self.weights[candidates] / self.weights.max()
         times = random.standard_exponential(len(shares))
-        with np.errstate(all="ignore"):  # a share that is too small for a double is last
+        with np.errstate(all="ignore"):  # a share that is too small for a double comes last
             times /= shares
         return candidates[np.argsort(times, kind="stable")[: self.num_samples]]

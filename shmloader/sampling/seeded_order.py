@@ -43,32 +43,35 @@ from shmloader.sampling.user_iterators import iterate, restart_if_exhausted
 
 
 class SeededOrder(Sampler[list[Any]]):
-    """Index lists, or lists of index lists, one for each step of a rank.
+    """Yields the steps of one rank: index lists, or lists of index lists.
 
-    Iterating begins the epoch :attr:`epoch`. What an unfinished epoch before it would have left
-    over is not carried over.
+    ``iter()`` begins the epoch :attr:`epoch`. If the epoch before it was not finished, nothing that
+    it leaves over is carried over.
 
     Attributes:
         epoch: Number of the epoch that is iterated next.
         carry_over: What the next epoch begins with.
 
     Args:
-        batch_size: Samples in a batch; None where whole batches are dealt to the ranks.
-        num_shards: Batches in a step that is a list; 0 if a step is a single batch or whatever the
-            batch sampler yields.
-        cut: The rank's share of the global order, in samples, or in batches where these are dealt.
+        batch_size: Samples in a batch. None if each step is a whole item: a batch of the user's
+            batch sampler, or an index that is not batched.
+        num_shards: Number of batches in each step, which is then a list of them. 0 if a step is a
+            single batch or an item of the batch sampler.
+        cut: The rank's share of the global order, in samples, or in items without a batch size.
         last_batch: How the last global step is handled.
-        seed: Seed of the order, together with the epoch.
-        length: Length of the dataset, whose indices are the order, or an object with that length,
-            which may grow.
-        shuffle: Whether the indices are shuffled.
-        items: A sampler or a batch sampler that yields the order instead.
-        device_count: Maximum number of index lists in a step of the batch sampler, whose steps must
-            then all be lists of index lists; 0 if there is no such rule.
-        may_shard: Whether the batch sampler may yield lists of index lists, which are checked;
-            otherwise what it yields is passed on unchanged.
+        seed: Seed, together with the epoch's number, of a shuffled order and of the random numbers
+            that the user's sampler draws.
+        length: If the order consists of the dataset's indices: the dataset's length, or an object
+            with that length, which may grow.
+        shuffle: Whether the dataset's indices are shuffled.
+        items: The user's sampler or batch sampler if that yields the order; otherwise None.
+        device_count: If not 0, each step of the batch sampler must be a list of at most this many
+            index lists.
+        may_shard: Whether the batch sampler may yield lists of index lists. Its steps are then
+            checked. Otherwise they are passed on unchanged.
         is_positioned: Whether each step is wrapped in :class:`PositionedIndices`.
-        ranks: Where the rank and the world size are found, in place of those of ``cut``.
+        ranks: The rank and the world size that replace those of ``cut``, if they may be found only
+            later; otherwise None.
     """
 
     def __init__(
@@ -100,8 +103,8 @@ class SeededOrder(Sampler[list[Any]]):
         self._device_count = device_count
         self._may_shard = may_shard
         self._is_positioned = is_positioned
-        # The epoch of the user's sampler when it was last set or read here, and the one that it
-        # may have by now if it counts by itself.
+        # The epoch of the user's sampler when it was last set or read here, and the epoch that the
+        # sampler may have reached if it counts by itself.
         self._known_epoch = self._counted_epoch = epoch_of(items)
         self.carry_over = CarryOver()
         self._progress = Progress()
@@ -139,17 +142,17 @@ class SeededOrder(Sampler[list[Any]]):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each step is cut into a list of batches."""
+        """Whether each step is a list of batches that this order cuts."""
         return self._num_shards > 0
 
     @property
     def takes_batches(self) -> bool:
-        """Whether the user's batch sampler makes the batches."""
+        """Whether each step is an item of the user's sampler or batch sampler."""
         return self._batch_size is None and self._items is not None
 
     @property
     def may_give_lists(self) -> bool:
-        """Whether a step may be a list of index lists; otherwise lists in it are indices."""
+        """Whether a step may be a list of index lists. Otherwise, a list in a step is one index."""
         return self.is_sharded or (self._may_shard and self._batch_size is None)
 
     def count_batches(self) -> int | None:
@@ -186,7 +189,7 @@ class SeededOrder(Sampler[list[Any]]):
 
         Args:
             epoch: Number of the epoch.
-            progress: The epoch's progress, at whose position it continues.
+            progress: The epoch's progress. The epoch continues at its position.
             state: What :meth:`dump` returned for the epoch; None for a new epoch.
         """
         self.epoch = epoch
@@ -201,39 +204,44 @@ class SeededOrder(Sampler[list[Any]]):
         *,
         as_arrays: bool,
     ) -> Iterator[Any]:
-        """Return ``drawing``, which ``iter()`` of this order returned.
+        """Return ``drawing``; its steps are arrays if ``as_arrays`` and the order allow it.
 
         Args:
             drawing: The newest iterator of this order, from which nothing was drawn yet.
             generator: Not used.
-            as_arrays: Whether index batches of an order of ours may be arrays or ranges.
+            as_arrays: Whether steps may be ranges or arrays instead of lists. That applies only to
+                an order of the dataset's indices without shards.
         """
         if isinstance(self._steps, OrderSteps) and not self._num_shards:
             self._steps.as_arrays = as_arrays
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
-        """Forget an epoch that other code set in the sampler, since the loader's was set later."""
+        """Ignore an epoch that other code set in the sampler before: the loader's was set later."""
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def expect_epoch(self, epoch: int) -> None:
-        """Let any epoch but this one that the user's sampler has by now count as set by the user.
+        """Make :meth:`named_epoch` ignore this epoch and the one before it in the user's sampler.
 
-        For an order that is made when earlier epochs of the sampler are over.
+        For an order that is made after earlier epochs of the sampler: a sampler that counts epochs
+        by itself has reached ``epoch`` by now, and any other still has the last one that was set.
         """
         self._known_epoch, self._counted_epoch = max(0, epoch - 1), epoch
 
     def named_epoch(self) -> int | None:
-        """Return the epoch that other code has set in the user's sampler, if any.
+        """Return the epoch that other code has set in the user's sampler; None if it set none.
 
-        Once an epoch was drawn, one that is one more than the last known one does not count if the
-        sampler may count epochs by itself.
+        A sampler that counts epochs by itself adds one when it is iterated. That epoch does not
+        count as set by other code.
         """
         now = epoch_of(self._items)
         return None if now in (None, self._known_epoch, self._counted_epoch) else now
 
     def facts(self) -> dict[str, Any]:
-        """Return what a state and this loader must have in common, on any number of ranks."""
+        """Return the properties that a state and this loader must have in common.
+
+        They are the same on all ranks and for any number of ranks.
+        """
         if self._items is None:
             kind = "shuffled" if self._shuffle else "in order"
         else:
@@ -258,7 +266,7 @@ class SeededOrder(Sampler[list[Any]]):
         """
         if self._items is not None:
             return  # checked when the user's sampler is drawn
-        # The steps of the rank that has the most, since the state may be another rank's.
+        # The number of steps of the rank with the most, since the state may be another rank's.
         most = -(-(self._item_count() + len(carried)) // self.cut.global_count)
         if position > most:
             raise too_few(position, most, "order")
@@ -267,7 +275,7 @@ class SeededOrder(Sampler[list[Any]]):
         self,
         generator: torch.Generator | None = None,  # noqa: ARG002 - the seed decides
     ) -> SamplerCheckpoint:
-        """Return what takes and restores checkpoints of the next epoch."""
+        """Return an object that takes and restores checkpoints of the next epoch."""
         return SamplerCheckpoint(self._items, self.carry_over)
 
     def dump(
@@ -280,7 +288,11 @@ class SeededOrder(Sampler[list[Any]]):
         return self._state
 
     def commit(self, position: int) -> None:
-        """Carry over what the newest epoch leaves, if the user is done with ``position`` steps."""
+        """Carry over what the newest epoch leaves over, if the user is done with the epoch.
+
+        Args:
+            position: Number of steps that the user is done with.
+        """
         self.carry_over.commit(position, self)
 
     def repeats_in(self, number: int) -> int:
@@ -293,7 +305,12 @@ class SeededOrder(Sampler[list[Any]]):
     # -------------------------------------------------------------------------------------
 
     def steps_of(self, epoch: int, start: int = 0) -> Steps:
-        """Return the steps of this rank in an epoch of the dataset's indices, from a step on."""
+        """Return the steps of this rank in an epoch of the dataset's indices.
+
+        Args:
+            epoch: Number of the epoch.
+            start: Number of the first step that is returned.
+        """
         carried = self.carry_over.samples
         order = order_of(self._item_count(), self._seed, epoch, shuffle=self._shuffle)
         if carried:
@@ -310,7 +327,7 @@ class SeededOrder(Sampler[list[Any]]):
         return count_steps(count, cut, self._last_batch) * cut.share
 
     def without_repeats(self) -> "SeededOrder":
-        """Return a copy in which each sample comes once, and all samples come."""
+        """Return a copy that has each sample once: none is repeated, and none is left out."""
         other = copy.copy(self)
         other._last_batch = "keep"
         return other
@@ -331,7 +348,10 @@ class SeededOrder(Sampler[list[Any]]):
         return self.steps_of(self.epoch, start)
 
     def _begin_items(self, epoch: int, start: int) -> Iterator[Any]:
-        """Return an iterator of the user's sampler. Called for the first index of an epoch."""
+        """Begin an epoch of the user's sampler, and return its iterator.
+
+        Called when the first item of the epoch is drawn.
+        """
         assert self._items is not None
         checkpoint, begun_from = self.checkpoint(), self._begun_from
         if self._state is not None:
@@ -351,7 +371,10 @@ class SeededOrder(Sampler[list[Any]]):
         return restart_if_exhausted(items, functools.partial(iterate, self._items))
 
     def _shape(self, steps: Steps, epoch: int) -> Iterator[Any]:
-        """Return an iterator of the tickets. It goes on after an error of the user's sampler."""
+        """Return an iterator of the tickets' indices.
+
+        It can be continued after an error of the user's sampler.
+        """
         cut = self.cut
 
         def shape(items: list[Any]) -> Any:
@@ -369,7 +392,7 @@ class SeededOrder(Sampler[list[Any]]):
         return map(shape, without_done(steps, steps.drawn, self._done_ahead))
 
     def _form(self, items: list[Any], number: int) -> Any:
-        """Return step ``number``, counted from 0, made of these items."""
+        """Return the step that these items make. Steps are numbered from 0."""
         size = self._batch_size
         if size is None:
             (step,) = items

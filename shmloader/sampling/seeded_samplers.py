@@ -1,7 +1,7 @@
-"""The samplers that a loader with a seed has in place of torch's: the order that it delivers.
+"""The samplers that a loader with a seed has in place of torch's. They yield its order.
 
 The loader does not draw from them. They are for frameworks that read, wrap or iterate the samplers
-of a loader; iterating them does not affect the loader.
+of a loader. Iterating them does not affect the loader.
 """
 
 import copy
@@ -22,7 +22,7 @@ class SeededSampler(Sampler[int]):
     """The base class: a sampler whose epochs are numbered as those of its loader.
 
     Attributes:
-        epochs: Numbers the epochs of the loader.
+        epochs: The counter that numbers the loader's epochs.
         seed: The loader's seed.
     """
 
@@ -33,8 +33,8 @@ class SeededSampler(Sampler[int]):
     def epoch(self) -> int:
         """Number of the epoch that is iterated next.
 
-        It is ``loader.epoch``, or the number that ``set_epoch`` has named since the loader's newest
-        epoch began.
+        It is ``loader.epoch``, or the number that was passed to ``set_epoch`` since the loader's
+        newest epoch began.
         """
         return self.epochs.of_samplers
 
@@ -42,7 +42,7 @@ class SeededSampler(Sampler[int]):
         """Set the epoch that is iterated next, here and by the loader.
 
         If the loader's newest epoch has begun and no batch of it was asked for yet, that epoch gets
-        the number.
+        this number, too.
 
         Raises:
             TypeError: If it is not an int.
@@ -57,7 +57,7 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
     Args:
         data_source: The dataset; its length may grow.
         seed: The loader's seed.
-        epochs: Numbers the epochs of the loader.
+        epochs: The counter that numbers the loader's epochs.
     """
 
     def __init__(self, data_source: Sized, seed: int, epochs: EpochCounter) -> None:
@@ -79,7 +79,7 @@ class SeededSequentialSampler(SeededSampler, SequentialSampler):
     Args:
         data_source: The dataset; its length may grow.
         seed: The loader's seed, on which the samples' random numbers depend.
-        epochs: Numbers the epochs of the loader.
+        epochs: The counter that numbers the loader's epochs.
     """
 
     def __init__(self, data_source: Sized, seed: int, epochs: EpochCounter) -> None:
@@ -102,25 +102,26 @@ class GlobalOrder(Protocol):
         """Return the number of samples of this rank in an epoch."""
 
     def without_repeats(self) -> "GlobalOrder":
-        """Return a copy in which each sample comes once, and all samples come."""
+        """Return a copy that has each sample once: none is repeated, and none is left out."""
 
 
 class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignore[override]
-    """A rank's share of the order of a ``ShardedDataLoader``, with what it is padded with.
+    """A rank's share of the order of a ``ShardedDataLoader``, with the samples that pad it.
 
-    It counts as torch's ``DistributedSampler``, so that frameworks do not divide it again.
+    It is a subclass of torch's ``DistributedSampler``, so that frameworks do not divide it again.
 
     Args:
         order: The order of the loader.
         dataset: The dataset.
         seed: The loader's seed.
-        epochs: Numbers the epochs of the loader.
+        epochs: The counter that numbers the loader's epochs.
+        shuffle: Whether the order is shuffled.
     """
 
     def __init__(
         self, order: GlobalOrder, dataset: Any, seed: int, epochs: EpochCounter, *, shuffle: bool
     ) -> None:
-        # Not torch's constructor, which wants to know the ranks.
+        # torch's constructor is not called, since it needs the ranks.
         self.order = order
         self.dataset = dataset
         self.seed = seed
@@ -145,7 +146,7 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """Number of samples of all ranks, if all have as many."""
+        """Number of samples of all ranks, if each has as many as this rank."""
         return len(self) * self.num_replicas
 
     def without_repeats(self) -> "SeededShardSampler":

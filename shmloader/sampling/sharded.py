@@ -19,31 +19,40 @@ from shmloader.sampling.user_iterators import iterate
 class ShardedSampler(EpochSampler[Any]):
     """One rank's share of a sampler's indices, or of a batch sampler's batches.
 
-    Every rank draws all that the sampler yields, with global random number generators (of
-    ``random``, ``numpy.random`` and torch) whose states depend only on ``seed`` and the epoch; the
-    process's own states are restored afterwards. The rank keeps its share: of each ``batch_size *
-    world_size`` items, the ``rank``-th run of ``batch_size``. If the sampler has a generator of its
-    own, its seed must be the same on all ranks.
+    Every rank draws all items that the sampler yields and keeps its share: of each ``batch_size *
+    world_size`` items, the ``rank``-th run of ``batch_size``, counted from 0. While the sampler
+    draws, the global random number generators (of ``random``, ``numpy.random`` and torch) have
+    states that depend only on ``seed`` and the epoch; the process's own states are restored
+    afterwards. If the sampler has a generator of its own, its seed must be the same on all ranks.
 
-    Each iteration that is begun counts as an epoch, from 0.
+    Each iteration is an epoch, which begins when its first item is drawn. Epochs are numbered from
+    0.
+
+    Attributes:
+        sampler, batch_size, last_batch, seed: The arguments.
+        rank, world_size: The arguments, or what was found instead.
+        epoch: Number of the next epoch.
 
     Args:
-        sampler: A sampler or a batch sampler, iterated once per epoch. If it has ``set_epoch``,
-            that is called with the epoch.
-        batch_size: Length of a run. With a sampler, the batch size of the loader that uses it, so
-            that the ranks' batches, one after the other, are a batch of one large loader. With a
-            batch sampler, 1, so that its batches stay whole.
-        rank: Rank of this process. If ``rank`` and ``world_size`` are None, those of
-            ``torch.distributed``'s default group, else of torchrun's environment variables, else
-            of a single process.
-        world_size: Number of ranks.
+        sampler: A sampler or a batch sampler of all samples, iterated once per epoch. If it has
+            ``set_epoch``, that is called with the epoch.
+        batch_size: Length of a run, at least 1. With a sampler, the batch size of the loader that
+            uses it, so that the ranks' batches, one after the other, are a batch of one large
+            loader. With a batch sampler, 1, so that its batches stay whole.
+        rank: Rank of this process, from 0. If ``rank`` and ``world_size`` are None: those of the
+            default group of ``torch.distributed`` if it is initialised now, else those of the
+            environment variables ``RANK`` and ``WORLD_SIZE``, else those of a Slurm job step, else
+            those of a single process.
+        world_size: Number of ranks, at least 1.
         last_batch: What happens to items that do not fill the last global step. "pad" fills it up
             from the epoch's start, so that all ranks have the same number. "discard" leaves them
             out. "keep" deals them to the first ranks.
-        seed: Seed of the random number generators.
+        seed: Seed of the random number generators, from 0 to 2**64 - 1.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid.
+        TypeError: If a number is not an int, or ``sampler`` not iterable.
+        ValueError: If a number is out of range, only one of ``rank`` and ``world_size`` is known,
+            ``last_batch`` has another value, or ``sampler`` yields only one rank's share already.
     """
 
     @refuse_old_names(tail=NOT_TAIL)

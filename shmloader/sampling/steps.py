@@ -1,9 +1,9 @@
 """Cuts one global order into the steps of a rank.
 
 An epoch is a sequence of *items*: indices of samples, or whole batches of a user's batch sampler.
-A global step takes the next ``world_size * share`` items, and rank r the r-th run of ``share``.
-So the items of all ranks at a step, one rank after the other, are the same sequence for any number
-of ranks, as long as the global step has the same length.
+A global step takes the next ``world_size * share`` items, and rank r gets the r-th run of ``share``
+items, counted from 0. So the items of all ranks at a step, one rank after the other, are the same
+sequence for any number of ranks, as long as the global step has the same length.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.user_iterators import only_next
 
-#: What happens to items that do not fill the last global step: they are a shorter step, they are
-#: left out, they come first in the next epoch, or the step is filled up from the epoch's start.
+#: What happens to items that do not fill the last global step: "keep" makes a shorter step of them,
+#: "discard" leaves them out, "rollover" puts them first in the next epoch, and "pad" fills the step
+#: up from the epoch's start.
 LastBatch = Literal["keep", "discard", "rollover", "pad"]
 
-#: The end of the message about ``tail=``, the earlier name.
+#: The end of the message about ``tail=``, the earlier name of ``last_batch=``.
 NOT_TAIL = "last_batch= takes 'pad', 'discard' (was 'drop') or 'keep' (was 'uneven')"
 
-# Positions of an order that are computed at a time, since a few take as long as some thousand.
+# Positions of an order that are computed at a time: a few take as long as some thousand.
 _BLOCK = 8192
 
 
@@ -37,7 +38,7 @@ class Cut:
     """A rank's share of each global step.
 
     Attributes:
-        share: Items of a rank in a step, all shards together.
+        share: Number of items of a rank in a step, over all its shards.
         rank: The rank, from 0.
         world_size: Number of ranks.
     """
@@ -77,7 +78,7 @@ class Sequential:
 
 
 class Prefixed:
-    """An order with indices before it, which the epoch before has left over."""
+    """An order with indices before it that the previous epoch left over."""
 
     def __init__(self, first: list[int], then: Order) -> None:
         self._first = np.array(first, dtype=np.int64)
@@ -101,12 +102,12 @@ class Steps(Iterator[list[Any]]):
         drawn: Number of steps that were yielded or passed over.
         is_over: Whether all steps were drawn.
         repeats: Number of a step, from 1, and how many samples at its end are repeats from earlier
-            in the epoch (``"pad"``).
-        left_over: Items for the next epoch (``"rollover"``), once this one is over.
+            in the epoch (``"pad"``). (0, 0) while no such step is known.
+        left_over: With ``"rollover"``: items for the next epoch, once this one is over.
 
     Args:
         last_batch: How the last global step is handled.
-        start: Number of the first step that is yielded.
+        start: Number of the first step that is yielded, from 0.
     """
 
     def __init__(self, last_batch: LastBatch, start: int = 0) -> None:
@@ -149,8 +150,8 @@ class OrderSteps(Steps):
     """Steps of an order with random access, so that a rank computes only its own share.
 
     Attributes:
-        as_arrays: Whether the steps are ranges or :class:`IndexArray` instead of lists. Set before
-            the first one is drawn.
+        as_arrays: Whether the steps are ranges or :class:`IndexArray` instead of lists. To be set
+            before the first step is drawn.
     """
 
     def __init__(self, order: Order, cut: Cut, last_batch: LastBatch, start: int = 0) -> None:
@@ -174,7 +175,7 @@ class OrderSteps(Steps):
         return rest
 
     def _compute(self, first: int) -> list[Any]:
-        """Return some steps from ``first`` on, the last one first."""
+        """Return a block of steps that begins with step ``first``, in reverse order."""
         cut, length = self._cut, self._order.length
         stop = min(self._count, first + max(1, _BLOCK // cut.share))
         starts = np.arange(first, stop, dtype=np.int64) * cut.global_count + cut.rank * cut.share
@@ -203,14 +204,14 @@ class DrawnSteps(Steps):
     """Steps of what a user's sampler yields: every rank draws all items and keeps its share.
 
     Args:
-        draw: Returns an iterator of the sampler.
-        cut: The rank's share.
+        draw: Function that returns an iterator of the sampler.
+        cut: The rank's share of each global step.
         last_batch: How the last global step is handled.
-        first: Items that come first.
-        rng_state: State of the global generators, from which the sampler draws; None for the
-            process's own.
-        draws_first: Whether the sampler draws from them for its first item only.
-        weigh: Returns the number of samples in an item.
+        first: Items that come before those of the sampler.
+        rng_state: State of the global generators while the sampler draws; None for the process's
+            own.
+        draws_first: Whether the sampler draws from the global generators for its first item only.
+        weigh: Function that returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.
     """
 
@@ -244,7 +245,7 @@ class DrawnSteps(Steps):
         self._unfinished: list[Any] = []
 
     def _passed(self) -> Iterator[list[Any]]:
-        """Yield the items of the steps before the first that is yielded by this object."""
+        """Yield the items of each global step before the first step that this object yields."""
         while self._to_pass and (items := self._draw_items(self._cut.global_count)):
             self._note_beginning(items)
             self._to_pass -= 1
@@ -285,7 +286,7 @@ class DrawnSteps(Steps):
             return self._draw_items(count)
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Set the generators that the sampler draws from, in a ``with`` block."""
+        """Return a context manager that sets the generators from which the sampler draws."""
         return contextlib.nullcontext() if self._rng_state is None else self._rng_state.used()
 
     def _rest(self) -> list[Any]:
@@ -299,7 +300,7 @@ class DrawnSteps(Steps):
         try:
             taken.extend(islice(self._items, count - waited))
         except BaseException:
-            # The sampler may go on after an error of its own. These are not lost.
+            # The sampler may go on after an error of its own, so keep the items already taken.
             self._waiting = taken + self._waiting
             raise
         self._has_begun = self._has_begun or len(taken) > waited
