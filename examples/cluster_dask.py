@@ -1,4 +1,4 @@
-"""Make batches on a cluster of Dask's: here, two processes of this machine.
+"""Make batches on a Dask cluster: here, on two processes of this machine.
 
     pip install 'shmloader[dask]'
     python examples/cluster_dask.py
@@ -16,7 +16,7 @@ import shmloader
 
 
 class Images:
-    """Images that take a few milliseconds each, as if they were decoded."""
+    """Random images that take a few milliseconds each, as decoding a file would."""
 
     def __len__(self) -> int:
         return 512
@@ -31,7 +31,7 @@ def main() -> None:
     options = {"batch_size": 32, "num_workers": 4, "seed": 0}
     local = [batch.clone() for batch in shmloader.DataLoader(Images(), **options)]
     with (
-        # One thread each: a process makes one batch at a time.
+        # Each process has one thread, so it makes one batch at a time.
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None
         ) as cluster,

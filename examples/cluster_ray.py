@@ -1,9 +1,9 @@
-"""Make batches on Ray: here, on this machine.
+"""Make batches on a Ray cluster: here, on this machine.
 
     pip install 'shmloader[ray]'
     python examples/cluster_ray.py
 
-On a real cluster, connect to it: ``ray.init("auto")``.
+To connect to a real cluster, call ``ray.init("auto")``.
 """
 
 import time
@@ -17,7 +17,7 @@ from shmloader.cluster import RayExecutor
 
 
 class Images:
-    """Images that take a few milliseconds each, as if they were decoded."""
+    """Random images that take a few milliseconds each, as decoding a file would."""
 
     def __len__(self) -> int:
         return 512

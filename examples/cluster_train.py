@@ -1,13 +1,14 @@
-"""Train on two processes of Ray Train, lose one of them, and go on from its checkpoint.
+"""Train on two processes of Ray Train, lose one of them, and continue from the last checkpoint.
 
     pip install 'shmloader[ray]' 'ray[train]'
     python examples/cluster_train.py
     python examples/cluster_train.py --executor    # batches are made by tasks of the cluster
 
 Each process has a ShardedDataLoader, which finds its rank and the world size in the process group
-that Ray Train has made. A checkpoint holds the loader's state beside the network's: in the second
-epoch rank 1 fails, Ray Train starts both processes again, and they go on from the last checkpoint.
-The program counts which samples the ranks have trained on: in each epoch, all, and each once.
+that Ray Train has made. A checkpoint holds the loader's state beside the network's. In the second
+epoch rank 1 fails. Ray Train starts both processes again, and they continue from the last
+checkpoint. The program counts the samples that all ranks together have trained on, and checks that
+each sample of the last epoch comes exactly once.
 """
 
 import argparse
@@ -38,7 +39,7 @@ FAILS_AT = (1, 13)  # epoch and step
 
 
 class Points:
-    """Points of a plane with noise, and their indices."""
+    """Random points of 8 numbers, each with its sum, to which noise is added, and its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -49,7 +50,7 @@ class Points:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Runs in each process of Ray Train."""
+    """Train on one rank. Runs in each process of Ray Train."""
     checkpoint = ray.train.get_checkpoint()
     loader = ShardedDataLoader(
         Points(),
@@ -63,7 +64,7 @@ def train(config: dict[str, Any]) -> None:
     first_epoch, seen, resumed_at = 0, Counter(), None
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
-            # The file has a counter beside tensors, and is our own.
+            # This is safe, because the file is our own. It has a Counter beside the tensors.
             saved = torch.load(Path(folder, "state.pt"), weights_only=False)
         network.load_state_dict(saved["network"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -71,7 +72,7 @@ def train(config: dict[str, Any]) -> None:
         first_epoch, resumed_at, seen = saved["epoch"], saved["at"], saved["seen"]
 
     for epoch in range(first_epoch, EPOCHS):
-        since: list[int] = []  # the indices that this rank has had since the last report
+        since: list[int] = []  # the indices that this rank has got since the last report
         steps_before = resumed_at[1] if resumed_at and epoch == first_epoch else 0
         for step, (points, sums, indices) in enumerate(loader, steps_before + 1):
             loss = nn.functional.mse_loss(network(points).squeeze(1), sums)
@@ -106,7 +107,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def report(metrics: dict[str, Any], state: dict[str, Any]) -> None:
-    """Report to Ray Train; rank 0 saves the checkpoint of all."""
+    """Report to Ray Train. Rank 0 saves one checkpoint for all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
@@ -119,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--executor", action="store_true", help="make batches by Ray's tasks")
     options = parser.parse_args()
-    # Two for the training processes, and two for tasks that make batches.
+    # Two CPUs are for the training processes, and two for tasks that make batches.
     ray.init(num_cpus=4, include_dashboard=False)
     with tempfile.TemporaryDirectory(prefix="cluster_train-") as folder:
         trainer = TorchTrainer(

@@ -1,9 +1,10 @@
 """Download, decode and batch images from a web server.
 
-A server of this machine's own hands out a few hundred JPEG files, which are cut from scikit-learn's
-two sample photographs, and waits a little before each answer, as one that is far away would. First
-the images are loaded one after the other, then by a pipeline: coroutines download, worker processes
-decode straight into shared-memory slots. The last line says how much faster that was.
+A server on this machine delivers a few hundred JPEG files, which are cut from scikit-learn's two
+sample photographs. It waits a little before each answer, as a server that is far away would. First
+the images are loaded one after the other, then by a pipeline: coroutines download the files, and
+worker processes decode them straight into shared-memory slots. The last line says how much faster
+the pipeline was.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def serve(folder: Path, latency_s: float, port: Connection) -> None:
 
 @contextmanager
 def served(folder: Path, latency_s: float) -> Iterator[str]:
-    """Start a server over a folder's files; gives its address."""
+    """Serve a folder's files until the end of the block. Yields the server's address."""
     port, far_end = multiprocessing.Pipe(duplex=False)
     arguments = (folder, latency_s, far_end)
     process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
@@ -143,7 +144,7 @@ def make_pipeline(urls: list[str], batch_size: int, downloads: int, workers: int
 
 
 def consume(name: str, batches: Iterable[Tensor], image_count: int) -> tuple[Tensor, float]:
-    """Read every pixel, with a progress bar; gives the sum of each colour, and images a second."""
+    """Read every pixel, with a progress bar. Returns each colour's sum, and images per second."""
     colour_sum = torch.zeros(3, dtype=torch.int64)
     started = time.perf_counter()
     with tqdm(total=image_count, unit="image", desc=name, mininterval=0.2) as bar:
@@ -165,12 +166,12 @@ def whole_number(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Load images from a web server, in two ways.")
     add = parser.add_argument
-    add("--images", type=whole_number, default=400, help="how many (%(default)s)")
+    add("--images", type=whole_number, default=400, help="number of images (%(default)s)")
     add("--batch-size", type=whole_number, default=32, help="images a batch (%(default)s)")
-    add("--downloads", type=whole_number, default=64, help="at once (%(default)s)")
+    add("--downloads", type=whole_number, default=64, help="downloads at once (%(default)s)")
     add("--workers", type=whole_number, default=2, help="processes that decode (%(default)s)")
-    add("--latency-ms", type=whole_number, default=20, help="of the server (%(default)s)")
-    add("--require-speedup", type=float, default=0, help="end with status 1 below this")
+    add("--latency-ms", type=whole_number, default=20, help="delay of each answer (%(default)s)")
+    add("--require-speedup", type=float, default=0, help="exit with status 1 below this factor")
     return parser
 
 

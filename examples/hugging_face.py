@@ -1,8 +1,8 @@
 """Load a Hugging Face dataset by whole batches.
 
-Such a dataset takes a list of indices at once, and gives a dict of columns: far faster than row by
-row. So the loader is given a batch sampler as its ``sampler``, and ``batch_size=None``: an index is
-then a list, and what the dataset gives for it is the batch.
+Such a dataset can be indexed with a list of indices, and returns a dict of columns. This is far
+faster than reading row by row. So the loader gets a batch sampler as its ``sampler``, and
+``batch_size=None``: each index is then a list, and what the dataset returns for it is the batch.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Decode, crop and batch a folder of JPEG files.
 
-Without a folder, a few hundred files are cut from scikit-learn's two sample photographs and
+If no folder is given, a few hundred files are cut from scikit-learn's two sample photographs and
 written to a temporary directory, which is removed at the end. The last line says how many images
-a second came through.
+were read per second.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SAMPLE_SIDES = range(240, 401)  # of the files written here, in pixels; the phot
 
 
 class JpegFolder(Dataset[Tensor]):
-    """Random square crops of JPEG files, as uint8 tensors of shape 3, side, side."""
+    """Random square crops of JPEG files, as uint8 tensors of shape (3, side, side)."""
 
     def __init__(self, paths: list[Path], side: int) -> None:
         self.paths = paths
@@ -79,7 +79,7 @@ def write_samples(folder: Path, count: int, seed: int) -> None:
 
 
 def consume(loader: Iterable[Tensor], image_count: int, epochs: int) -> Tensor:
-    """Read every pixel, with a progress bar; gives the mean red, green and blue."""
+    """Read every pixel, with a progress bar. Returns the mean red, green and blue."""
     colour_sum = torch.zeros(3, dtype=torch.float64)
     pixel_count = 0
     with tqdm(total=epochs * image_count, unit="image", mininterval=0.2) as bar:
@@ -93,7 +93,7 @@ def consume(loader: Iterable[Tensor], image_count: int, epochs: int) -> Tensor:
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an int of at least `minimum`, with an error that says so."""
+    """Return a type for argparse: an int of at least `minimum`, with an error that says so."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:

@@ -1,4 +1,4 @@
-"""A loader for the command line to look at: samples that wait for a disk, and take some work.
+"""A loader to try the command line with. Its samples wait as for a disk, and compute a little.
 
 shmloader bench examples.loaders:make_loader --step-ms 5
 shmloader tune examples.loaders:make_loader
@@ -17,7 +17,7 @@ READ_S = 0.0005
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Noise, that takes its time to be read."""
+    """Random images that take a moment each, as reading a file would."""
 
     def __len__(self) -> int:
         return 4_000

@@ -1,10 +1,10 @@
-"""Pre-train a small language model from a token file on two ranks, be killed, and resume.
+"""Pre-train a small language model from a token file on two ranks, kill it, and resume it.
 
 The program writes a file of tokens, as a tokenizer would, and starts three trainings of two ranks
 each under torchrun:
 
     unbroken    from beginning to end
-    killed      all ranks are killed in the middle, after a checkpoint
+    killed      all ranks kill themselves in the second epoch, after a checkpoint
     resumed     continues from that checkpoint with the very next batch
 
 The resumed training must read the same tokens as the unbroken one, and end with the same loss.
@@ -37,7 +37,7 @@ CHECKPOINT_STEPS = 5
 
 
 class TokenFile(Dataset[Tensor]):
-    """Sequence i is the tokens from `i * length` on, and one more: the last to predict."""
+    """Sequence i is `length` tokens from `i * length` on, and one more: the last to predict."""
 
     def __init__(self, path: Path, length: int) -> None:
         # All processes map the same pages. A worker gets the file's name, not its content.
@@ -69,14 +69,14 @@ class Model(nn.Module):
 
 
 def write_tokens(path: Path, count: int) -> None:
-    """A text in which each token mostly follows from the one before."""
+    """Write a random text in which each token mostly follows from the one before."""
     draw = np.random.default_rng(0)
     tokens = np.cumsum(draw.choice([1, 1, 1, 7], size=count)) % VOCABULARY
     tokens.astype(np.uint16).tofile(path)
 
 
 def train(options: argparse.Namespace) -> None:
-    """One rank of a training; torchrun starts several."""
+    """Train as one rank. Torchrun starts a process for each rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -96,7 +96,7 @@ def train(options: argparse.Namespace) -> None:
         saved = torch.load(options.checkpoint, weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])  # the same on all ranks
+        loader.load_state_dict(saved["loader"])  # all ranks load the same state
         step, digest = saved["step"], saved["digests"][rank]
         if rank == 0:
             print(f"  resumes after step {step}, in epoch {loader.epoch}", flush=True)
@@ -140,14 +140,14 @@ def train(options: argparse.Namespace) -> None:
 
 
 def save(path: Path, checkpoint: dict[str, object]) -> None:
-    """Write a checkpoint; if this is killed meanwhile, the one before is left."""
+    """Write a checkpoint. If the process is killed meanwhile, the previous one stays."""
     temporary = path.with_suffix(".new")
     torch.save(checkpoint, temporary)
     temporary.replace(path)
 
 
 def start(name: str, *arguments: str) -> str:
-    """Start a training under torchrun; returns what rank 0 printed."""
+    """Start a training under torchrun. Returns what rank 0 printed."""
     print(f"{name}:", flush=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -166,8 +166,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=20_000, help="tokens to write (%(default)s)")
     parser.add_argument("--tokens", type=Path, help="train once, as a rank, with this file")
-    parser.add_argument("--checkpoint", type=Path, help="with --tokens")
-    parser.add_argument("--kill-at", type=int, help="with --tokens: the step to end at")
+    parser.add_argument("--checkpoint", type=Path, help="with --tokens: its file")
+    parser.add_argument("--kill-at", type=int, help="with --tokens: the step to be killed after")
     options = parser.parse_args()
     if options.tokens is not None:
         train(options)

@@ -1,15 +1,16 @@
-"""Stop a run with SIGKILL in mid-epoch and go on with other workers: the same batches, to the bit.
+"""Kill a run in mid-epoch, and resume it with another number of workers and identical batches.
 
 A run here has two epochs of shuffled images with random augmentation. After every step it folds the
 batch into one hash, and every few steps it writes a checkpoint: the loader's `state_dict()` and the
-hash so far. The program starts three such runs, each a process of its own:
+hash so far. The program starts three such runs, each in a process of its own:
 
     unbroken    from beginning to end
-    killed      kills itself in the second epoch, between two checkpoints
-    resumed     goes on from the last checkpoint, with another number of workers
+    killed      kills itself with SIGKILL in the second epoch, between two checkpoints
+    resumed     continues from the last checkpoint, with another number of workers
 
-The augmentation draws from `random`, `numpy.random` and torch. With `seed=` the loader sets these
-before each sample, so neither workers nor the resume change what they give.
+The augmentation draws from `random`, `numpy.random` and torch. With `seed=` the loader seeds these
+before each sample, so neither the number of workers nor resuming changes the numbers drawn. The
+hashes of the unbroken and the resumed run are equal.
 """
 
 import argparse
@@ -36,7 +37,7 @@ CHECKPOINT_STEPS = 5
 
 
 class AugmentedImages(Dataset[tuple[Tensor, int]]):
-    """Pictures made of their index, each turned, mirrored and made noisy at random."""
+    """Images computed from their index, each turned, mirrored and made noisy at random."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -54,7 +55,7 @@ class AugmentedImages(Dataset[tuple[Tensor, int]]):
 
 
 def run(options: argparse.Namespace) -> None:
-    """One run, in a process of its own."""
+    """Do one run. The program starts a process for each run."""
     loader = shmloader.DataLoader(
         AugmentedImages(options.samples),
         batch_size=32,
@@ -86,14 +87,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def save(path: Path, state: dict[str, Any], digest: bytes, step: int) -> None:
-    """Write a checkpoint; one that is killed meanwhile leaves the one before."""
+    """Write a checkpoint. If the process is killed meanwhile, the previous one stays."""
     part = path.with_suffix(".part")
     torch.save({"loader": state, "digest": digest.hex(), "step": step}, part)
     part.replace(path)
 
 
 def start(name: str, folder: Path, checkpoint: str, arguments: list[str]) -> tuple[int, str]:
-    """Start a run; returns its exit status and its last line."""
+    """Start a run. Returns its exit status and the last line that it printed."""
     print(f"{name}: {' '.join(arguments)}", flush=True)
     command = [sys.executable, __file__, f"--checkpoint={folder / checkpoint}", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -102,7 +103,7 @@ def start(name: str, folder: Path, checkpoint: str, arguments: list[str]) -> tup
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run all three; returns the exit status."""
+    """Start all three runs, and compare their hashes. Returns the exit status."""
     steps_an_epoch = -(-options.samples // 32)
     kill_at = steps_an_epoch + steps_an_epoch // 2
     kill_at += kill_at % CHECKPOINT_STEPS == 0  # between two checkpoints
@@ -126,10 +127,10 @@ def compare(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=1500, help="in an epoch")
-    parser.add_argument("--checkpoint", type=Path, help="run once, with this file, as one of three")
-    parser.add_argument("--workers", type=int, default=2, help="with --checkpoint")
-    parser.add_argument("--kill-at", type=int, help="with --checkpoint: the step to end at")
+    parser.add_argument("--samples", type=int, default=1500, help="samples in an epoch")
+    parser.add_argument("--checkpoint", type=Path, help="do one run, with this checkpoint")
+    parser.add_argument("--workers", type=int, default=2, help="with --checkpoint: workers")
+    parser.add_argument("--kill-at", type=int, help="with --checkpoint: step to be killed after")
     options = parser.parse_args()
     if options.samples < 1:
         parser.error(f"argument --samples: should be 1 or more, but got {options.samples}")

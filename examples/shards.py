@@ -1,8 +1,8 @@
 """Stream records from shards, stop in the middle, and resume with the very next batch.
 
-A shard is a file of records that is read from beginning to end. The program writes some, reads two
-epochs of them without a stop, then reads them again, stops after some batches, and continues with a
-new loader from the saved state. Both must deliver the same records.
+A shard is a file of records that is read from beginning to end. The program writes some shards, and
+reads two epochs of them without a stop. Then it reads them again, stops after some batches, and
+continues with a new loader from the saved state. Both ways must deliver the same records.
 """
 
 import argparse
@@ -25,7 +25,7 @@ EPOCHS = 2
 
 
 class Shards(IterableDataset[Tensor]):
-    """The records of all shards, whose order is another one in each epoch."""
+    """The records of all shards. Each epoch reads the shards in another order."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -33,13 +33,13 @@ class Shards(IterableDataset[Tensor]):
     def __iter__(self) -> "ShardIterator":
         info = shmloader.get_worker_info()
         worker, count = (0, 1) if info is None else (info.id, info.num_workers)
-        # The loader seeds torch's generator in each worker, and its state has that seed.
+        # The loader seeds torch's generator in each worker, and saves that seed in its state.
         order = torch.randperm(len(self.paths[worker::count])).tolist()
         return ShardIterator([self.paths[worker::count][number] for number in order])
 
 
 class ShardIterator:
-    """Reads one shard after the other. Its state is where it is, whatever the shards' size."""
+    """Reads one shard after the other. Its state is small: the shards' names and a position."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -96,7 +96,7 @@ def main() -> int:
         )
 
     def read(loader: shmloader.DataLoader[Tensor], most: int | None = None) -> list[int]:
-        """The number of each record, up to the end or to a number of batches."""
+        """Return the number of each record, up to the end or to `most` batches."""
         numbers: list[int] = []
         batches = 0
         while loader.epoch < EPOCHS:

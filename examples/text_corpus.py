@@ -1,10 +1,10 @@
-"""Load a corpus of lines in worker processes, and watch what memory they take.
+"""Load a corpus of lines in worker processes, and watch how much memory they take.
 
-Makes a million lines of text, keeps them in an ordinary list, and loads them shuffled; then does
-the same after ``shmloader.share``. A line a second says how much all processes hold together (their
-proportional set sizes: a page that several share counts once). With the plain list it grows from
-batch to batch, as each worker comes to have a copy of what it looks at; with the shared one it does
-not.
+The program makes a million lines of text, keeps them in an ordinary list, and loads them shuffled.
+Then it does the same after ``shmloader.share``. Once a second it prints how much memory all
+processes have together (the sum of their proportional set sizes, in which a page that several
+processes share counts once). With the plain list, the memory grows from batch to batch, since each
+worker gets its own copy of the pages that it reads. With the shared list, it does not grow.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WORDS = ("data", "loader", "batch", "worker", "page", "memory", "shared", "list"
 
 
 class Corpus(Dataset[Tensor]):
-    """Lines of text, as tensors of their bytes, cut or filled up to one length."""
+    """Lines of text, as uint8 tensors of their bytes, cut or padded with spaces to one length."""
 
     def __init__(self, lines: Sequence[str], length: int = 64) -> None:
         self.lines = lines
@@ -45,7 +45,7 @@ def make_lines(count: int) -> list[str]:
 
 
 def held_mb() -> float:
-    """Memory of this process and its workers together."""
+    """Return the memory of this process and its workers together, in MB."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
@@ -57,7 +57,7 @@ def held_mb() -> float:
 
 
 def watch(name: str, dataset: Corpus, options: argparse.Namespace) -> tuple[float, int]:
-    """Load all epochs; says how much memory that took more, and a sum over all lines."""
+    """Load all epochs. Returns by how many MB the memory grew, and the sum of all bytes."""
     loader = shmloader.DataLoader(
         dataset, options.batch_size, shuffle=True, num_workers=options.num_workers,
         multiprocessing_context=options.start_method, persistent_workers=options.num_workers > 0,

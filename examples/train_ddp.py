@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_ddp.py
 
 Without torchrun it is one process. Each rank loads its part of every batch with workers of its
-own; a batch of all ranks together has `--batch-size` images, the same ones for any number of
-ranks, so that only augmentation and dropout differ. Gradients are averaged by
-DistributedDataParallel: over NCCL if there are GPUs, one for each rank, else over gloo.
+own. A batch of all ranks together has `--batch-size` images. These are the same images for any
+number of ranks, so only augmentation and dropout differ. DistributedDataParallel averages the
+gradients: over NCCL if there are GPUs, one for each rank, else over gloo.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shmloader import ShardedDataLoader, TensorDataset
 
 
 def join_group(device: torch.device) -> None:
-    """Meet the other ranks, if torchrun has started any."""
+    """Make the process group: of all ranks that torchrun has started, or of this process alone."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if dist.is_torchelastic_launched():
@@ -34,7 +34,11 @@ def join_group(device: torch.device) -> None:
 
 
 def sum_over_ranks(numbers: Tensor) -> list[float]:
-    """All ranks have to call this equally often: after a loop, where their steps may differ."""
+    """Sum numbers over all ranks, in place, and return the sums as a list.
+
+    All ranks must call this equally often. So it is called after a loop over batches, of which the
+    ranks may have different numbers.
+    """
     dist.all_reduce(numbers)
     return numbers.tolist()
 
@@ -42,15 +46,15 @@ def sum_over_ranks(numbers: Tensor) -> list[float]:
 def train(
     network: nn.Module, loader: ShardedDataLoader[list[Tensor]], epochs: int, device: torch.device
 ) -> WaitClock:
-    """Train in place; says how long this rank's loop waited for batches."""
+    """Train the network in place. Returns how long this rank's loop waited for batches."""
     optimizer = torch.optim.Adam(network.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.01, total_steps=epochs * len(loader)
     )
     clock = WaitClock()
     network.train()
-    # Each pass of the loader is the next epoch, with an order of its own, so nothing has to be
-    # set. A run that goes on where another stopped calls loader.set_epoch(number) once.
+    # Each pass over the loader is the next epoch, with an order of its own, so nothing has to be
+    # set. A run that continues where another stopped calls loader.set_epoch(number) once.
     for epoch in range(1, epochs + 1):
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         for images, labels in clock.watch(loader):
@@ -60,7 +64,7 @@ def train(
             losses.mean().backward()
             optimizer.step()
             schedule.step()
-            # What fills up the last batch was counted before. It comes last in its batch.
+            # Images that only fill up the last batch were counted before. They come last in it.
             own = len(labels) - loader.padding
             right = scores.argmax(1) == labels
             totals[0] += losses[:own].detach().sum()
@@ -80,10 +84,10 @@ def train(
 def count_right(
     network: nn.Module, loader: ShardedDataLoader[list[Tensor]], device: torch.device
 ) -> tuple[int, int]:
-    """How many images of all ranks are told right, and of how many.
+    """Return how many images of all ranks are classified correctly, and the number of images.
 
-    Ranks may have unequally many batches, so nothing in the loop may wait for another rank:
-    `network` is the bare one.
+    Ranks may have different numbers of batches, so nothing in the loop may wait for another rank.
+    So `network` is not wrapped in DistributedDataParallel.
     """
     network.eval()
     totals = torch.zeros(2, dtype=torch.int64, device=device)
@@ -141,10 +145,10 @@ def main() -> int:
     parallel = DistributedDataParallel(
         network, device_ids=[device] if device.type == "cuda" else None
     )
-    # From here on, dropout and the workers' augmentation are a rank's own. The order of the
-    # images is not drawn from this.
+    # From here on, each rank draws its own dropout and augmentation. The order of the images does
+    # not depend on this seed.
     torch.manual_seed(args.seed * world_size + rank)
-    # Full batches for all ranks, by repeating a few images: an average of equal parts.
+    # All ranks get full batches, by repeating a few images. So the average over ranks is correct.
     loader = ShardedDataLoader(
         AugmentedDigits(train_images, train_labels),
         args.batch_size // world_size,
@@ -154,7 +158,7 @@ def main() -> int:
         persistent_workers=args.num_workers > 0,
         device=device,
     )
-    # Each image once.
+    # For the test, each image comes once.
     test_loader = ShardedDataLoader(
         TensorDataset(test_images, test_labels),
         args.batch_size // world_size,

@@ -2,8 +2,9 @@
 
 The data are scikit-learn's 1,797 scanned digits of 8×8 pixels. The workers shift, turn and add
 noise to each training image, anew in every epoch, while the main process trains. The last lines
-say how much of the time the training loop waited for data, and what the limit is. `--loader torch`
-runs the same program, with the same batches, on torch's own loader, which does not know the latter.
+say how much of the time the training loop waited for data, and what limits the loader.
+`--loader torch` runs the same program, with the same batches, on torch's own loader, which cannot
+say what limits it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class AugmentedDigits(Dataset[tuple[Tensor, Tensor]]):
-    """Images, each shifted, turned and made noisy at random whenever it is asked for.
+    """Images, each shifted, turned and made noisy at random whenever it is loaded.
 
     The random numbers are torch's global ones, which the loader seeds in each worker.
     """
@@ -69,7 +70,7 @@ class WaitClock:
         self.waited_s = 0.0
 
     def watch(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; starting the iterator counts as waiting, too."""
+        """Yield the items. The start of the iterator also counts as waiting."""
         started = time.perf_counter()
         iterator = iter(items)
         for item in iterator:
@@ -80,7 +81,10 @@ class WaitClock:
 
 
 def load_data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images, test images, training labels, test labels; a fifth is for the test."""
+    """Return training images, test images, training labels and test labels.
+
+    Images are float32 of shape (count, 1, 8, 8), between 0 and 1. A fifth of all is for the test.
+    """
     digits = load_digits()
     parts = train_test_split(
         digits.images, digits.target, test_size=0.2, stratify=digits.target, random_state=seed
@@ -106,7 +110,7 @@ def build_network() -> nn.Module:
 def train(
     network: nn.Module, loader: Iterable[list[Tensor]], batch_count: int, epochs: int
 ) -> WaitClock:
-    """Train in place, with a progress bar; says how long the loop waited for batches."""
+    """Train in place, with a progress bar. Returns how long the loop waited for batches."""
     optimizer = torch.optim.Adam(network.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.01, total_steps=epochs * batch_count
@@ -142,7 +146,7 @@ def accuracy(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: an int of at least `minimum`, with an error that says so."""
+    """Return a type for argparse: an int of at least `minimum`, with an error that says so."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:

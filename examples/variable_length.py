@@ -1,8 +1,8 @@
 """Batch texts of different lengths with little padding, straight into shared memory.
 
-Texts are sequences of token numbers whose lengths vary a lot. They are loaded twice: shuffled as
-they come, and by `BucketBatchSampler`, which puts texts of similar length into a batch. The last
-line says how much of each was padding.
+Texts are sequences of token numbers whose lengths vary a lot. They are loaded twice: shuffled
+without regard to length, and by `BucketBatchSampler`, which puts texts of similar length into a
+batch. The last line compares the padding.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PADDING = 0
 
 
 class Texts(Dataset[Tensor]):
-    """Texts as one array of tokens, and where each begins."""
+    """Texts, as one array of all tokens and the index at which each text begins."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.begins = np.concatenate(([0], np.cumsum(lengths)))
@@ -36,7 +36,7 @@ class Texts(Dataset[Tensor]):
 
 
 def pad(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens of shape (texts, longest), and the length of each text."""
+    """Return int64 tokens of shape (texts, longest), padded, and the length of each text."""
     lengths = torch.tensor([len(text) for text in texts])
     # In a worker, this memory is in the batch's slot.
     padded = shmloader.empty((len(texts), int(lengths.max())), dtype=torch.int64)
@@ -47,7 +47,7 @@ def pad(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def read(loader: Iterable[tuple[Tensor, Tensor]], epochs: int) -> tuple[int, int, float]:
-    """Read all batches; returns the tokens, the padding, and the seconds it took."""
+    """Read all batches. Returns the number of tokens, the padding, and the seconds it took."""
     tokens = padding = 0
     began = time.perf_counter()
     for _ in range(epochs):
@@ -65,7 +65,7 @@ def main() -> int:
     add = parser.add_argument
     add("--texts", type=int, default=4_000, help="number of texts (%(default)s)")
     add("--batch-size", type=int, default=32, help="texts a batch (%(default)s)")
-    add("--buckets", type=int, default=20, help="more mean less padding (%(default)s)")
+    add("--buckets", type=int, default=20, help="more buckets mean less padding (%(default)s)")
     add("--num-workers", type=int, default=2, help="worker processes (%(default)s)")
     add("--epochs", type=int, default=2, help="passes over the texts (%(default)s)")
     options = parser.parse_args()

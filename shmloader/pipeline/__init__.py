@@ -11,26 +11,30 @@ A *flow* is one run through the source. It knows where each item is: in a queue 
 or in a job, which is one item at one stage. It is pure, and decides which jobs may start. A result
 whose queue is full stays in its job, so the stage before it stops, and so on up to the source. The
 thread that brings a result to the flow takes the jobs that may start now: it continues with one of
-them itself, and gives the others to their executors. So no thread only passes items on, and an item
-may go down the whole chain on one thread.
+them itself, and gives the others to their executors. So no thread only passes items on, and one
+thread may take an item through the whole chain.
 
-A failure travels as an item, too: it goes down the queues to the consumer, past the stages, and the
-stages before the failed one stop.
+A failure also travels as an item: it goes through the queues to the consumer, and later stages pass
+it on without calling their ops. The failed stage, and the stages before it, start no further job.
 
-Jobs run on *executors*: daemon threads, which are left behind if they are still in an op when the
-pipeline stops; an event loop on a thread; a ``concurrent.futures.Executor`` of the user's; and, for
-``executor="process"``, the loader's own engine, pool and slots.
+Jobs run on *executors*, of which there are four kinds:
 
-Where the order is kept, each item travels with a *checkpoint*: where an epoch begins that continues
-after it. The checkpoint of the item that was delivered last is the pipeline's state.
+* daemon threads, which are left behind if they are still in an op when the pipeline stops
+* an event loop on a thread
+* the user's own ``concurrent.futures.Executor``
+* for ``executor="process"``, the loader's engine, pool and slots
+
+If the stages keep the order, each item travels with a *checkpoint*: the position right after the
+item, where a resumed epoch begins. The pipeline's state is the checkpoint of the item that was
+delivered last.
 
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
 ``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
 ``runtime`` (owns executors and the epoch), ``epoch`` (a flow with its lock and its consumer),
-``flow``, ``stages`` and ``entries`` (pure: where each item is), ``failures`` (which ones are
+``flow``, ``stages`` and ``entries`` (pure: where each item is), ``failures`` (how many failures are
 allowed, and their texts), ``source`` (how sources are iterated and resumed), ``states`` (the format
 of a state), ``executors`` (threads, and a user's executor), ``loop`` and ``processes`` (the other
 executors), ``lifecycle`` (``setup`` and ``teardown``), ``device_future`` (batches on a device),
-``meters`` (measures stages; pure), ``stats`` and ``verdict`` (what they tell), ``lateness`` (a
-timeout's text), ``description`` (``repr``).
+``meters`` (measures stages; pure), ``stats`` and ``verdict`` (what the meters show), ``lateness``
+(a timeout's text), ``description`` (``repr``).
 """

@@ -41,7 +41,7 @@ _MAX_THREADS = 32
 class PipelineBuilder:
     """Builds a pipeline: where items come from, what happens to them, and how many are ready ahead.
 
-    Each method but :meth:`build` returns the builder, and checks its arguments at once.
+    Each method except :meth:`build` returns the builder. All methods check their arguments at once.
 
     .. code-block:: python
 
@@ -88,9 +88,9 @@ class PipelineBuilder:
                 async iterable, which is iterated on the event loop. Each epoch iterates it once.
                 If it has ``state_dict()`` and ``load_state_dict()``, or is a sequence, the pipeline
                 can be resumed: see :meth:`Pipeline.state_dict`.
-            snapshot_every_n_steps: After how many items the source's ``state_dict()`` is called.
-                With 100, a resumed pipeline reads up to 99 items again, and drops them. 0 means
-                only at the beginning and at the end of an epoch.
+            snapshot_every_n_steps: After how many items the source's ``state_dict()`` is called
+                again. With 100, a resumed pipeline reads up to 99 items again, and drops them. With
+                0, it is called only at the beginning and at the end of an epoch.
 
         Raises:
             ValueError: If there is a source already, or ``snapshot_every_n_steps`` is negative.
@@ -125,11 +125,11 @@ class PipelineBuilder:
         """Add a stage that calls ``op`` with each item.
 
         Args:
-            op: A function, a coroutine function, or a generator function of either kind, which
-                makes several results of one item; also a bound method, a ``functools.partial`` or
-                an object with ``__call__``. Results that are None are left out.
+            op: A function or a coroutine function, or a generator function of either kind, which
+                makes several results of one item. A bound method, a ``functools.partial`` or an
+                object with ``__call__`` will also do. Results that are None are left out.
             concurrency: Items processed at once; with ``executor="process"``, the number of
-                processes. Functions share the ``num_threads`` threads of the pipeline.
+                processes. All stages on threads share the ``num_threads`` threads of the pipeline.
             executor: What calls a function or a generator function.
 
                 None or "thread": threads of the pipeline. A thread that is in an op when the
@@ -137,10 +137,10 @@ class PipelineBuilder:
 
                 "process": worker processes. Results come back in shared-memory slots: large tensors
                 and arrays are views of a slot, like a loader's batches, and ``default_collate`` and
-                :func:`shmloader.empty` write straight into it. The workers' random generators are
-                seeded at their start, with a draw from torch's generator here.
+                :func:`shmloader.empty` write straight into it. When the workers start, their random
+                generators are seeded with a number drawn from this process's torch generator.
 
-                An ``Executor`` of ``concurrent.futures``, which is not shut down.
+                An ``Executor`` of ``concurrent.futures``. The pipeline does not shut it down.
 
                 With processes and executors, all results of a generator function for one item come
                 together.
@@ -151,28 +151,31 @@ class PipelineBuilder:
                 share is a float or a ``fractions.Fraction``, above 0 and at most 1, and is judged
                 from the 100th call on and at the stage's end. Failed items are left out, counted
                 and listed (:attr:`Pipeline.failures`). If more calls fail, or all of them,
-                ``TooManyFailures`` is raised. By default, the limit that ``build`` sets for all
-                stages together.
+                ``TooManyFailures`` is raised. By default, the stage counts towards the limit that
+                ``build`` sets for all stages together.
             setup: Makes a context, such as a connection or a client session. It is called without
                 arguments before the first item, where ``op`` runs, and ``op`` is then called as
                 ``op(item, context)``.
 
-                On threads, once on each thread that gets an item of the stage. All results of a
-                generator function for one item then come together, since they may need the thread.
+                On threads, it is called once on each thread that gets an item of the stage. All
+                results of a generator function for one item then come together, since the context
+                may be usable only on that thread.
 
-                For coroutine functions, once, on the event loop. It may be a coroutine function.
+                For coroutine functions, it is called once, on the event loop. It may be a coroutine
+                function itself.
 
-                With ``executor="process"``, once in each worker process. An ``Executor`` has an
-                ``initializer`` of its own, and cannot be combined with ``setup``.
+                With ``executor="process"``, it is called once in each worker process. An
+                ``Executor`` has an ``initializer`` of its own, and cannot be combined with
+                ``setup``.
 
-                What it raises is raised to the consumer with the stage's name, whatever
-                ``max_failures`` allows.
+                An exception of ``setup`` is raised to the consumer with the stage's name, even if
+                ``max_failures`` allows failures.
             teardown: Called as ``teardown(context)``, once for each ``setup`` that has returned, on
                 the same thread or loop: when the pipeline stops, when an epoch is left before its
                 end, after an error, when the pipeline is garbage, and at the interpreter's exit if
-                no op is running then. On the loop it may be a coroutine function. What it raises is
-                logged. It cannot be combined with ``executor="process"``: a worker process may be
-                ended at any time.
+                no op is running then. On the loop it may be a coroutine function. Its exceptions
+                are logged. It cannot be combined with ``executor="process"``: a worker process may
+                be ended at any time.
 
         Raises:
             TypeError, ValueError: For wrong arguments.
@@ -224,10 +227,11 @@ class PipelineBuilder:
         """Add a stage that makes lists of ``n`` items.
 
         Args:
-            n: Items of a list.
+            n: Number of items in a list.
             drop_last: Whether a shorter last list is left out. Its items are lost: the next epoch
                 begins with an empty list.
-            collate: Called with each list on a thread. Its result replaces the list.
+            collate: Called with each list, on a thread of the pipeline (a coroutine function: on
+                the event loop). Its result replaces the list.
 
         Raises:
             TypeError, ValueError: For wrong arguments.
@@ -243,7 +247,7 @@ class PipelineBuilder:
         return self if collate is None else self.pipe(collate, output_order="input")
 
     def disaggregate(self) -> Self:
-        """Add a stage that takes each list, or other iterable, apart into its items."""
+        """Add a stage that passes on the items of each list, or other iterable, one by one."""
         self._check_open("disaggregate")
         if self._has_device:
             raise ValueError("disaggregate cannot come after transfer: call disaggregate first")
@@ -254,15 +258,15 @@ class PipelineBuilder:
 
         It copies as ``DataLoader(device=)`` does. If the stage before has ``executor="process"``,
         its results are copied from their slots, which are page-locked. Other batches go through
-        torch's pinned memory. The thread that uses a batch next, of an op or of the consumer, has
-        its current stream wait for the copy. No ``aggregate``, ``disaggregate`` or stage on
+        torch's pinned memory. The next op or the consumer may use the batch at once: the current
+        stream of its thread waits for the copy. No ``aggregate``, ``disaggregate`` or stage on
         processes may follow.
 
         Args:
             device: ``"cuda:0"``, an index, or a ``torch.device``. ``"cpu"`` adds no stage.
 
         Raises:
-            TypeError, ValueError: If it is not a device.
+            TypeError, ValueError: If ``device`` is not a device, or ``transfer`` was called before.
             RuntimeError: If this machine, or this build of torch, does not have the device.
         """
         self._check_open("transfer")
@@ -285,7 +289,8 @@ class PipelineBuilder:
             buffer_size: Results that may wait for the consumer.
 
         Raises:
-            TypeError, ValueError: If it is not a positive int, or there is a sink already.
+            TypeError, ValueError: If ``buffer_size`` is not a positive int, or there is a sink
+                already.
         """
         if self._buffer_size is not None:
             raise ValueError("add_sink was called before: a pipeline has one sink")
@@ -305,7 +310,7 @@ class PipelineBuilder:
             num_threads: Threads shared by all stages with ``executor=None`` or "thread". By
                 default, the sum of their ``concurrency``, at most 32. The source and ``transfer``
                 have threads of their own.
-            max_failures: The limit of all stages together that have none of their own; see
+            max_failures: The common limit of all stages that have no limit of their own; see
                 :meth:`pipe`. By default, the first failure is raised.
             timeout: Longest wait for an item in seconds; None waits without a limit.
 
@@ -358,7 +363,7 @@ class PipelineBuilder:
 def _parse_lifecycle(
     stage: str, setup: Any, teardown: Any, kind: OpKind, runs_on: RunsOn
 ) -> Lifecycle | None:
-    """Check ``setup`` and ``teardown`` of a stage."""
+    """Check ``setup`` and ``teardown`` of a stage. Returns None if there is no ``setup``."""
     for name, function in {"setup": setup, "teardown": teardown}.items():
         if function is None:
             continue
@@ -403,5 +408,5 @@ def _take_apart(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _unused(item: object) -> object:
-    """Stand in for the op of a transfer."""
+    """Stand in for the op of a transfer, which has none. Never called."""
     raise AssertionError(f"called with {item!r}")

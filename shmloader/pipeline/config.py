@@ -25,11 +25,11 @@ Executor = Literal["thread", "process"] | concurrent.futures.Executor
 OutputOrder = Literal["completion", "input"]
 
 #: Items that may wait between two stages. They bridge the moment between a finished job and the
-#: next item. What is to be ready in advance is the sink's `buffer_size`.
+#: next item. Items that are to be ready in advance wait in the sink (`buffer_size`).
 QUEUE_CAPACITY = 2
 
-#: Items that may wait after the source, which is woken when half of them are gone. It has a thread
-#: of its own, and switching between two threads for each item costs more than all else.
+#: Items that may wait after the source. The source is woken when half of them are gone: it has a
+#: thread of its own, and switching between two threads for each item costs more than all else.
 SOURCE_CAPACITY = 8
 
 #: Jobs of a stage on processes, for each process: one runs, one is on its way.
@@ -50,7 +50,7 @@ class OpKind(enum.Enum):
 
     @property
     def is_async(self) -> bool:
-        """Whether it runs on the event loop."""
+        """Whether an op of this kind runs on the event loop."""
         return self in {OpKind.COROUTINE, OpKind.ASYNC_GENERATOR}
 
 
@@ -90,14 +90,14 @@ class RunsOn(enum.Enum):
 
     @classmethod
     def of(cls, kind: OpKind, executor: object) -> "RunsOn":
-        """Check the ``executor`` argument of a stage.
+        """Return what runs a stage's jobs, after checking the stage's ``executor`` argument.
 
         Args:
             kind: The kind of the stage's op.
-            executor: The argument.
+            executor: What the user passed as ``executor``.
 
         Raises:
-            TypeError: If the argument is of a wrong type.
+            TypeError: If ``executor`` has a wrong type.
             ValueError: If it has a wrong value, does not suit the op, or is not available here.
         """
         if kind.is_async:
@@ -135,7 +135,7 @@ class Pipe:
         runs_on: What runs the jobs.
         concurrency: Items at once; for ``RunsOn.PROCESSES``, the number of processes.
         in_order: Whether results leave in the order of the items.
-        max_failures: The limit of this stage alone; None for the pipeline's.
+        max_failures: The limit of this stage alone; None for the pipeline's common limit.
         executor: The user's executor, for ``RunsOn.EXECUTOR``.
         device: The target, for ``RunsOn.DEVICE``.
         lifecycle: ``setup`` and ``teardown``; None if the stage has none.
@@ -154,7 +154,10 @@ class Pipe:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether results leave in the order of the items. One worker process answers in order."""
+        """Whether results leave in the order of the items.
+
+        With ``concurrency`` 1 they do, even from a worker process: it takes one item after another.
+        """
         return self.in_order or self.concurrency == 1
 
     @property
@@ -168,7 +171,7 @@ class Aggregate:
     """A stage that makes lists of items.
 
     Attributes:
-        size: Items of a list.
+        size: Number of items in a list.
         drop_last: Whether a shorter last list is left out.
     """
 
@@ -187,10 +190,11 @@ class PipelineConfig:
         stages: The stages, in order.
         buffer_size: Results that may wait for the consumer.
         num_threads: Threads that the stages share.
-        max_failures: The limit of all stages together that have none of their own. With None, the
-            first failure is raised.
+        max_failures: The common limit of all stages that have no limit of their own. With None,
+            the first failure is raised.
         timeout_s: Longest wait of the consumer in seconds; None waits without a limit.
-        snapshot_every: After how many items the source's own state is taken; 0 for never.
+        snapshot_every: After how many items the source's own state is taken again; with 0, it is
+            taken only at the beginning and at the end of an epoch.
     """
 
     source: Source
@@ -239,7 +243,7 @@ class PipelineConfig:
             if isinstance(stage, Aggregate):
                 size *= stage.size
                 count += size
-        # The last two: the consumer holds one while it asks for the next.
+        # The 2 are for the consumer, which holds one while it takes the next.
         count += size * (self.buffer_size + 2)
         return min(count, _MAX_LENT)
 
@@ -250,14 +254,14 @@ def check_signature(function: Callable[..., Any], name: str, arguments: list[str
     Args:
         function: The function.
         name: Its name in the message.
-        arguments: What it is called with, in words.
+        arguments: The positional arguments, each described in words.
 
     Raises:
-        TypeError: If it cannot.
+        TypeError: If it cannot be called with them.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions of C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -269,7 +273,7 @@ def check_signature(function: Callable[..., Any], name: str, arguments: list[str
 
 
 def check_timeout(timeout: object) -> None:
-    """Check a number of seconds.
+    """Check that ``timeout`` is a number of seconds.
 
     Raises:
         TypeError: If it is not a number.

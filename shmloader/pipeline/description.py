@@ -17,7 +17,7 @@ _WHERE = {
 def describe_chain(
     source: Source | None, stages: Sequence[Pipe | Aggregate], buffer_size: int | None
 ) -> str:
-    """Return all parts of a pipeline, joined by arrows; those that are missing are left out."""
+    """Return all parts of a pipeline, joined by arrows. Parts that are None are left out."""
     parts = [] if source is None else [describe_source(source)]
     parts += [_describe_stage(stage) for stage in stages]
     if buffer_size is not None:

@@ -1,9 +1,9 @@
 """Passes batches on a device from the thread that enqueued their work to the one that uses them.
 
 Work on a device is asynchronous: a copy, or what an op computes, may still be under way when its
-thread continues, and each thread has current streams of its own. So the result of a stage on a
-device travels as a :class:`DeviceFuture` with events of the streams that it was made on. The thread
-that takes it, of the next op or of the consumer, first has its own current streams wait for them.
+thread continues, and each thread has current streams of its own. So a batch on a device travels as
+a :class:`DeviceFuture`, with events of the streams that it was made on. The thread that takes it
+(the next op's, or the consumer's) first makes its own current streams wait for these events.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ def _itself(value: object) -> object:
 
 
 class DeviceFuture:
-    """A batch whose work was enqueued.
+    """A batch on a device. The work that makes it was enqueued, but may still be under way.
 
     Args:
         stage: The stage that copied the batch to the device.
@@ -33,7 +33,7 @@ class DeviceFuture:
         self.result = result
 
     def open(self) -> object:
-        """Return the batch, after having the calling thread's current streams wait for it."""
+        """Make the calling thread's current streams wait for the batch, and return it."""
         return self._stage.hand_over(self.result)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,15 +42,15 @@ class DeviceFuture:
 
 
 def opened(item: object) -> object:
-    """Return the batch of a future, or any other item unchanged."""
+    """Open a :class:`DeviceFuture` and return its batch. Any other item is returned unchanged."""
     return item.open() if type(item) is DeviceFuture else item
 
 
 class AfterTransfer:
-    """An op of a stage after a transfer. Takes and returns futures.
+    """The op of a stage after a transfer. Opens the futures that it gets, and returns futures.
 
     Args:
-        op: The op itself. In another process it runs alone.
+        op: The user's op. In another process it is called without this wrapper.
         kind: The op's kind.
         stage: The stage of the transfer.
     """
@@ -64,7 +64,7 @@ class AfterTransfer:
         return _itself, (self._op,)
 
     def __call__(self, item: object, *context: object) -> object:
-        """Call the op in the way of its kind. ``context`` is what ``setup`` returned."""
+        """Call the op as its kind requires. ``context`` is what ``setup`` returned, if any."""
         match self._kind:
             case OpKind.FUNCTION:
                 return self._wrapped(self._op(opened(item), *context), item)
@@ -89,7 +89,7 @@ class AfterTransfer:
                 yield self._wrapped(result, item)
 
     def _wrapped(self, result: object, item: object) -> object:
-        """Return a result of the calling thread, in a future if it is on the device."""
+        """Return a result that the calling thread made, in a future if it is on the device."""
         source = item.result if type(item) is DeviceFuture else None
         made = self._stage.record(result, source)
         return result if made is None else DeviceFuture(self._stage, made)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class Raised:
-    """Travels in an item's place: an exception that the consumer is to raise."""
+    """An exception that travels like an item, and that the consumer is to raise."""
 
     error: BaseException
 
 
 class Mark:
-    """Says that there is no item."""
+    """A marker that stands where there is no item."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,14 +29,15 @@ END = Mark("END")
 
 
 class Checkpoint(NamedTuple):
-    """Where an epoch begins that continues after an item.
+    """The position after an item, where a resumed epoch begins.
 
     Attributes:
         saved: What the source's own ``state_dict()`` returned; None if it has none.
-        read: Items of the source after that, or after its beginning, that are complete: all their
-            results came before.
-        results: Which results of the next items came before: pairs of a stage's number, in
-            ascending order, and how many results of the first item that it gets.
+        read: How many items the source has yielded since ``saved`` (or since its beginning) that
+            are complete: all their results came before this position.
+        results: Which results of incomplete items came before this position. Each pair has a
+            stage's number, and how many results it made of the first item that it gets when the
+            epoch is resumed. Pairs are in ascending order of the stage's number.
     """
 
     saved: object
@@ -44,14 +45,19 @@ class Checkpoint(NamedTuple):
     results: tuple[tuple[int, int], ...] = ()
 
     def upto(self, number: int) -> "Checkpoint":
-        """Return where the first item that stage ``number`` gets begins."""
+        """Return the position before the first item that stage ``number`` gets."""
         results = tuple(one for one in self.results if one[0] < number)
         return Checkpoint(self.saved, self.read, results)
 
     def within(self, number: int, result_count: int) -> "Checkpoint":
-        """Return the checkpoint after some results that stage ``number`` makes of the next item."""
+        """Return the position after some results of the next item.
+
+        Args:
+            number: The stage that makes the results.
+            result_count: How many of them came before the position.
+        """
         return Checkpoint(self.saved, self.read, (*self.results, (number, result_count)))
 
 
-# An item or a :class:`Raised`, and the checkpoint after it: None if there is none.
+# An item or a :class:`Raised`, and the checkpoint after it, or None if there is no checkpoint.
 Entry = tuple[object, Checkpoint | None]

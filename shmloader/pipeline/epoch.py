@@ -1,11 +1,11 @@
-"""One run through the source: a flow with its lock, the executors of its jobs, and its consumer.
+"""One run through the source: a flow behind a lock, between its jobs' executors and its consumer.
 
 Guarantees:
     * No op, nor any other function of the user's, is called while the lock is held.
-    * :meth:`Epoch.leave` takes no lock, because the garbage collector may call it anywhere. Results
-      that come to an epoch that was left are dropped.
+    * :meth:`Epoch.leave` takes no lock, because the garbage collector may call it anywhere. If an
+      epoch was left, results that still come to it are dropped.
 
-The module is long because everything that takes the lock stands in it: what executors report, what
+The module is long because it contains everything that takes the lock: what executors report, what
 the consumer takes, and every way in which an epoch ends.
 """
 
@@ -50,7 +50,7 @@ class StageExecutor(Protocol):
     """Runs the jobs of one or more stages."""
 
     def put(self, task: "Task") -> None:
-        """Have a job run, or resume. Called from any thread; does not wait."""
+        """Run a job later, or resume it. Called from any thread; does not wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +61,11 @@ class StageOp:
         name: The stage's name.
         op: The function that is called with each item.
         kind: The op's kind.
-        executor: What calls it.
-        is_source: Whether this is the source, whose item is its reader, and which may yield None.
-        lifecycle: The stage's ``setup`` and ``teardown``; None if it has none. The op's second
-            argument is then what ``setup`` returned.
+        executor: What calls the op.
+        is_source: Whether this is the source. Its only item is the :class:`SourceReader`, and it
+            may yield None.
+        lifecycle: The stage's ``setup`` and ``teardown``; None if it has none. With it, the op's
+            second argument is what ``setup`` returned.
         waits_for_threads: Whether jobs wait for one of the threads that stages share.
     """
 
@@ -84,7 +85,7 @@ class Task:
     Attributes:
         epoch: The epoch that takes the results.
         job: The job.
-        stage: How it is run.
+        stage: How the job is run.
     """
 
     epoch: "Epoch"
@@ -97,10 +98,10 @@ class Epoch:
 
     Attributes:
         is_over: Whether no further item comes: after the end, after an exception, or when left.
-        over_because: The reason in words, if it is over for any reason but its end.
-        in_transit: Whether :meth:`take` has, or may have, taken an item, which an exception from
-            outside would lose. Stays set when :meth:`take` has returned.
-        clock: The time, of which the meters tell how it was spent.
+        over_because: Why the epoch is over, in words; "" at its regular end, or if it is not over.
+        in_transit: Whether :meth:`take` has, or may have, taken an item that an exception from
+            outside (``KeyboardInterrupt``, say) would lose. Stays True when :meth:`take` returns.
+        clock: The epoch's clock. The meters show how its time was spent.
         meters: The meters of the source, of each stage and of the sink. They outlive the flow.
         delivered: The checkpoint after the last item that :meth:`take` returned.
 
@@ -123,7 +124,7 @@ class Epoch:
         self._wakeup = Wakeup()
         self._config = config
         self._stage_ops = stage_ops
-        # For executors that may be gone without a word.
+        # For executors that may be gone without reporting it.
         self._checks: list[Callable[[], None]] = [
             check
             for op in stage_ops
@@ -156,11 +157,11 @@ class Epoch:
     # Results, from the executors ------------------------------------------------------------
 
     def yielded(self, task: Task, output: object) -> bool:
-        """Take a result of a job that may have more; None counts as no result.
+        """Take a result of a job that may have more. None is no result, except from the source.
 
         Returns:
-            Whether the job may continue. If not, it is given to its executor again when it may, and
-            the caller must not touch it any more.
+            Whether the job may continue. If not, the caller must not touch it any more: the job is
+            given to its executor again when it may continue.
         """
         job, after = task.job, None
         if task.stage.is_source:
@@ -207,7 +208,7 @@ class Epoch:
         return following
 
     def failed_for_good(self, task: Task, error: BaseException) -> Task | None:
-        """Note a failure that is raised even if ``max_failures`` allows some."""
+        """Note a failure that is raised to the consumer even if ``max_failures`` allows some."""
         item = NOTHING if task.stage.is_source else task.job.item
         raised = explained(error, f"stage '{task.stage.name}'", item)
         return self._update(task, Flow.failed, raised)
@@ -240,10 +241,11 @@ class Epoch:
         return ready
 
     def _hand_out(self, ready: list[Job], executor: StageExecutor | None = None) -> Task | None:
-        """Give jobs to their executors, except for one of the last stage of ``executor``.
+        """Give jobs to their executors, except for one that ``executor`` continues with itself.
 
         Returns:
-            That one, which ``executor`` continues with.
+            That one: of the jobs that ``executor`` runs, one of the latest stage. None if there is
+            none.
         """
         kept: Task | None = None
         if len(ready) > 1:
@@ -264,9 +266,10 @@ class Epoch:
         """Return the next item, or END after the last one. One call at a time.
 
         Raises:
-            TimeoutError: If none comes in time. Nothing is lost.
+            TimeoutError: If no item comes in time. Nothing is lost.
             ClosedLoaderError: If the epoch was left, or has failed before.
-            BaseException: An exception that was raised in an item's place.
+            RuntimeError: If another thread is in this method.
+            BaseException: The exception of a :class:`Raised` that came instead of an item.
         """
         caller = threading.get_ident()
         if self._taker:
@@ -296,7 +299,7 @@ class Epoch:
             self._wait(left_s)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait for news, at most ``timeout_s`` seconds. May return early."""
+        """Wait for an item or the end, at most ``timeout_s`` seconds. May return early."""
         if not self._checks:
             self._wakeup.wait(timeout_s)
             return
@@ -327,7 +330,7 @@ class Epoch:
         return item
 
     def _stop_waiting(self) -> str:
-        """Note that the consumer waits no longer. Returns what is under way, in words."""
+        """Note that the consumer no longer waits. Returns in words what the flow waits for."""
         with self._lock:
             flow = self._flow
             if flow is None:
@@ -352,11 +355,11 @@ class Epoch:
             del error, item  # the traceback pins this frame
 
     def loses(self, error: BaseException) -> bool:
-        """Whether an item is lost if the epoch continues after ``error``, raised in a ``take``."""
+        """Whether an item would be lost if the epoch continued after ``take`` raised ``error``."""
         return self.in_transit and self._raised_id != id(error)
 
     def undo_delivery(self) -> None:
-        """Note that the item that the last :meth:`take` has taken is lost."""
+        """Set :attr:`delivered` back: the item that the last :meth:`take` has taken is lost."""
         self.delivered = self._delivered_before
 
     @property
@@ -367,7 +370,7 @@ class Epoch:
     # Statistics -----------------------------------------------------------------------------
 
     def measure(self) -> None:
-        """Have the meters sum up until now, or until the last change if the epoch was left."""
+        """Bring the meters up to date, unless the epoch is over."""
         with self._lock:
             if self._flow is not None:
                 self._flow.set_time(time.monotonic_ns())
@@ -382,7 +385,7 @@ class Epoch:
                 self._lock.release()
 
     def leave(self, why: str) -> None:
-        """Drop all that is in flight, and end the epoch. Takes no lock; may be called again."""
+        """End the epoch, and drop all that is in flight. Takes no lock; may be called again."""
         if not self.is_over:
             self.over_because = why
         self.is_over = True
@@ -391,13 +394,13 @@ class Epoch:
 
 
 def _park_if_exiting() -> None:
-    """Let a daemon thread raise nothing more once the main thread has come to its end.
+    """Block the calling thread for good if it is a daemon and the interpreter exits.
 
-    The interpreter exits, and ends pipelines and executors. The thread would print an exception,
-    though the program ends as it should.
+    The exit ends pipelines and executors. Without this, the thread would print an exception
+    although the program ends as it should.
     """
-    # Python has executors refuse items before the main thread counts as ended. What tells is
-    # private; a Python without it would only be less quiet.
+    # concurrent.futures refuses items before the main thread counts as ended. Only this private
+    # flag shows it. On a Python without the flag, an exception may be printed.
     has_begun = getattr(threading, "_SHUTTING_DOWN", False)
     is_exiting = has_begun or not threading.main_thread().is_alive()
     if is_exiting and threading.current_thread().daemon:
@@ -407,7 +410,7 @@ def _park_if_exiting() -> None:
 def _leave_out(
     flow: Flow, job: Job, counter: StageFailureCounter, failed: FailedItem, error: Exception
 ) -> None:
-    """Count and list a failed call; leave its item out, or raise if too many have failed."""
+    """Count and list a failed call. Leaves its item out, or fails if too many calls failed."""
     flow.failed(job, counter.note_bad(failed, error))
 
 

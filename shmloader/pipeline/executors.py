@@ -10,11 +10,11 @@
 Guarantees:
     * ``end`` does not wait for an op. A thread that is in an op ends when the op returns, and keeps
       neither the caller nor the interpreter alive.
-    * An idle thread holds nothing but the queue, so it keeps no pipeline alive.
+    * An idle thread holds only the queue and its contexts, so it keeps no pipeline alive.
     * An unfinished generator is closed on one of the threads when the executor ends.
-    * Contexts of stages are torn down on their thread when it ends.
-    * At the interpreter's exit, threads are asked to pause, and are waited for at most ``EXIT_S``
-      seconds.
+    * Contexts of stages are torn down on their thread when the thread ends.
+    * At the interpreter's exit, threads are asked to pause. The exit waits for them at most
+      ``EXIT_S`` seconds.
 """
 
 import collections
@@ -41,10 +41,10 @@ EXIT_S = 0.3
 
 
 def refuse_coroutine(result: object, name: str) -> None:
-    """Check what an op has returned, or what its coroutine has.
+    """Check that the result of an op is not a coroutine.
 
     Args:
-        result: The result.
+        result: What the op, or for a coroutine function its coroutine, has returned.
         name: The stage's name.
 
     Raises:
@@ -59,7 +59,7 @@ def refuse_coroutine(result: object, name: str) -> None:
 
 
 def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
-    """Return all results of a generator function for an item, without None."""
+    """Return all results of a generator function for an item, except None."""
     return [value for value in op(item, *context) if value is not None]
 
 
@@ -133,7 +133,7 @@ def _run(task: Task, contexts: ThreadContexts) -> Task | None:
 
 
 def _run_generator(task: Task) -> Task | None:
-    """Take results until the epoch has no room for another, or there are no more."""
+    """Pass on a generator's results until the epoch has no space for more, or there are no more."""
     job, epoch, executor = task.job, task.epoch, task.stage.executor
     assert isinstance(executor, ThreadExecutor)
     if job.results is None:
@@ -190,7 +190,7 @@ class ThreadExecutor:
             self._tasks.put(None)
 
     def join(self, deadline: float) -> bool:
-        """Wait for the threads after ``end``, so that an op about to return is over.
+        """Wait for the threads after ``end``, so that an op that is about to return can finish.
 
         Args:
             deadline: End of the wait, on the clock of ``time.monotonic()``.
@@ -208,8 +208,9 @@ class FuturesExecutor:
     All results of a generator function for an item come together.
 
     An executor that breaks or cancels its tasks may call the callbacks of their futures while it
-    holds the lock that ``submit`` takes: that of threads whose ``initializer`` raises, and from
-    Python 3.12 on that of processes of which one died. A thread of its own goes on from there.
+    holds the lock that ``submit`` takes. ``ThreadPoolExecutor`` does so when an ``initializer``
+    raises, and from Python 3.12 on ``ProcessPoolExecutor`` when a process dies. Such callbacks
+    continue on a new thread.
 
     Args:
         executor: The user's executor.
@@ -217,10 +218,10 @@ class FuturesExecutor:
 
     def __init__(self, executor: concurrent.futures.Executor) -> None:
         self._executor = open_executor(executor)
-        # What the consumer calls now and then while it waits; None if there is nothing to check.
+        # The consumer calls this now and then while it waits; None if there is nothing to check.
         self.check: Callable[[], None] | None = self._check if self._executor.check else None
-        # Dask takes calls of one name for one call, and so those with equal arguments, if they have
-        # no names.
+        # Dask runs calls with equal names only once. Without a name, a call is named by its
+        # arguments. So each call gets a name of its own.
         self._prefix = f"shmloader-{secrets.token_hex(8)}-"
         self._numbers = itertools.count()
         self._waiting: collections.deque[Task] = collections.deque()
@@ -232,8 +233,8 @@ class FuturesExecutor:
     def put(self, task: Task) -> None:
         """Submit a task. From any thread.
 
-        Tasks are submitted one after the other. An executor may run a task inside ``submit``, which
-        brings the next task: these calls must not pile up on the stack.
+        Tasks are submitted one after the other. An executor may run a task inside ``submit``, and
+        the task's result leads to the next ``put``: these calls must not pile up on the stack.
         """
         self._waiting.append(task)
         while self._waiting and self._submitting.acquire(blocking=False):
@@ -260,7 +261,8 @@ class FuturesExecutor:
             return
         self._tasks[future] = task
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
-        # in it. So a callback on this thread does nothing, and this method looks itself.
+        # in it. So a callback that runs on this thread, inside `add_done_callback`, does nothing,
+        # and this method checks the future itself.
         adding_on: int | None = threading.get_ident()
 
         def done(future: "concurrent.futures.Future[object]") -> None:
@@ -283,7 +285,7 @@ class FuturesExecutor:
     def _check(self) -> None:
         """Fail the tasks of an executor that is gone and leaves them pending.
 
-        On a thread of its own, since that calls the callbacks of their futures.
+        The check calls the callbacks of their futures, so it runs on a thread of its own.
         """
         check, before = self._executor.check, self._checking
         if not self._tasks or check is None or (before is not None and before.is_alive()):
@@ -294,11 +296,11 @@ class FuturesExecutor:
         except RuntimeError as error:
             if is_interruption(error):
                 raise
-            return  # the system gives no thread now
+            return  # the system can start no thread now
         self._checking = thread
 
     def _finish(self, future: "concurrent.futures.Future[object]") -> None:
-        """Handle a future's result, unless another thread does. On any thread."""
+        """Handle a future's result, unless another thread handles it. On any thread."""
         task = self._tasks.pop(future, None)
         if task is None:
             return

@@ -14,7 +14,7 @@ from shmloader.pipeline.entries import NOTHING
 
 _log = logging.getLogger("shmloader")
 
-# Raised unchanged, these would end something of the consumer's: a loop, a task, the program.
+# If these were raised unchanged, they would end the consumer's loop or task, or the program.
 _CONTROL_FLOW = (
     StopIteration,
     StopAsyncIteration,
@@ -24,7 +24,7 @@ _CONTROL_FLOW = (
     asyncio.CancelledError,
 )
 
-# A str of up to this length is listed whole, so that a URL of any kind is.
+# A str of up to this length is listed whole. This is long enough for a URL.
 _LISTED_CHARACTERS = 2_000
 
 
@@ -36,8 +36,8 @@ class FailedItem:
         stage: The stage's name.
         item: The item, if it is a number, a path or a str of at most 2,000 characters; else the
             beginning of its ``repr``, since a list of failures must not keep large objects alive.
-        error: The exception, of the op's own class where that can be built from a text. Its ``str``
-            is one line.
+        error: The exception, of the op's own class if that class can be built from a text. Its
+            ``str`` is one line.
         traceback: The traceback, as text of several lines, from the op's first frame on.
     """
 
@@ -51,14 +51,14 @@ class Limit:
     """How many calls may fail in one epoch.
 
     Attributes:
-        count: The counter of calls.
-        first: The first failure.
-        last: The latest failure.
+        count: Counts the calls and the failed calls.
+        first: The first failure; None before it.
+        last: The latest failure; None before the first.
 
     Args:
         max_failures: A number of calls that may fail, or a share of all calls.
         scope: What the limit is for: "stage 'parse'", "the pipeline".
-        is_resumed: Whether the epoch was resumed, so that there were calls before.
+        is_resumed: Whether the epoch was resumed, so that calls before it are not counted.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Limit:
     def is_passed_at_end(self) -> bool:
         """Return whether too many calls of the epoch have failed, or all of them.
 
-        The few calls that are left of a resumed epoch do not tell.
+        A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
         """
         if self._is_resumed and self.count.sample_count < JUDGED_FROM:
             return False
@@ -108,7 +108,8 @@ class StageFailureCounter:
     Args:
         name: The stage's name.
         own: The limit of the stage alone, or None.
-        shared: The limit of all stages that have none of their own, or None. Not both are None.
+        shared: The common limit of all stages that have no limit of their own, or None. At least
+            one of ``own`` and ``shared`` is given.
         failures: The pipeline's list of failures.
         judges_shared: Whether this is the last stage, at whose end the shared limit is judged.
     """
@@ -134,9 +135,9 @@ class StageFailureCounter:
         self._limit.count.note(1, 0)
 
     def describe(self, error: Exception, item: object) -> FailedItem:
-        """Return the entry for the list of failures. It refers to no frame of the op's.
+        """Return the entry for the list of failures. It keeps no frame of the op alive.
 
-        Calls the item's ``repr``, so it must not be called under a lock.
+        This calls the item's ``repr``, so it must not be called under a lock.
         """
         remote = RemoteError.of(error, f"in stage '{self._name}'")
         summarized = remote.summarized(f"The item was {describe_index(item)}.")
@@ -173,12 +174,12 @@ class StageFailureCounter:
 
 
 def explained(error: BaseException, what: str, item: object = NOTHING) -> BaseException:
-    """Return the exception that the consumer raises for the user's: the same if possible.
+    """Return the exception to raise to the consumer when the user's code has raised one.
 
-    A note says what has failed.
+    It is the same exception if possible, with a note that says what has failed.
 
     Args:
-        error: The exception.
+        error: The exception of the user's code.
         what: What has raised it: "stage 'parse'".
         item: The stage's item; NOTHING if there is none.
     """

@@ -1,17 +1,18 @@
 """Tracks where each item is, and which jobs may start. Pure: no thread, no clock, no user code.
 
 Guarantees:
-    * A queue holds at most its capacity, and a stage at most its own: items in work, and results
-      that wait for a place in the queue. So what is in flight is bounded, whatever the consumer
+    * A queue holds at most its capacity, and so does a stage: items in work, and results that wait
+      for space in the queue. So the number of items in flight is bounded, whatever the consumer
       does.
-    * Each item that is taken in leaves once: as its results, or not at all if it has none.
+    * A stage passes on the results of each item once. An item may have no results.
     * With ``in_order``, the results of a stage leave in the order of its items.
-    * After a :class:`Raised`, the stage that it comes from passes nothing more on, and no stage
-      before it starts a job. A job that yields many results there, such as the source's, is not
-      resumed.
+    * After a :class:`Raised`, neither the stage that it comes from nor a stage before it starts a
+      job. In the stages before it, a job that yields many results, such as the source's, does not
+      continue after its next result. Results of jobs that are still in work may follow the
+      ``Raised``. The consumer stops at the ``Raised``.
     * No thread has to look for work: the jobs that may start after a call are in ``ready``.
-    * Each item travels with a :class:`Checkpoint`, if the source gives one with each of its items:
-      where an epoch begins that continues after this item. That needs stages that keep the order.
+    * If the source gives a :class:`Checkpoint` with each of its items, each item travels with the
+      checkpoint after it. This needs stages that keep the order.
 
 Assumes that one thread at a time calls the methods, and first calls ``set_time``.
 """
@@ -26,14 +27,14 @@ Stage = PipeStage | AggregateStage
 
 
 class Flow:
-    """One run through the source.
+    """The stages and items of one run through the source.
 
     The source is a stage, too: it has one job, which yields many results.
 
     Attributes:
         stages: The source and all others, in order.
         ready: Jobs that may start or resume. The caller takes them away after each call.
-        clock: The time.
+        clock: The clock of all stages.
         delivered: The checkpoint after the item that :meth:`take` returned last; after END, where
             the next epoch begins. None if there is none.
         sink_meter: Measures the sink: how many items wait in it.
@@ -68,7 +69,7 @@ class Flow:
                 self.measure()
 
     def measure(self) -> None:
-        """Have all meters add the time since they did so last."""
+        """Add the time since the last measurement to all meters."""
         clock = self.clock
         elapsed_ns = clock.now_ns - self._measured_ns
         waited_ns = clock.waited_ns - self._measured_waited_ns
@@ -81,7 +82,7 @@ class Flow:
         """Start the source's job.
 
         Args:
-            item: The job's item, which the executor gets.
+            item: The job's item, with which the executor calls the op.
         """
         source = self.stages[0]
         source.before.items.append((item, None))
@@ -132,7 +133,7 @@ class Flow:
         self.finished(job)
 
     def finished(self, job: Job, *outputs: object) -> None:
-        """Take the last results of a job, or none: it is done."""
+        """Note that a job is done, and take its last results, if any."""
         stage = self._pipes[job.number]
         if stage.failure_counter is not None:
             stage.failure_counter.note_good()
@@ -190,7 +191,7 @@ class Flow:
         return bool(self._sink.items) or self._sink.is_ended
 
     def _advance(self, *numbers: int) -> None:
-        """Move all items that can be moved, after a change at some stages, the last one first."""
+        """Move all items that can be moved after a change at some stages, the last stage first."""
         stages, ready = self.stages, self.ready
         todo = list(numbers)
         while todo:

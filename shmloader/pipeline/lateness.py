@@ -1,4 +1,4 @@
-"""Says in words what a flow waits for, for a timeout's error."""
+"""Describes what a flow waits for, for the error of a timeout."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ _NS = 1e9
 
 
 def describe_flow(flow: Flow, config: PipelineConfig, stage_ops: "Sequence[StageOp | None]") -> str:
-    """Return sentences that name each stage and what it does: which have items, and how long.
+    """Return sentences that say which stages have items in work, how long, and which ones wait.
 
     Args:
-        flow: The flow, whose clock shows the present time.
+        flow: The flow. Its clock was set to the present time.
         config: The pipeline's stages.
         stage_ops: How each stage is run, the source first.
     """

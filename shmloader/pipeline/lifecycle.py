@@ -3,8 +3,9 @@
 Guarantees:
     * ``setup`` is called before the first item, where the op is called: once on each thread, or
       once on the loop.
-    * ``teardown`` is called in the same place, once for each ``setup`` that has returned, and is
-      the last that is called there. What it raises is logged, and delays no other ``teardown``.
+    * ``teardown`` is called in the same place, once for each ``setup`` that has returned, after the
+      ops. Its exceptions are logged, and prevent no other ``teardown``.
+    * In a worker process, only ``setup`` is called.
 """
 
 import asyncio
@@ -19,12 +20,12 @@ _log = logging.getLogger("shmloader")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifecycle:
-    """What is done before the first and after the last item of a stage.
+    """The ``setup`` and ``teardown`` of a stage: called before its first and after its last item.
 
     Attributes:
         stage: The stage's name.
         setup: Makes the context, which is the op's second argument.
-        teardown: Called with the context; None does nothing.
+        teardown: Called with the context; None if there is nothing to call.
     """
 
     stage: str
@@ -32,10 +33,11 @@ class Lifecycle:
     teardown: Callable[[Any], Any] | None
 
     def set_up(self) -> Any:
-        """Return a new context. On a thread.
+        """Return a new context. Called on a thread of the pipeline, or in a worker process.
 
         Raises:
             TypeError: If ``setup`` returns a coroutine.
+            Exception: An exception of ``setup``.
         """
         context = self.setup()
         if inspect.iscoroutine(context):
@@ -47,7 +49,7 @@ class Lifecycle:
         return context
 
     def tear_down(self, context: Any) -> None:
-        """Call ``teardown`` on a thread. Logs what it raises."""
+        """Call ``teardown`` on a thread. Its exceptions are logged."""
         if self.teardown is None:
             return
         try:
@@ -59,12 +61,12 @@ class Lifecycle:
             self._log_failure()
 
     async def set_up_on_loop(self) -> Any:
-        """Return a new context. On the event loop."""
+        """Return a new context. Called on the event loop."""
         context = self.setup()
         return await context if inspect.isawaitable(context) else context
 
     async def tear_down_on_loop(self, context: Any) -> None:
-        """Call ``teardown`` on the event loop. Logs what it raises."""
+        """Call ``teardown`` on the event loop. Its exceptions are logged."""
         if self.teardown is None:
             return
         try:
@@ -79,7 +81,7 @@ class Lifecycle:
 
 
 class ThreadContexts:
-    """The contexts of one thread."""
+    """The contexts of all stages on one thread. Used on that thread."""
 
     def __init__(self) -> None:
         self._contexts: dict[Lifecycle, Any] = {}
@@ -98,7 +100,7 @@ class ThreadContexts:
 
 
 class LoopContexts:
-    """The contexts of an event loop. Used on the loop."""
+    """The contexts of all stages on an event loop. Used on the loop."""
 
     def __init__(self) -> None:
         self._contexts: dict[Lifecycle, asyncio.Task[Any]] = {}
@@ -106,8 +108,8 @@ class LoopContexts:
     async def context_of(self, lifecycle: Lifecycle) -> Any:
         """Return the stage's context. Raises what ``setup`` raises.
 
-        One task calls ``setup``, and all coroutines of the stage wait for it. One of them that is
-        cancelled does not cancel it.
+        One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
+        of them is cancelled, the task continues.
         """
         task = self._contexts.get(lifecycle)
         if task is None:
@@ -116,7 +118,7 @@ class LoopContexts:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Tear all contexts down, newest first. Every ``setup`` is over, or was cancelled."""
+        """Tear down the contexts of all ``setup`` calls that have returned, newest first."""
         while self._contexts:
             lifecycle, task = self._contexts.popitem()
             if task.done() and not task.cancelled() and task.exception() is None:

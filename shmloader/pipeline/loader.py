@@ -1,4 +1,4 @@
-"""``PipelineDataLoader``: the usual chain of stages in one call."""
+"""``PipelineDataLoader``: builds and runs the usual chain of stages in one call."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -14,28 +14,29 @@ from shmloader.sampling.checks import flag, whole_number
 
 
 class PipelineDataLoader:
-    """Loads from a source: preprocesses each item, makes batches, and moves them.
+    """Loads from a source: preprocesses each item, makes batches, and moves them to a device.
 
     source → ``preprocessor`` → lists of ``batch_size`` → ``aggregator`` → ``transfer_fn`` → buffer.
     Steps that are None are left out. Each epoch is one run through the source, so there are further
     epochs if the source can be iterated again. Threads and worker processes start with the first
     epoch, and persist until :meth:`close`, the end of a ``with`` block, or until the loader is
-    garbage. Errors, the end of an epoch, and the bound on what is in flight are those of
-    :class:`Pipeline`.
+    garbage. Iteration raises the same errors as that of a :class:`Pipeline`, and the number of
+    items in flight is bounded in the same way.
 
     Args:
         src: An iterable, which is iterated on a thread of its own, or an async iterable.
         preprocessor: Called with each item: a function or a coroutine function, or a generator
             function of either kind. Results that are None are left out.
-        batch_size: Items of a batch; None passes single items on.
+        batch_size: Number of items in a batch; None passes single items on.
         drop_last: Whether a shorter last batch is left out.
         aggregator: Makes a batch of a list of items. By default, batches are lists.
         transfer_fn: Called with each batch, or with each item if ``batch_size`` is None, one at a
-            time: for instance to move it to a GPU. It runs on any of the threads, of which there is
-            one more for it.
+            time: for instance to move it to a GPU. It runs on any of the pipeline's threads, and
+            adds one to their number. A coroutine function runs on the event loop.
         buffer_size: Batches that may be ready and wait.
         num_threads: How many items are preprocessed at once, and how many batches are aggregated at
-            once. Both share this number of threads. With processes, each has this number.
+            once. Both steps share this number of threads. With processes, each step has this number
+            of processes.
         timeout: Longest wait for a batch in seconds; None waits without a limit.
         output_order: "completion" passes items and batches on as they are ready, "input" in the
             order of the source.
@@ -114,7 +115,12 @@ class PipelineDataLoader:
         return self._pipeline.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch continue there; see :meth:`Pipeline.load_state_dict`.
+        """Have the next epoch continue where ``state`` was taken.
+
+        See :meth:`Pipeline.load_state_dict`.
+
+        Args:
+            state: What :meth:`state_dict` returned.
 
         Raises:
             TypeError, ValueError, RuntimeError: Those of :meth:`Pipeline.load_state_dict`.
@@ -127,7 +133,7 @@ class PipelineDataLoader:
         return f"<PipelineDataLoader{chain}{', closed' if self._is_closed else ''}>"
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch. An epoch that is under way is left.
+        """Return an iterator over a new epoch. An epoch that is under way is left.
 
         Raises:
             ClosedLoaderError: After ``close()``.

@@ -2,9 +2,10 @@
 
 Guarantees:
     * ``end`` cancels all coroutines, and the asyncio tasks that ops have begun. A coroutine that
-      resists cancelling, or blocks the loop, is left behind with its thread, which keeps neither
-      the caller nor the interpreter alive.
-    * Contexts of stages are torn down on the loop when all coroutines are cancelled.
+      resists being cancelled is abandoned. One that blocks the loop is left behind with its thread,
+      which keeps neither the caller nor the interpreter alive.
+    * Contexts of stages are torn down on the loop when all coroutines were cancelled, or after
+      ``_CANCEL_S`` seconds.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from shmloader.pipeline.executors import EXIT_S, refuse_coroutine
 from shmloader.pipeline.lifecycle import LoopContexts
 from shmloader.threads.background import BackgroundThread
 
-# How long coroutines may take to be cancelled, in seconds.
+# How long coroutines may take to end after they were cancelled, in seconds.
 _CANCEL_S = 0.3
 
 
@@ -37,7 +38,7 @@ class _LoopThread(BackgroundThread):
         self._is_stopped = False
 
     def wake(self) -> None:
-        """Make the thread pause. Called from the thread that asks for it."""
+        """Make the thread pause. Called from the thread that asks for the pause."""
         self.call(self.pause)
 
     def call(self, function: Callable[[], object]) -> None:
@@ -57,8 +58,8 @@ class _LoopThread(BackgroundThread):
         try:
             asyncio.set_event_loop(self.loop)
             while not self._is_stopped:
-                # An asyncio task of an op that raises SystemExit or KeyboardInterrupt ends the run.
-                # The coroutine that awaits the task gets the exception, so the loop continues.
+                # If an asyncio task of an op raises SystemExit or KeyboardInterrupt, `run_forever`
+                # raises it, too. The coroutine that awaits the task gets it, so the loop continues.
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     self.loop.run_forever()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -70,9 +71,9 @@ class _LoopThread(BackgroundThread):
 class LoopExecutor:
     """Runs coroutines and async generators on an event loop with a thread of its own.
 
-    One asyncio task runs a job and those that follow from it. It stays with an async generator to
-    the generator's end, and sleeps while the epoch has no room for results: what the generator does
-    (a timeout, a task group) may belong to the asyncio task that runs it.
+    One asyncio task runs a job and those that follow from it. It runs an async generator to the
+    generator's end, and sleeps while the epoch has no space for results. The generator cannot move
+    to another asyncio task, since its timeouts and task groups belong to the task that runs it.
 
     Args:
         name: The thread's name.
@@ -94,7 +95,7 @@ class LoopExecutor:
         self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Have a task run, or an async generator resume. From any thread."""
+        """Run a task on the loop, or resume an async generator. From any thread."""
         self._waiting.append(task)
         if not self._is_called:
             self._is_called = True
@@ -159,8 +160,8 @@ class LoopExecutor:
 
     async def _suspend(self, task: Task) -> None:
         """Wait until the generator's result was passed on, and its job was put here again."""
-        # Keyed by the job: it comes back as another task. No step of the loop lies between the
-        # result and this line, so it cannot have come back before.
+        # Keyed by the job, which comes back in another `Task`. No step of the loop lies between the
+        # result and this line, so the job cannot have come back before.
         suspended = self._suspended[id(task.job)] = self._thread.loop.create_future()
         try:
             await suspended

@@ -1,14 +1,14 @@
-"""Measures the stages of one epoch. Pure: the epoch tells the time.
+"""Measures the stages of one epoch. Pure: the epoch sets the clock.
 
 A stage has *places*, one for each item that may be in work at once. At each moment a place is in
 work (its item is in the op, or about to be), behind (its results wait for those of an earlier
-item), blocked (its results wait for room in the queue), or free (it waits for an item). The meters
+item), blocked (its results wait for space in the queue), or free (it waits for an item). The meters
 sum up these times over all places, once for all time and once for the time in which the consumer
 waited.
 
-Summing up at each change would cost more than passing the items on. So the state is looked at
-before a change, and counts for the time since it was last looked at, if that was long enough ago.
-Where changes are rarer than that, this is exact.
+Summing up at each change would cost more than passing the items on. So the state is measured only
+before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
+time since then. If changes are rarer than that, the sums are exact.
 """
 
 from shmloader.insight.histogram import Histogram
@@ -24,8 +24,8 @@ class Clock:
         first_ns: When the epoch began.
         now_ns: The present time.
         waited_ns: How long the consumer has waited so far.
-        startup_ns: How long it has waited for the first item.
-        is_waiting: Whether it waits now.
+        startup_ns: How long the consumer has waited for the first item; 0 before it has come.
+        is_waiting: Whether the consumer waits now.
     """
 
     __slots__ = ("first_ns", "is_waiting", "now_ns", "startup_ns", "waited_ns")
@@ -45,8 +45,9 @@ class Meter:
         out_count: Results passed on.
         failed_count: Calls that failed.
         left_out_count: Calls without a result.
-        calls: Times in the op, one for each call; of the source, one for each item.
-        work_ns: The sum of the same, with the time until the op was called.
+        calls: Times in the op, one for each call; for the source, one for each item.
+        work_ns: Sum of the times of these calls in the op, and before the op was called; 0 for the
+            source.
         working_ns: Time in work, over all places.
         blocked_ns: Time blocked.
         behind_ns: Time behind.
@@ -63,14 +64,14 @@ class Meter:
         self.waited_occupied_ns = 0
 
     def add(self, working: int, blocked: int, behind: int, elapsed_ns: int, waited_ns: int) -> None:
-        """Add a time in which the stage was in one state.
+        """Add a period in which the stage was in one state.
 
         Args:
-            working: Places in work.
-            blocked: Places blocked.
-            behind: Places behind.
-            elapsed_ns: How long.
-            waited_ns: How long of that the consumer waited.
+            working: Number of places in work.
+            blocked: Number of places blocked.
+            behind: Number of places behind.
+            elapsed_ns: Length of the period.
+            waited_ns: For how much of the period the consumer waited.
         """
         self.working_ns += working * elapsed_ns
         self.blocked_ns += blocked * elapsed_ns

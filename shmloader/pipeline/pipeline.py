@@ -1,4 +1,4 @@
-"""A built pipeline, and its iterator. Used from one thread at a time."""
+"""A built pipeline, and its iterator. One thread at a time takes items from them."""
 
 import contextlib
 import copy
@@ -24,11 +24,12 @@ from shmloader.threads.uninterruptible import uninterruptible
 
 
 class Pipeline:
-    """Made by :meth:`PipelineBuilder.build`. Iterate it, or call :meth:`get_item` for each item.
+    """A source and a chain of stages that process its items. Made by :meth:`PipelineBuilder.build`.
 
-    One thread at a time uses it, and one *epoch*, a run through its source, is under way at a time.
+    Iterate it, or call :meth:`get_item` for each item. Only one thread at a time may take items,
+    and only one *epoch* (a run through the source) is under way at a time.
 
-    Iteration starts the pipeline if it was not started. It is stopped again at the end, at an
+    Iteration starts the pipeline if it was not started, and then also stops it: at the end, at an
     error, at a ``break`` and when the iterator is garbage. Between :meth:`start` and :meth:`stop`
     (or inside :meth:`auto_stop`) threads and worker processes persist from one epoch to the next.
 
@@ -36,14 +37,16 @@ class Pipeline:
 
     * 1 that the source has yielded and that waits to be passed on;
     * 8 before the first stage, and 2 before each further one;
-    * in each stage ``concurrency``, or twice that with ``executor="process"``;
-    * in each aggregate one list;
+    * ``concurrency`` in each stage, or twice that with ``executor="process"``;
+    * one list in each aggregate;
     * ``buffer_size`` in the sink, and what the consumer holds.
 
-    A running call has its item and, at its end, its result. A list counts as the items that it was
-    made of. Of a generator's results one waits at a time, but in a process or a user's executor all
-    results for an item come together. Results of a stage on processes lie in slots, as many as may
-    be in flight after that stage but at most 64. Further results are copied to ordinary memory.
+    A running call holds its item and, at its end, its result. A list counts as the items that it
+    was made of. A generator has one result waiting at a time, but in a process, in a user's
+    executor, and on threads with ``setup``, all results for an item come together.
+
+    Results of a stage on processes lie in shared-memory slots: as many as may be in flight after
+    that stage, but at most 64. Further results are copied to ordinary memory.
 
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,
@@ -98,16 +101,16 @@ class Pipeline:
         """End threads, worker processes and the epoch. May be called again, and from any thread.
 
         Takes at most a second. Items in flight are lost, coroutines are cancelled, and workers are
-        ended. A thread that is in an op is not waited for, except for a moment. It ends when the op
-        returns, and keeps neither this process nor its memory alive. Contexts of stages are torn
-        down where their ops ran, and are waited for as long as ops are.
+        ended. A thread that is in an op is waited for only a moment. It ends when the op returns,
+        and keeps neither this process nor its memory alive. ``teardown`` of a stage is called where
+        its ops ran, and is also waited for only a moment.
         """
         self._is_started = self._is_kept = False
         self._runtime.end()
 
     @contextlib.contextmanager
     def auto_stop(self) -> Iterator[Self]:
-        """Start, yield the pipeline, and stop at the end of the block."""
+        """Start the pipeline, yield it, and stop it at the end of the ``with`` block."""
         self.start()
         try:
             yield self
@@ -124,14 +127,15 @@ class Pipeline:
 
         Raises:
             TypeError, ValueError: If ``timeout`` is not a number of seconds.
-            TimeoutError: If no item comes in time. Nothing is lost. Its text says which stages have
-                items in work and for how long, and which ones wait.
-            EOFError: At the end of the epoch. :meth:`start` begins the next one.
-            ClosedLoaderError: If it is not started, or the epoch was left or has failed before.
+            TimeoutError: If no item comes in time. Nothing is lost. The error's text says which
+                stages have items in work and for how long, and which stages wait.
+            EOFError: At the end of the epoch. :meth:`start` begins the next epoch.
+            ClosedLoaderError: If the pipeline is not started, or if the epoch was left or has
+                failed before.
             WorkerDiedError: If a worker process has died.
             TooManyFailures: If more calls failed than ``max_failures`` allows.
-            Exception: The exception of an op, with a note that names stage and item. The epoch is
-                over then.
+            Exception: The exception of an op, with a note that names stage and item. This ends the
+                epoch.
         """
         if timeout is not None:
             check_timeout(timeout)
@@ -189,7 +193,8 @@ class Pipeline:
     def get_iterator(self, timeout: float | None = None) -> "PipelineIterator":
         """Return an iterator over the epoch that was started, or over a new one.
 
-        It is a new epoch if the present one is over, or has an iterator already, which then ends.
+        A new epoch begins if the present one is over, or if it already has an iterator. ``next()``
+        of that earlier iterator then raises ``ClosedLoaderError``.
 
         Args:
             timeout: Longest wait for each item in seconds; by default the ``timeout`` of ``build``.
@@ -217,50 +222,57 @@ class Pipeline:
         """Return where the time of the newest epoch went, stage by stage, and what limits it.
 
         ``print`` shows a table. May be called at any time, from any thread, also after
-        :meth:`stop`. Epochs that were begun before are not included.
+        :meth:`stop`. Earlier epochs are not included.
         """
         runtime = self._runtime
         return snapshot(self._config, runtime.epoch, runtime.describe())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where an epoch begins that continues after the last item that was delivered.
+        """Return the position after the last delivered item, for :meth:`load_state_dict`.
 
         Items that were read ahead, or are in work, are not lost: a resumed pipeline reads them
-        again. When an epoch has been taken to its end, the next one begins. After ``break``,
-        :meth:`stop` or an error, it is the position that was reached.
+        again. After the end of an epoch, the position is the beginning of the next epoch. After
+        ``break``, :meth:`stop` or an error, it is the position that was reached.
 
         The source is resumed by its own state if it has both ``state_dict()`` and
-        ``load_state_dict()``. Its state is taken where it is iterated, after each item (see
-        ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), and copied. A
-        ``collections.abc.Sequence`` is resumed by index. Stages with more than one item at once
-        need ``output_order="input"``. Of an item whose results were delivered in part (of a
-        generator function, or of ``disaggregate``), the op is called again, and as many of its
-        first results are dropped: ops should make the same results again.
+        ``load_state_dict()``. That state is taken and copied after each item (see
+        ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), on the thread or the loop
+        that iterates the source. A ``collections.abc.Sequence`` is resumed by index.
 
-        Failures of ``max_failures`` are counted anew. A share of the calls, and whether all failed,
-        is judged at the end of a resumed epoch only if it has 100 calls left. Contexts of ``setup``
-        are not saved.
+        Stages with more than one item at once need ``output_order="input"``. If only some of an
+        item's results were delivered (by a generator function, or by ``disaggregate``), the op is
+        called with the item again, and the results that were delivered before are dropped. So the
+        op should make the same results again.
+
+        Failures are counted from 0 again for ``max_failures``. At its end, a resumed epoch is
+        judged (by a share of the calls, or because all calls failed) only if it had at least 100
+        calls left. Contexts of ``setup`` are not saved.
 
         Returns:
             A dict of numbers, strings and lists, and the source's own state.
 
         Raises:
             RuntimeError: If the source cannot be resumed, or a stage does not keep the order.
-            Exception: What the source's ``state_dict()`` raises, or copying its state.
+            Exception: An exception of the source's ``state_dict()``, or of copying its state.
         """
         return save_state(self._config, self._runtime.checkpoint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch continue where ``state`` was taken.
 
-        Calls the source's ``load_state_dict()`` at once, on the calling thread. Stages may have
-        another ``concurrency``, ``executor`` or buffer than when the state was taken.
+        Calls the source's ``load_state_dict()`` at once, on the calling thread. ``concurrency``,
+        ``executor`` and ``buffer_size`` may differ from those with which the state was taken.
+
+        Args:
+            state: What :meth:`state_dict` returned, of this or of an equally built pipeline.
 
         Raises:
             TypeError: If the state is not a dict.
-            ValueError: If it was not saved by a pipeline, is damaged, or does not fit this one.
-            RuntimeError: If an epoch is under way (end its iterator, or call :meth:`stop`), or for
-                the reasons that :meth:`state_dict` has.
+            ValueError: If the state was not saved by a pipeline, is damaged, or does not fit this
+                pipeline.
+            RuntimeError: If an epoch is under way (end its iterator, or call :meth:`stop`), or if
+                the pipeline cannot be resumed; see :meth:`state_dict`.
+            Exception: An exception of the source's ``load_state_dict()``.
         """
         start = check_state(self._config, state)
         if self._runtime.is_under_way:
@@ -282,7 +294,7 @@ class Pipeline:
     # Iterators ---------------------------------------------------------------------------
 
     def _reader_left(self, epoch: Epoch) -> None:
-        """Stop, or leave the epoch: its iterator takes no further item."""
+        """Stop the pipeline, or leave the epoch, whose iterator takes no further item."""
         if self._runtime.epoch is not epoch:
             return
         if not self._is_kept:

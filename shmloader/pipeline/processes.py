@@ -1,4 +1,4 @@
-"""An executor of worker processes: the loader's own engine, pool and slots.
+"""Runs a stage's op in worker processes, with the loader's own engine, pool and slots.
 
 ::
 
@@ -9,9 +9,9 @@
                                                                                 written to the slot
     epoch.finished(task, result) ◀───── views of the slot ◀── a layout ────────
 
-The dataset of a worker is the op: ``dataset[item]`` calls it. The engine sees one endless epoch,
-and returns results as they come. The flow decides about their order, and drops those of an epoch
-that was left. So workers persist from one epoch of the pipeline to the next.
+For the workers, the op looks like a dataset: ``dataset[item]`` calls it. The engine sees one
+endless epoch, and returns results as they come. The pipeline's epoch puts them in order if asked
+to, and drops them if it was left. So workers persist from one epoch of the pipeline to the next.
 
 Guarantees:
     * A task whose epoch was left before it went to a worker is dropped.
@@ -53,10 +53,10 @@ _GRACE_S = 0.3
 
 
 class FailedSetup:
-    """What a worker returns for each item if ``setup`` has raised.
+    """What a worker returns for an item if ``setup`` has raised.
 
     Args:
-        error: What it has raised.
+        error: The exception of ``setup``.
     """
 
     def __init__(self, error: RemoteError) -> None:
@@ -71,7 +71,7 @@ class OpItems:
 
     Args:
         op: The op.
-        lifecycle: Its ``setup`` is called once, before the first item.
+        lifecycle: Its ``setup`` is called before the first item; None if the stage has none.
     """
 
     def __init__(self, op: Callable[..., Any], lifecycle: Lifecycle | None = None) -> None:
@@ -97,18 +97,18 @@ def unchanged(result: Any) -> Any:
 
 
 class _Stop(BaseException):
-    """Ends the thread."""
+    """Raised on the engine's thread to end it."""
 
 
 class _Tickets(Inbox):
-    """Tasks on their way to the engine, which takes as many as its window has room for.
+    """Tasks on their way to the engine, which takes as many as its window has space for.
 
     Attributes:
         tasks: Tasks that the engine has not taken yet.
-        sent: Tasks that the engine has, by the number of their ticket.
+        sent: Tasks that the engine has, by the number (``seq``) of their ticket.
 
     Args:
-        window: Most tickets in flight.
+        window: How many tickets may be in flight.
     """
 
     def __init__(self, window: int) -> None:
@@ -122,7 +122,7 @@ class _Tickets(Inbox):
         return self
 
     def __next__(self) -> object:
-        """Return the next item. Called on the engine's thread."""
+        """Return the next item, or raise StopIteration for now. Called on the engine's thread."""
         while self.tasks and len(self.sent) < self._window:
             task = self.tasks.popleft()
             if not task.epoch.is_over:
@@ -136,7 +136,7 @@ class _Tickets(Inbox):
 
 
 def _do_nothing(*_: object) -> None:
-    """Do nothing when the engine requests a ticket: tickets come by themselves."""
+    """Do nothing when the engine requests a ticket: tickets come without a request."""
 
 
 class _Thread(BackgroundThread):
@@ -146,7 +146,7 @@ class _Thread(BackgroundThread):
         name: The thread's name.
         engine: The engine.
         tickets: The engine's tickets.
-        is_generator: Whether the op is a generator function, whose results are a list.
+        is_generator: Whether the op is a generator function, whose results come as a list.
     """
 
     def __init__(self, name: str, engine: Engine, tickets: _Tickets, is_generator: bool) -> None:
@@ -179,7 +179,7 @@ class _Thread(BackgroundThread):
         _close(self._engine)
 
     def _serve_one(self) -> bool:
-        """Wait for one result and bring it to its epoch. Returns whether there may be another."""
+        """Wait for a result and bring it to its epoch. Returns whether another one may come."""
         engine, sent = self._engine, self._tickets.sent
         try:
             result = engine.next_batch()
@@ -234,12 +234,13 @@ def _close(engine: Engine) -> None:
 class ProcessExecutor:
     """Runs the tasks of one stage in worker processes.
 
-    Make it, and so start the workers, before any thread of the pipeline: it may fork.
+    The constructor starts the workers, and may fork. So it is called before the pipeline starts a
+    thread.
 
     Args:
         pipe: The stage.
-        lend_limit: Most results that lie in their slots at once; further ones are copied out.
-        locker: Page-locks the slots, if a device reads results out of them.
+        lend_limit: How many results may lie in their slots at once; further ones are copied out.
+        locker: Page-locks the slots, if a device reads results out of them; else None.
         executor_count: How many such executors the pipeline has.
 
     Raises:
@@ -308,7 +309,7 @@ class ProcessExecutor:
         """Have a worker run a task. From any thread."""
         self._tickets.tasks.append(task)
         self._engine.wake()
-        # Checked last: before, the engine's thread might end without seeing the task.
+        # Checked last: after an earlier check, the engine could still close and not see the task.
         if self._engine.is_closed:
             error = ClosedLoaderError("the stage's workers have been ended")
             task.epoch.failed_for_good(task, error)
@@ -321,16 +322,16 @@ class ProcessExecutor:
         """End the workers after ``end``, and free all slots but those under live tensors.
 
         Args:
-            deadline: End of the wait for the thread, on the clock of ``time.monotonic()``. Workers
-                have a moment more.
+            deadline: End of the wait for the thread, on the clock of ``time.monotonic()``. The wait
+                for the workers may take a moment more.
         """
         uninterruptible(functools.partial(self._join, deadline))
 
     def _join(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()
         if not self._thread.join(left_s) and self._thread.leave_closing():
-            # The garbage collector runs this on a background thread, or the thread is stuck reading
-            # a result. It uses all that would be closed here, except for the workers.
+            # The garbage collector runs this on a background thread, or the engine's thread hangs
+            # while it reads a result. That thread closes the rest later, since it still uses it.
             if may_wait_here():
                 self._engine.end_workers()
             return

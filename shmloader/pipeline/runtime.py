@@ -2,7 +2,7 @@
 
 Executors are made when the pipeline starts, and persist from one epoch to the next. If an epoch was
 left before its end, threads may still be in its ops: they are left behind, and the next epoch gets
-new ones. Worker processes persist.
+new threads. Worker processes persist in this case, too.
 """
 
 import atexit
@@ -33,18 +33,18 @@ from shmloader.threads.uninterruptible import uninterruptible
 # How long `end` waits for threads, which may be in an op, in seconds.
 _JOIN_S = 0.4
 
-# Batches whose copies to a device may be under way or not yet taken.
+# How many batches may be on their way to a device, or be there and not yet taken.
 _TRANSFERS_AHEAD = 2
 
 
 class _Executor(StageExecutor, Protocol):
-    """An executor that is ended here."""
+    """An executor that the runtime ends."""
 
     def end(self) -> None:
-        """Tell it to end. From any thread; does not wait."""
+        """Tell the executor to end. From any thread; does not wait."""
 
     def join(self, deadline: float) -> object:
-        """Wait for its end, until ``deadline`` (``time.monotonic()``)."""
+        """Wait for the executor's end, until ``deadline`` (``time.monotonic()``)."""
 
 
 class _DeviceExecutor(ThreadExecutor):
@@ -64,7 +64,7 @@ class _DeviceExecutor(ThreadExecutor):
             del batch  # a traceback pins this frame, which must not pin the slot
 
     def join(self, deadline: float) -> bool:
-        """Wait for the thread as other executors do, and for the copies under way."""
+        """Wait for the thread, and if it has ended, for the copies under way."""
         has_ended = super().join(deadline)
         if has_ended:
             self.stage.close()
@@ -76,7 +76,7 @@ class PipelineRuntime:
 
     Attributes:
         epoch: The present epoch, over or not; None before the first.
-        pid: The process that began the first epoch, which the runtime belongs to; None before.
+        pid: The process that the runtime belongs to: it began the first epoch. None before that.
 
     Args:
         config: The stages.
@@ -97,7 +97,7 @@ class PipelineRuntime:
         # All executors but those on processes. None when there are none, as after a left epoch.
         self._executors: list[_Executor] | None = None
         self._stage_ops: list[StageOp | None] = []
-        # By the index of the stage.
+        # Both are keyed by the index of the stage.
         self._processes: dict[int, ProcessExecutor] = {}
         self._destinations: dict[int, Destination] = {}
 
@@ -189,15 +189,15 @@ class PipelineRuntime:
         return found
 
     def resume(self, start: Checkpoint) -> None:
-        """Have the next epoch begin at a checkpoint, at whose state the source is already."""
+        """Have the next epoch begin at a checkpoint, whose state the source has loaded already."""
         self._start = start
 
     # Ends -----------------------------------------------------------------------------------
 
     def _end_at_exit(self) -> None:
-        """End everything at the interpreter's exit, if there is something to tear down.
+        """Have everything ended at the interpreter's exit, if a stage has a ``teardown``.
 
-        Otherwise threads are parked there, and nothing is ended.
+        Otherwise the exit only parks the threads.
         """
         lifecycles = (stage.lifecycle for stage in self._config.stages if isinstance(stage, Pipe))
         has_teardown = any(one is not None and one.teardown is not None for one in lifecycles)
@@ -206,13 +206,16 @@ class PipelineRuntime:
             atexit.register(self._at_exit)
 
     def finish_epoch(self) -> None:
-        """Free what executors hold of an epoch that has come to its end. They persist."""
+        """Free what executors hold of an epoch after its regular end. The executors persist."""
         for executor in self._executors or ():
             if isinstance(executor, _DeviceExecutor):
                 executor.stage.close()
 
     def leave_epoch(self, why: str) -> None:
-        """Leave the present epoch. May be called from anywhere, and again."""
+        """Leave the present epoch, and end all executors except those on processes.
+
+        May be called from anywhere, and again.
+        """
         if self.epoch is not None:
             self.epoch.leave(why)
         self._end(with_processes=False)
@@ -241,7 +244,7 @@ class PipelineRuntime:
         """Tell executors to end, and wait for them. Called again after an interruption.
 
         Args:
-            ended: Executors that were to be ended before the interruption.
+            ended: Empty at first. Gets the executors to end, and keeps them for the next call.
             deadline: End of the wait, on the clock of ``time.monotonic()``.
             with_processes: Whether to end worker processes, too.
         """
@@ -300,10 +303,10 @@ class PipelineRuntime:
     def _make_stage_ops(
         self, executors: list[_Executor], processes: dict[int, ProcessExecutor]
     ) -> list[StageOp | None]:
-        """Make the executors but those on processes, and say how each stage is run.
+        """Make all executors except those on processes, and return how each stage is run.
 
         Args:
-            executors: Gets each executor that is made, at once.
+            executors: Gets each new executor as soon as it is made.
             processes: The executors on processes, by the index of their stage.
         """
         config = self._config
@@ -348,7 +351,7 @@ class PipelineRuntime:
             stage_ops.append(
                 StageOp(
                     stage.name, op, stage.kind, executor,
-                    # A worker process has its own.
+                    # A worker process calls `setup` itself.
                     lifecycle=None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle,
                     waits_for_threads=stage.runs_on is RunsOn.THREADS,
                 )
@@ -359,7 +362,7 @@ class PipelineRuntime:
 def _start(
     executor: ThreadExecutor | LoopExecutor, executors: list[_Executor]
 ) -> ThreadExecutor | LoopExecutor:
-    """Start an executor. It is listed first: an interruption must leave no thread unlisted."""
+    """Start and return an executor. It is listed before: no thread may start unlisted."""
     executors.append(executor)
     executor.start()
     return executor

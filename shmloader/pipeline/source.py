@@ -1,10 +1,11 @@
-"""Iterates a source, and knows from where an epoch could be resumed.
+"""Iterates a source, and makes the checkpoints from which an epoch can be resumed.
 
 A source can be resumed
 
-* by its own state, if it has both ``state_dict()`` and ``load_state_dict()``. The state is taken
-  where the source is iterated, after an item and before it is asked for the next one. Where it is
-  not taken after each item, the items since then are counted, and read again.
+* by its own state, if it has both ``state_dict()`` and ``load_state_dict()``. The state is taken on
+  the thread or the loop that iterates the source, after an item and before the next one is
+  requested. If it is not taken after each item, the items since then are counted, and a resumed
+  epoch reads them again.
 * by index, if it is a ``collections.abc.Sequence`` (a list, a range, …).
 """
 
@@ -48,7 +49,7 @@ class Unsaved:
 
 
 def saved_state(source: Any) -> object:
-    """Return a copy of what a source's ``state_dict()`` returns, or why there is none."""
+    """Return a copy of what a source's ``state_dict()`` returns, or an :class:`Unsaved`."""
     try:
         return copy.deepcopy(source.state_dict())
     except Exception as error:  # noqa: BLE001 - raised where the pipeline's state is asked for
@@ -56,7 +57,7 @@ def saved_state(source: Any) -> object:
 
 
 def fresh(source: Source) -> Checkpoint | None:
-    """Return where a new epoch begins; None if the source cannot be resumed."""
+    """Return the checkpoint where a new epoch begins; None if the source cannot be resumed."""
     match how_it_resumes(source):
         case Resumes.BY_STATE:
             return Checkpoint(saved_state(source), 0)
@@ -67,19 +68,20 @@ def fresh(source: Source) -> Checkpoint | None:
 
 
 class SourceReader:
-    """Iterates a source once.
+    """Iterates a source once, from a checkpoint on.
 
-    ``note_item`` and ``note_end`` are called where the source is iterated.
+    ``note_item`` and ``note_end`` are called on the thread or the loop that iterates the source.
 
     Attributes:
-        start: Where the epoch begins; None if the pipeline cannot be resumed.
-        is_resumed: Whether that is what a loaded state says.
+        start: The checkpoint where the epoch begins; None if the pipeline cannot be resumed.
+        is_resumed: Whether ``start`` comes from a loaded state.
 
     Args:
-        source: The source. If it has a state of its own, it is at ``start.saved``.
-        start: See above.
-        snapshot_every: After how many items the source's own state is taken; 0 for never.
-        is_resumed: See above.
+        source: The source. If it has a state of its own, it has already loaded ``start.saved``.
+        start: The checkpoint where the epoch begins, or None.
+        snapshot_every: After how many items the source's own state is taken again; with 0, it is
+            taken only at the end.
+        is_resumed: Whether ``start`` comes from a loaded state.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class SourceReader:
         self._saved, self._read = (None, 0) if start is None else (start.saved, start.read)
 
     def iterate(self) -> Iterator[Any]:
-        """Return an iterator over the items that are left. On the source's thread.
+        """Return an iterator over the items that are left. Called on the source's thread.
 
         Raises:
-            RuntimeError: If the source has fewer items than were read before.
+            RuntimeError: If the source has fewer items than were read when the state was saved.
         """
         source: Any = self._source
         if self._how is Resumes.BY_INDEX and self._read:
@@ -112,7 +114,7 @@ class SourceReader:
         return items
 
     async def iterate_async(self) -> AsyncIterator[Any]:
-        """Yield the items that are left. On the event loop.
+        """Yield the items that are left. Runs on the event loop.
 
         Raises:
             RuntimeError: As for :meth:`iterate`.

@@ -23,22 +23,22 @@ class Job:
     """One item at one stage.
 
     Attributes:
-        number: Number of its stage in the flow. Not the stage, which holds the job: a reference
-            cycle would keep a flow that was left, and all that is in flight in it, alive until the
-            garbage collector runs.
+        number: The number of the job's stage in the flow. It does not refer to the stage itself,
+            which holds the job: a reference cycle would keep a flow that was left, and all that is
+            in flight in it, alive until the garbage collector runs.
         item: The item; None once the job is done.
         after: The checkpoint after the item.
-        before: The checkpoint before it.
-        dropped: How many of its first results are dropped, since they came before the epoch was
-            resumed.
-        ready_ns: When it could start, or resume.
-        began_ns: When its op was called, or resumed; the executor sets it. 0 before, and where the
-            executor reports ``op_ns`` itself.
+        before: The checkpoint before the item.
+        dropped: How many of its first results are dropped, since they were delivered before the
+            epoch was resumed.
+        ready_ns: When the job could start, or resume.
+        began_ns: When its op was called, or resumed; the executor sets it. 0 before that, and if
+            the executor sets ``op_ns`` itself.
         op_ns: Time in the op so far.
-        work_ns: The same, with the time until the op was called.
-        result_count: How many results it has made.
+        work_ns: Time in the op, and before the op was called, so far.
+        result_count: How many results the job has made.
         results: The iterator of a generator function's results; the executor sets it.
-        outputs: Results that wait for a place in the queue; None if there were none so far.
+        outputs: Results that wait for space in the queue; None if there were none so far.
         is_done: Whether no further result comes.
     """
 
@@ -62,10 +62,10 @@ class StageQueue:
 
     Attributes:
         items: The items, each with its checkpoint.
-        capacity: How many there may be.
-        low: A result that has waited is put here once no more than this number of items is left.
-            A number below ``capacity - 1`` wakes the stage before more rarely, for several results
-            at a time.
+        capacity: How many items may wait.
+        low: If the queue was full, results that wait for space are put here only when at most this
+            many items are left. With a number below ``capacity - 1``, the stage before the queue is
+            woken more rarely, for several results at a time.
         is_ended: Whether no further item comes.
     """
 
@@ -82,21 +82,23 @@ class PipeStage:
     """A stage whose jobs an executor runs.
 
     Attributes:
-        number: Its number in the flow; the source is 0.
+        number: The stage's number in the flow; the source is 0.
         before: The queue that items come from.
         after: The queue that results go to.
-        failure_counter: Counts the calls; None where the first failure is raised.
+        failure_counter: Counts the calls; None if the first failure is raised.
         meter: Measures the stage.
         working: The jobs that executors have, oldest first.
-        free: How many further items may be in the stage.
-        held: In order: all jobs. Else: those whose results wait for the queue.
-        is_cut: Whether it takes nothing more in, since it or a later stage has failed.
+        free: How many further items the stage can take in.
+        held: With ``in_order``, all jobs in the stage. Otherwise, the jobs whose results wait for
+            space in the queue.
+        is_cut: Whether the stage takes nothing more in, since it or a later stage has failed.
 
     Args:
-        clock: The time.
+        clock: The flow's clock.
         capacity: Items that may be in the stage.
         in_order: Whether results leave in the order of the items.
-        places: Items that may be in work at once; others are on their way. None for ``capacity``.
+        places: Items that may be in work at once; further items in the stage are on their way to a
+            worker. None for ``capacity``.
         start: Where the epoch begins; None if items have no checkpoints.
     """
 
@@ -128,13 +130,13 @@ class PipeStage:
         self.is_cut = False
 
     def cut(self) -> None:
-        """Start no further job, and drop the items that wait for one or may still come."""
+        """Start no further job, and drop the items that wait before the stage or still come."""
         self.is_cut = True
         self.before.items.clear()
         self.before.is_ended = True
 
     def take_in(self, ready: list[Job]) -> bool:
-        """Start jobs as far as items and capacity go. Returns whether any was started."""
+        """Start jobs as far as items and capacity go. Returns whether any item was taken in."""
         items = self.before.items
         has_taken = False
         if self.is_cut:
@@ -163,7 +165,7 @@ class PipeStage:
         ready.append(job)
 
     def end_work(self, job: Job) -> None:
-        """Note that an executor has a job no longer: it is suspended or done."""
+        """Note that an executor no longer has a job: the job is suspended or done."""
         if job not in self.working:
             return
         del self.working[job]
@@ -237,7 +239,7 @@ class PipeStage:
             return False
         error = None if self.failure_counter is None or self.is_cut else self.failure_counter.end()
         if error is not None:
-            # A last job, which brings the exception: the stage is empty and takes nothing in.
+            # A last job brings the exception. The stage is empty, and takes nothing more in.
             self.free -= 1
             outputs: collections.deque[Entry] = collections.deque([(Raised(error), None)])
             self.held.append(Job(self.number, None, outputs=outputs, is_done=True))
@@ -247,7 +249,12 @@ class PipeStage:
         return True
 
     def measure(self, elapsed_ns: int, waited_ns: int) -> None:
-        """Have the meter add a time in which the stage was as it is now."""
+        """Have the meter add a period in which the stage was in its present state.
+
+        Args:
+            elapsed_ns: Length of the period.
+            waited_ns: For how much of the period the consumer waited.
+        """
         meter, working = self.meter, len(self.working)
         places = min(self._capacity, meter.places)  # items that are on their way do not count
         working = min(working, places)
@@ -262,7 +269,7 @@ class AggregateStage:
     """A stage that makes lists of items. It has the interface of a :class:`PipeStage`, but no jobs.
 
     Args:
-        size: Items of a list.
+        size: Number of items in a list.
         drop_last: Whether a shorter last list is left out.
     """
 
@@ -288,7 +295,7 @@ class AggregateStage:
         self.free = True
         # A full list, while it waits for the queue.
         self.held: collections.deque[Entry] = collections.deque()
-        # The checkpoint after the newest item.
+        # The checkpoint after the newest item that was taken in.
         self._newest: Checkpoint | None = None
         self.is_cut = False
 

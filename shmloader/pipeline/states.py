@@ -1,4 +1,4 @@
-"""The format of a pipeline's state, and the check whether a state fits a pipeline."""
+"""Writes and reads the state of a pipeline, and checks that a state fits a pipeline."""
 
 import reprlib
 from collections.abc import Callable, Sized
@@ -20,12 +20,12 @@ def save_state(config: PipelineConfig, checkpoint: Callable[[], Checkpoint]) -> 
     """Return a pipeline's state.
 
     Args:
-        config: The pipeline.
-        checkpoint: Returns where the resumed epoch begins.
+        config: The pipeline's configuration.
+        checkpoint: Returns the checkpoint where the resumed epoch begins.
 
     Raises:
         RuntimeError: If the pipeline cannot be resumed.
-        Exception: What the source's ``state_dict()`` has raised.
+        Exception: The exception of the source's ``state_dict()``, or of copying its state.
     """
     _check_resumable(config)
     found = checkpoint()
@@ -43,15 +43,15 @@ def save_state(config: PipelineConfig, checkpoint: Callable[[], Checkpoint]) -> 
 
 
 def check_state(config: PipelineConfig, state: object) -> Checkpoint:
-    """Return where a state has an epoch begin.
+    """Check a state, and return the checkpoint where the resumed epoch begins.
 
     Args:
-        config: The pipeline that takes it.
-        state: What the user passed.
+        config: The configuration of the pipeline that loads the state.
+        state: What the user passed to ``load_state_dict()``.
 
     Raises:
         TypeError: If the state is not a dict.
-        ValueError: If it was not saved by a pipeline, is damaged, or does not fit.
+        ValueError: If the state was not saved by a pipeline, is damaged, or does not fit.
         RuntimeError: If the pipeline cannot be resumed.
     """
     _check_resumable(config)
@@ -101,7 +101,7 @@ def _facts(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _fact(stage: Any) -> str:
-    """Return what decides about how many results a stage makes of an item."""
+    """Describe how many results a stage makes of an item."""
     if isinstance(stage, Aggregate):
         return f"aggregate({stage.size}{', drop_last=True' if stage.drop_last else ''})"
     makes_many = stage.kind in {OpKind.GENERATOR, OpKind.ASYNC_GENERATOR}

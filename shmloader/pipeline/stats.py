@@ -24,8 +24,9 @@ class PipelineStageStats:
     """The statistics of the source or of one stage, in one epoch.
 
     A stage has ``concurrency`` places. At each moment a place is busy, or it waits for one of three
-    reasons. The four shares are means over all places and over the time of the
-    epoch, and add up to 1.
+    reasons: an item, space in the queue after the stage, or the results of an earlier item. The
+    four shares (``busy_share``, ``input_wait_share``, ``output_wait_share`` and
+    ``order_wait_share``) are means over all places and over the time of the epoch, and add up to 1.
 
     Attributes:
         name: "the source", "stage 'decode'" or "aggregate(32)".
@@ -35,24 +36,25 @@ class PipelineStageStats:
         items_in: Items taken in; 0 for the source.
         items_out: Results passed on.
         failures: Calls that have failed.
-        left_out: Items without a result: the op returned None, or a generator yielded nothing else.
-            Failures are not included.
+        left_out: Items without a result: the op returned None, or a generator yielded nothing but
+            None. Failures are not included.
         op_mean_s: Mean time in the op in seconds, of calls that are over: for one call, or for one
             item of the source. In a worker process it is measured there; on the user's executor it
-            includes the time until the call begins. 0 for aggregates and for copies to a device
-            that are still under way.
-        op_p50_s: Median of these times; accurate to 7 %, like the next one.
-        op_p95_s: 95th percentile.
+            includes the time until the call begins. For a copy to a device, it is the time to start
+            the copy, which continues after that. 0 for aggregates.
+        op_p50_s: Median of these times in seconds; accurate to 7 %.
+        op_p95_s: 95th percentile of these times in seconds; accurate to 7 %.
         busy_share: Share of the time in which a place had an item in work, including the time until
             a thread, the loop or a process began with it; 0 to 1.
-        input_wait_share: Share in which a place was free, and there was no item for it.
-        output_wait_share: Share in which results waited for room in the queue after the stage.
-        order_wait_share: Share in which results waited for those of an earlier item
+        input_wait_share: Share of the time in which a place was free, and there was no item for it.
+        output_wait_share: Share of the time in which results waited for space in the queue after
+            the stage.
+        order_wait_share: Share of the time in which results waited for those of an earlier item
             (``output_order="input"``).
-        thread_wait_share: Part of the time in work, of calls that are over, before the op was
-            called: a wait for a thread, or for the loop; 0 to 1.
+        thread_wait_share: Share of the time in work, of calls that are over, before the op was
+            called: the wait for a thread, the loop or a worker process; 0 to 1.
         limit_share: Share of the consumer's waiting time in which a place was busy or waited for an
-            earlier item; 0 to 1. The verdict compares these.
+            earlier item; 0 to 1. The verdict compares these shares of all stages.
         queue_mean: Mean number of items in the queue before the stage; 0 for the source.
         queue_size: Most items that may be in that queue; 0 for the source.
     """
@@ -85,7 +87,7 @@ class PipelineStats:
         state: "not started", "running", "ended", or "ended: " and why.
         stages: The source and all stages, in order.
         items: Items delivered to the consumer.
-        elapsed_s: Seconds from the epoch's begin to its end, or to now.
+        elapsed_s: Seconds from the epoch's beginning to its end, or until now.
         items_per_s: Items per second of that time.
         wait_s: Seconds that the consumer waited for items, in ``next()`` or ``get_item()``.
         wait_share: ``wait_s`` as a share of ``elapsed_s``; 0 to 1.
@@ -109,15 +111,15 @@ class PipelineStats:
 
     @property
     def finding(self) -> PipelineFinding:
-        """The rule that made the verdict."""
+        """Which of the possible findings the verdict is based on."""
         return judge(self).finding
 
     @property
     def limiting(self) -> tuple[str, ...]:
-        """The names of what limits the speed, in order.
+        """The names of the stages that limit the speed, in the order of the pipeline.
 
-        More than one if they limit about equally; ("the consumer",) if nothing would be gained.
-        Empty if that is not known, as before the first item.
+        More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
+        nothing. Empty before the first item, and if the wait for the first item is the limit.
         """
         return judge(self).limiting
 
@@ -140,11 +142,11 @@ class PipelineStats:
         return "\n".join([*lines, "", f"  {self._sink}", "", self.verdict])
 
     def __repr__(self) -> str:
-        """Return one short line: how much, how fast, how long the consumer waited."""
+        """Return one short line: the number of items, their rate, and the consumer's wait."""
         return f"<PipelineStats: {self._headline}>"
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
+        """Return the table and the verdict as HTML, for a notebook."""
         return "\n".join(
             [
                 f"<p><b>{escape(self._headline)}</b></p>",
@@ -189,12 +191,12 @@ def _row(stage: PipelineStageStats) -> tuple[str, ...]:
 
 
 def snapshot(config: PipelineConfig, epoch: "Epoch | None", state: str) -> PipelineStats:
-    """Return the statistics of an epoch; None for before the first.
+    """Return the statistics of a pipeline's newest epoch.
 
     Args:
-        config: The pipeline.
-        epoch: Its newest epoch.
-        state: The state of that in words.
+        config: The pipeline's configuration.
+        epoch: The newest epoch; None before the first one.
+        state: The epoch's state in words, for ``PipelineStats.state``.
     """
     if epoch is None:
         return PipelineStats(buffer_size=config.buffer_size, num_threads=config.num_threads)

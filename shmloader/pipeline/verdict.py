@@ -1,9 +1,9 @@
 """Says what limits a pipeline and what to change, by rules over the statistics. Pure.
 
-What limits is judged by the time in which the consumer waited. Meanwhile the limiting stage had an
-item in each of its places all of the time, and those before and after it did not. So the stage with
-the largest share is named, together with those whose share is nearly as large: a run that is only
-slightly different must not name another one.
+Only the time in which the consumer waited is judged. During that time, the stage that limits had an
+item in each of its places, and the stages before and after it did not. So the stage with the
+largest share is named. Stages whose share is nearly as large are named with it, since a slightly
+different run must not name another stage.
 """
 
 import enum
@@ -15,18 +15,18 @@ from shmloader.insight.verdict import IDLE_SHARE
 if TYPE_CHECKING:
     from shmloader.pipeline.stats import PipelineStageStats, PipelineStats
 
-#: Start-up is the limit where it is a larger share of all waiting than this.
+#: Start-up is the limit if the wait for the first item is a larger share of all waiting than this.
 STARTUP_SHARE = 0.5
-#: Stages whose share is smaller than the largest by less than this limit, too.
+#: A stage is named, too, if its share is smaller than the largest one by less than this.
 MARGIN = 0.1
-#: Calls that wait for a thread for a larger share of their time than this need more threads.
+#: Calls need more threads if they wait for a thread for a larger share of their time than this.
 THREAD_WAIT_SHARE = 0.5
-#: Calls that are shorter than this cost less than passing their items on, in seconds.
+#: Calls that take less time than this, in seconds, cost less than passing their items on.
 TRIVIAL_S = 50e-6
 
 
 class PipelineFinding(enum.Enum):
-    """The rule that made the verdict."""
+    """What the verdict says is the limit."""
 
     NOTHING_YET = "nothing yet"
     CONSUMER = "the consumer"
@@ -42,9 +42,9 @@ class Judgement(NamedTuple):
     """What limits a pipeline.
 
     Attributes:
-        finding: The rule that holds.
-        limiting: Names of the source, of stages or of the consumer, in order.
-        text: A sentence.
+        finding: What the limit is.
+        limiting: Names of the source, of stages or of the consumer, in order; empty if none limits.
+        text: One or two sentences that say what limits, and what to change.
     """
 
     finding: PipelineFinding
@@ -53,7 +53,7 @@ class Judgement(NamedTuple):
 
 
 def judge(stats: "PipelineStats") -> Judgement:
-    """Return the rule that holds, what it names, and its sentence."""
+    """Return what limits the pipeline, with names and a text, by the first rule that holds."""
     if not stats.items:
         return Judgement(PipelineFinding.NOTHING_YET, (), "No item has been delivered yet.")
     share = stats.wait_share
@@ -106,7 +106,7 @@ def _cause(stats: "PipelineStats") -> Judgement:
             PipelineFinding.SEVERAL,
             names,
             f"{_listed(names)} limit about equally: an item was in work there for "
-            f"{_range(found)} of that time. A faster one of them alone gains little.",
+            f"{_range(found)} of that time. Making only one of them faster gains little.",
         )
     [stage] = found
     finding = PipelineFinding.SOURCE if stage.kind == "source" else PipelineFinding.STAGE
