@@ -1,7 +1,7 @@
 """Pools make the batches. This docstring states everything that the engine asks of one.
 
 The scheduler decides, the engine has its pool act, and the pool reports what happened. A pool knows
-nothing of order, epochs that come later, restarts or users.
+nothing of the order of batches, of later epochs, of restarts or of users.
 
 ==================  ==========================================  ===================================
 pool                workers                                     batches arrive
@@ -16,25 +16,27 @@ pool                workers                                     batches arrive
 Every pool keeps these rules:
 
 * A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by
-  :meth:`Events.answered` or by :meth:`Events.stream_ended`. There are two exceptions: the worker is
-  lost, which is reported once and after everything that it had answered; or the epoch is given up,
-  as described below.
+  :meth:`Events.answered` or by :meth:`Events.stream_ended`. There are two exceptions. If the worker
+  is lost, that is reported once, after everything that it had answered. If an epoch is given up, a
+  pool with a queue drops its tasks, as described below.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
-  thread. Between two calls, what happens waits in the pool.
+  thread. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
   ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
   KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
-* A pool that is inline has one worker, the thread that calls :meth:`Pool.send`, which makes the
-  batch and returns the answer. Nothing is drawn ahead for it, and it reports no events.
-* The engine calls :meth:`Pool.start_epoch` for each worker. A pool of processes answers with
-  :meth:`Events.epoch_entered`, after all tasks of the epoch before; a pool of an executor reports
-  these as empty batches, and does not wait. A pool with a queue drops them and reports nothing.
+* An inline pool has one worker: the thread that calls :meth:`Pool.send`, which makes the batch and
+  returns the answer. No tickets are drawn ahead for an inline pool, and it reports no events.
+* To begin a further epoch, the engine calls :meth:`Pool.start_epoch` for each worker. A pool of
+  processes first answers all tasks of the previous epoch, and then reports
+  :meth:`Events.epoch_entered`. A pool of an executor does not wait for these tasks: it answers them
+  with empty batches, and then reports the same. A pool with a queue drops these tasks and reports
+  nothing.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
-  mappings under tensors that the user holds. A worker that stays inside the user's code for long is
-  ended; a thread, which cannot be ended, is left behind and ends when it comes out.
+  mappings under tensors that the user holds. A worker process that stays inside the user's code for
+  long is killed. A thread cannot be killed: it is left behind, and ends once that code returns.
 
 One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_workers`` and
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
@@ -74,14 +76,15 @@ class SentTicket(Protocol):
 
     @property
     def hung(self) -> Mapping[int, str] | None:
-        """Samples of the batch that are to raise, since they took too long before.
+        """Samples of the batch that are to raise an error, since they took too long before.
 
-        By number, with what their worker was doing. Not read by an inline pool.
+        Maps their numbers to what their worker was doing. Only read by pools that support
+        ``sample_timeout``: those of processes and of threads.
         """
 
 
 class Events(Protocol):
-    """The engine, as a pool sees it: receives reports, and says which layouts workers have sent."""
+    """The engine, as a pool sees it: receives reports, and says which layouts workers sent last."""
 
     def last_layout(self, worker_id: int) -> object:
         """Return the layout that a worker sent last, or None. A restarted worker has sent none."""
@@ -96,7 +99,7 @@ class Events(Protocol):
         """Note that a task is done or has failed."""
 
     def stream_ended(self, seq: int, epoch: int, beginning: Beginning, *, is_kept: bool) -> None:
-        """Note that a worker's iterable dataset has no batch for this task or a later one.
+        """Note that a worker's iterable dataset has no batch for this task or for later ones.
 
         Args:
             seq: Number of the task.
@@ -122,7 +125,7 @@ class Events(Protocol):
 
 
 class Pool(Protocol):
-    """Workers, numbered from 0. Only in a :class:`SlotPool` do their batches come in slots.
+    """Workers, numbered from 0. Their batches come in slots only in a :class:`SlotPool`.
 
     Attributes:
         counts: Counters of slots and workers. Any thread may read them.
@@ -141,7 +144,7 @@ class Pool(Protocol):
     def is_waiting(self) -> bool:
         """Whether :meth:`wait` waits, or was left by an exception while it waited.
 
-        In that state nothing has been taken that was not reported.
+        In that state the pool has reported everything that it has received.
         """
 
     @is_waiting.setter
@@ -173,7 +176,7 @@ class Pool(Protocol):
 
         Raises:
             OSError: If there are no descriptors left for a state.
-            SharedMemoryError: If there is no memory for it.
+            SharedMemoryError: If there is no memory for a state.
         """
 
     # Events ------------------------------------------------------------------------------
@@ -217,12 +220,13 @@ class Pool(Protocol):
 
     @property
     def processes(self) -> list[Any]:
-        """The worker processes by number; empty if workers are not processes."""
+        """The worker processes by number; empty if this process has started none."""
 
     def pid(self, worker_id: int) -> int | None:
         """Return the process id of a worker, or None if it is not a process.
 
-        ``UNKNOWN_PID`` for a worker of the user's executor that has not answered yet.
+        Returns 0 for a worker that ranks share while its id is not known yet, and ``UNKNOWN_PID``
+        for a worker of the user's executor that has not answered yet.
         """
 
     def was_at(self, worker_id: int) -> AtWork:
@@ -244,15 +248,15 @@ class ReplaceablePool(Pool, Protocol):
     def kill(self, worker_id: int, seq: int) -> bool:
         """End a worker that takes too long for a sample.
 
-        A process is killed, and its loss is reported as any other. A thread cannot be ended: it is
-        left behind, and reports nothing more.
+        A process is killed, and its loss is reported like any other. A thread cannot be ended: it
+        is left behind, and reports nothing more.
 
         Args:
             worker_id: Number of the worker.
             seq: Number of the ticket that it is loading.
 
         Returns:
-            Whether it is ended. False if a thread has done with that ticket meanwhile.
+            Whether the worker is ended. False if a thread has finished that ticket meanwhile.
         """
 
     def replace(self, worker_id: int) -> None:
@@ -260,7 +264,8 @@ class ReplaceablePool(Pool, Protocol):
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            RuntimeError: If no thread can be started.
+            RuntimeError: If no thread can be started, if torch's random generator is locked in
+                each worker that is forked, or if the process that owns shared workers has ended.
             ClosedLoaderError: If another thread closes the pool meanwhile.
         """
 
@@ -269,7 +274,8 @@ class SlotPool(ReplaceablePool, Protocol):
     """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
 
     Attributes:
-        ended_leases: Not empty when :meth:`take_returns` would return something.
+        ended_leases: Leases whose views are gone. Not empty when :meth:`take_returns` would return
+            something.
     """
 
     ended_leases: Sized
@@ -294,10 +300,10 @@ class SlotPool(ReplaceablePool, Protocol):
         """
 
     def lend(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch as views of its slot. :meth:`take_returns` reports their end."""
+        """Return the batch as views of its slot. :meth:`take_returns` tells when they are gone."""
 
     def copy_out(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch in memory of its own.
+        """Return the batch in private memory, without views of its slot.
 
         Raises:
             SharedMemoryError: If the slot cannot be mapped.
@@ -307,7 +313,7 @@ class SlotPool(ReplaceablePool, Protocol):
         """Return the slots whose views are gone, each with whether it may be filled again."""
 
     def tidy(self, free_ids: list[int]) -> None:
-        """Return memory of free slots that is not needed to the kernel."""
+        """Give memory of free slots that is not needed back to the kernel."""
 
     def poison(self, slot_id: int) -> None:
         """Overwrite a slot that became free (``SHMLOADER_DEBUG=1``)."""

@@ -1,37 +1,39 @@
 """Decides how many workers there should be (``num_workers="auto"``). Pure.
 
 In each period it may try one worker more or one fewer. An additional worker stays if batches come
-faster; a removed one stays away if no consumer waits. After a trial that did not help, it pauses
-for twice as many periods as after the previous failed trial.
+faster. A removed worker stays away if no consumer then waits much. After a trial that did not help,
+it pauses for twice as many periods as after the previous failed trial.
 
-The workers of a loader have one consumer, and those of a host one for each iterator of each rank.
-The one that waits most decides: ranks that train together all go at the pace of the slowest.
+The workers of a loader have one consumer. Workers that the ranks of a host share have one for each
+iterator of each rank. The consumer that waits most decides, since ranks that train together all go
+at the pace of the slowest.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# A period has at least this length, and this many batches for each worker.
+# A period lasts at least this long, and has at least this many batches for each worker.
 PERIOD_NS = 500_000_000
 _BATCHES_EACH = 4
 # If a consumer waits for more than this share of its time, another worker may help.
 _WAITS = 0.1
 # If none waits for more than this share, a worker can go if the others can do its work.
 _NEVER_WAITS = 0.02
-# The largest share of their time that the others may be busy with it.
+# The others can do it if all the work would keep them busy for less than this share of their time.
 _BUSY = 0.7
-# By how much the rate has to grow for an additional worker to stay.
+# By which factor the rate has to grow for an additional worker to stay.
 _GAIN = 1.05
+# In periods.
 _LONGEST_PAUSE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A step that is being tried.
+    """A change of the worker count that is being tried.
 
     Attributes:
-        count: The number of workers before the step.
-        rate: Batches per nanosecond before the step.
+        count: The number of workers before the change.
+        rate: Batches per nanosecond before the change.
     """
 
     count: int
@@ -41,8 +43,8 @@ class _Trial:
 class AutoCount(int):
     """The present number of workers of a loader with ``num_workers="auto"``.
 
-    Frameworks make a loader anew from the attributes of another one. With this number as its
-    ``num_workers``, it is "auto" as well.
+    Frameworks make a new loader from the attributes of another one. With this number as its
+    ``num_workers``, the new loader is "auto" as well.
     """
 
 
@@ -85,9 +87,9 @@ class Adapter:
         """Note that a consumer took batches.
 
         Args:
-            now_ns: The time.
-            wait_ns: How long the consumer waited for them.
-            busy_ns: How long workers were busy with them.
+            now_ns: The present time by ``time.monotonic_ns()``.
+            wait_ns: How long the consumer waited for the batches.
+            busy_ns: How long workers were busy with the batches.
             batches: The number of batches.
             consumer: Tells several consumers apart.
 

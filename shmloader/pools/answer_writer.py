@@ -1,8 +1,9 @@
 """Writes a worker's answers: into the message if they are short, otherwise into the slot.
 
-All of it runs in the worker, on its main thread, between two calls of ``SlotWriter.open``. Only a
-batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
-a state is left out.
+It runs where batches are made, on the thread that makes them: in a worker process, or in a process
+of an executor. An answer goes to the slot that ``SlotWriter.open`` was last called with. A batch
+that does not fit into its slot fails. An error or report that does not fit is shortened, and a
+state that does not fit is left out.
 """
 
 import pickle
@@ -14,7 +15,7 @@ from shmloader.memory.flat import FlatLayout, ShardLayouts
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import INLINE_BYTES, Spilled, TooLong
 
-# After the user's code has kept memory of this many batches, it gets no memory of slots any more.
+# Once the user's code has kept memory of this many batches, it gets no more memory of slots.
 _KEPT_LIMIT = 4
 
 
@@ -23,7 +24,7 @@ class AnswerWriter:
 
     Attributes:
         by_value: Whether the dataset was pickled by cloudpickle; its batches may need that, too.
-        offers: Whether the user's code may have memory of the slot.
+        offers: Whether the user's code is offered memory of the slot.
 
     Args:
         writer: Writer of the slot of the task in work.
@@ -34,7 +35,8 @@ class AnswerWriter:
         self.by_value = False
         self.offers = True
         self._kept_count = 0
-        # The layout by which the main process reads this worker's next batch if it gets no other.
+        # The layout by which the main process reads this worker's next batch, unless it gets a new
+        # one with it.
         self._last_layout = b""
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()
@@ -44,7 +46,7 @@ class AnswerWriter:
 
         Args:
             batch: The collated batch.
-            may_shard: Whether a list may be a list of batches.
+            may_shard: Whether a list may be a list of batches, one for each shard.
 
         Returns:
             The pickled layout; None if it is that of the last batch.
@@ -62,12 +64,12 @@ class AnswerWriter:
         sent: bytes | Spilled | None = None
         if data != self._last_layout:
             sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self._writer.put(data))
-        # Set only now, since the main process does not get a layout that could not be written.
+        # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return sent
 
     def repeat_layout(self) -> None:
-        """Send the next batch's layout even if it is that of the last batch."""
+        """Send the next batch's layout even if it equals that of the last batch."""
         self._last_layout, self._last_flat_layout = b"", None
 
     def put_error(self, error: RemoteError, *, is_kept: bool) -> bytes | Spilled:
@@ -95,7 +97,7 @@ class AnswerWriter:
         return report.shortened().dumps() if isinstance(sent, TooLong) else sent
 
     def put_state(self, state: bytes | None) -> bytes | Spilled | TooLong | None:
-        """Write a pickled state after the batch."""
+        """Write a pickled state after the batch. Returns TooLong if it does not fit."""
         if state is None or len(state) <= INLINE_BYTES // 4:
             return state
         try:

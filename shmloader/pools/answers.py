@@ -16,7 +16,7 @@ from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
 
-#: Stands for the process id of a process of the user's executor that is not known yet.
+#: Stands for the unknown id of a process of the user's executor.
 UNKNOWN_PID = -1
 
 
@@ -42,14 +42,15 @@ class Batch:
 
     Attributes:
         content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
-        lends: Whether it lies in a slot and has a part that is large enough to be lent.
+        lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
         is_kept: Whether the worker still holds memory of the slot.
         check: The number of bytes used of the slot, and their checksum; None if not checked.
-        report: How many of its samples failed, and how; None if bad samples are raised.
+        report: How many of its samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, if one came with it.
         fingerprint: Fingerprint of the batch, if one was taken.
         times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
-        nbytes: Bytes that it takes of its slot; else the bytes of its tensors and arrays.
+        nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
+            arrays.
         looked_ns: When the engine began to look for answers, before it saw this one.
         seen_ns: When the engine saw the answer.
     """
@@ -99,7 +100,7 @@ class LocalError:
         self._error: Exception | None = error
 
     def rebuilt(self, note: str) -> Exception:  # noqa: ARG002 - the traceback says where
-        """Return the exception and drop the reference, since its traceback holds many frames."""
+        """Return the exception, and drop it here, since its traceback holds many frames."""
         error, self._error = self._error, None
         if error is None:
             raise InternalError("an exception is raised once")
@@ -113,7 +114,7 @@ class Failure:
     Attributes:
         error: Rebuilds the exception.
         is_kept: Whether the worker still holds memory of the slot.
-        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        report: How many of the batch's samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, if one came with it.
         fingerprint: Fingerprint of the batch, if one was taken.
         is_final: Whether the dataset could not be resumed, and no batch follows.
@@ -133,7 +134,8 @@ class Empty:
 
     Attributes:
         is_kept: Whether the worker still holds memory of the slot.
-        report: How many of the batch's samples failed, and how; None if bad samples are raised.
+        report: How many of the batch's samples failed, and how; None for a task whose epoch was
+            given up.
         snapshot: State of the worker's dataset after the batch, if one came with it.
     """
 
@@ -155,15 +157,17 @@ class Death:
     """Says that the worker died before it answered.
 
     Attributes:
-        pid: The worker's process id; 0 if it never started, ``UNKNOWN_PID`` for a task's.
-        exit_code: Its exit code, negative for a signal; None if it is not known.
-        oom_kills: Processes of the control group that the out-of-memory killer has ended, this
-            one possibly among them.
+        pid: The worker's process id; 0 if it never started, ``UNKNOWN_PID`` for a task of an
+            executor.
+        exit_code: The worker's exit code, negative for a signal; None if it is not known.
+        oom_kills: How many processes of the control group the out-of-memory killer has ended. The
+            worker may be one of them.
         restart_limit: The most workers that are restarted in an epoch.
-        was_elsewhere: Whether it was loading a batch of another rank, with whom this one shares it.
+        was_elsewhere: Whether the worker was loading a batch of another rank that shares it.
         because: Why the worker is gone or could not be started, if that is known; else "".
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
-        is_final: Whether a restart would not help: the executor takes no tasks, or cannot.
+        is_final: Whether a restart would not help: the executor takes no tasks, or its processes
+            cannot make batches.
     """
 
     pid: int

@@ -47,8 +47,8 @@ class Arena:
     Attributes:
         leases: The leases of lent slots.
         batches: Batches since the last :meth:`trim`.
-        is_short: Whether free slots give their pages back, since there may not be enough memory
-            for all slots of a plain loop and for samples.
+        is_short: Whether memory is short, so that free slots give their pages back: there may not
+            be enough memory for all slots of a plain loop and for samples.
         counts: Counts how slots grow.
 
     Args:
@@ -75,7 +75,7 @@ class Arena:
         self.counts = Counts()
 
     def __getitem__(self, slot_id: int) -> Slot:
-        """Return a slot, mapped as far as it was written to. A new one is made.
+        """Return a slot, mapped as far as it was written to. Makes the slot if there is none.
 
         Raises:
             SharedMemoryError: If the slot cannot be mapped.
@@ -91,11 +91,11 @@ class Arena:
         return slot if slot.nbytes >= end else self._map(slot_id, slot, end)
 
     def _map(self, slot_id: int, slot: Slot, end: int) -> Slot:
-        """Map a slot, which no batch is read from, up to ``end``; its pages are unlocked."""
+        """Map a slot up to ``end``, and unlock its pages. The slot must not be lent."""
         if self._locker is None:
             slot.reach(end, others=self._slots.values())
         elif self._locker.unlock(slot):
-            # Locked pages are known by their address. Other slots stay as they are, since a device
+            # Locked pages are known by their address. Other slots are not remapped, since a device
             # may be reading them.
             slot.reach(end)
         else:
@@ -112,7 +112,7 @@ class Arena:
         self.batches += 1
 
     def note_failed_use(self, slot_id: int, touched_bytes: int) -> None:
-        """Note how much of a slot a failed batch touched, which says nothing about others."""
+        """Note how much of a slot a failed batch touched. It tells nothing about other batches."""
         before = self._touched.get(slot_id, 0)
         if touched_bytes <= before:
             return
@@ -130,9 +130,10 @@ class Arena:
         self._touched[slot_id] = nbytes
 
     def prepare(self, slot_id: int) -> None:
-        """Give a slot's pages back if memory is short. For a slot that is free, or before its task.
+        """Give a slot's pages back if memory is short.
 
-        A worker may fill the slot much later.
+        Called for a free slot, or before the slot's task is sent: a worker may fill the slot much
+        later.
         """
         if self.is_short and self._locker is None:
             self._give_back(slot_id, 0)
@@ -155,11 +156,11 @@ class Arena:
     def poison(self, slot_id: int) -> None:
         """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
         if slot_id in self._slots:
-            with contextlib.suppress(SharedMemoryError):  # not mapped, so no view sees it
+            with contextlib.suppress(SharedMemoryError):  # not mapped, so there is no view of it
                 poison(self[slot_id], self.touched_bytes(slot_id))
 
     def trim(self, free_ids: list[int]) -> None:
-        """Give back what free slots hold, where that is far above what recent batches needed."""
+        """Give pages of free slots back that are far beyond what recent batches needed."""
         self.batches = 0
         keep = int(self._recent_bytes)
         self._recent_bytes *= _RECENT_DECAY
@@ -176,7 +177,7 @@ class Arena:
         if touched <= keep:
             return True
         slot = self._slots[slot_id]
-        # Pages that are not mapped, for want of address space, are not given back.
+        # Pages that are not mapped, since there is no address space for them, are not given back.
         if slot.nbytes < touched or not slot.give_back(keep):
             return False
         self.counts.slot_bytes += keep - touched

@@ -29,7 +29,7 @@ from shmloader.messages import (
 from shmloader.pools.answer_writer import AnswerWriter
 from shmloader.pools.worker_dataset import WorkerDataset
 
-#: What answers a task.
+#: The messages that can answer a task.
 TaskAnswer = BatchDone | BatchFailed | BatchEmpty | StreamEnded
 
 
@@ -37,9 +37,9 @@ class BatchServer:
     """Makes batches of one dataset.
 
     Attributes:
-        dataset: The dataset, which is opened, resumed and begun there.
-        writer: Writes the task's slot.
-        answers: Writes the answer.
+        dataset: The dataset, by which a caller resumes it and starts its epochs.
+        writer: Writes to the task's slot.
+        answers: Writes the answers.
 
     Args:
         config: How batches are made.
@@ -85,7 +85,7 @@ class BatchServer:
             slot: The task's slot.
 
         Returns:
-            The message. What the user's code raises is in it.
+            The answer's message. An exception of the user's code is in it.
         """
         dataset = self.dataset
         self._timer.begin()
@@ -120,7 +120,7 @@ class BatchServer:
         return self._finish(task, slot, layout, is_kept=is_kept)
 
     def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
-        """Make a batch and write it to the slot. Returns its layout, if that is a new one."""
+        """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         if not isinstance(indices, bytes):
             end = indices.offset + indices.nbytes
             slot.reach(end, others=self._slots())
@@ -173,7 +173,7 @@ class BatchServer:
 
 
 def _of(task: Task) -> tuple[int, int, int]:
-    """Return what an answer says of its task."""
+    """Return the numbers by which an answer names its task."""
     return task.seq, task.epoch, task.slot_id
 
 

@@ -1,8 +1,8 @@
 """The program of a worker process.
 
-It loops: it receives a message, makes the batch, and answers. A worker shares nothing with
-its siblings, and waits only for its own socket. It ends when that socket is closed or shut down,
-and at once when the main process dies.
+It loops: it receives a message, makes the batch, and answers. A worker shares no lock with its
+siblings, and once it is ready, it waits only for its own socket. It ends when that socket is closed
+or shut down, and at once when the main process dies.
 """
 
 import contextlib
@@ -45,9 +45,10 @@ class WorkerStart:
         tasks: How tasks are served.
         parent_death: Ends this process with the main process.
         status_page: Where the worker writes what it is doing.
-        startup: The start-up semaphore, held until the worker is ready; None if nothing limits it.
-        is_fresh: Whether the process is a fresh interpreter, which waits for its start-up.
-        reports: Whether it reports first that torch's generator is not locked.
+        startup: The start-up semaphore, held until the worker has loaded the dataset; None if the
+            number of workers that start up at a time is not limited.
+        is_fresh: Whether the process is a fresh interpreter rather than a fork of the main process.
+        reports: Whether the worker first reports that torch's generator is not locked.
     """
 
     worker_id: int
@@ -74,7 +75,7 @@ def worker_main(
             is being pickled, and will arrive through the channel.
         channel: The worker's end of its socket pair.
         start: What the worker gets.
-        close_inherited: In a forked worker, closes what other workers and loaders use.
+        close_inherited: In a forked worker, closes what other workers and loaders use; else None.
     """
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
@@ -84,7 +85,7 @@ def worker_main(
         try:
             report_unlocked(channel)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the main process waits no longer
+            return  # the main process no longer waits
     run_until_closed(channel, functools.partial(_Worker(channel, start, line).run, payload))
 
 
@@ -95,11 +96,11 @@ def enter_worker(
     close_inherited: Callable[[], None] | None,
 ) -> Line:
     """Make this process a worker. Returns its line of the status page."""
-    # The garbage collector writes its notes into the objects themselves. The first full collection
-    # would write to the page of every container of the main process, or of the fork server, and
-    # the kernel would copy them all. Frozen objects are left alone; garbage among them stays. This
-    # is not done before the fork, since unfreezing there would also unfreeze what the user, or
-    # Python 3.12, has frozen.
+    # The garbage collector writes into the headers of objects. The first full collection would
+    # write to the pages of all containers that this process shares with the main process, or with
+    # the fork server, and the kernel would copy these pages. The collector leaves frozen objects
+    # alone; garbage among them stays. The main process does not freeze before the fork, since
+    # unfreezing there would also unfreeze what the user, or Python 3.12, has frozen.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -143,7 +144,7 @@ class _Worker:
         self._poll = select.poll()
 
     def run(self, payload: Any) -> None:
-        """Get ready, then serve until the socket ends."""
+        """Get ready, then serve until the socket is closed."""
         self._prepare(payload)
         del payload
         receive, idle, take = self._channel.recvmsg, self._line.idle, self._tasks.take
@@ -177,7 +178,7 @@ class _Worker:
                 payload = payload or receive_payload(self._channel)
                 dataset, collate_fn, init_fn, on_error = load(payload)
             finally:
-                # After the modules that this imports, which may seed or draw themselves.
+                # After loading, since modules that it imports may seed the generators or draw.
                 seed = seed_worker(start.base_seed, start.worker_id)
                 if start.is_fresh:
                     end_startup(start.startup)

@@ -11,7 +11,7 @@ def usable_cores(root: Path) -> int:
     """Return how many cores affinity and quotas allow, at least 1.
 
     Args:
-        root: Directory of ``proc`` and ``sys``: ``/``.
+        root: Directory that holds ``proc`` and ``sys``, normally ``/``.
     """
     quota = core_quota(root)
     cores = affinity()

@@ -1,4 +1,4 @@
-"""The pool whose batches are made by tasks of an executor of the user's: on Dask, on Ray, anywhere.
+"""The pool whose batches are made by tasks of the user's executor: on Dask, on Ray, anywhere.
 
 ::
 
@@ -10,23 +10,23 @@
           ticket's slot, and the message         and the wakeup is set          slot's contents
           is read as a worker's is
 
-A worker of this pool is not a process: it stands for one task in flight. Which process makes a
-batch is the executor's business. So the engine's order, restarts, slots and leases are those of
-worker processes, and only :meth:`ExecutorPool.send` and :meth:`ExecutorPool.poll` know the
-executor.
+A worker of this pool is not a process, but a place: it stands for one task in flight. The executor
+decides which process makes a batch. So the engine's order, restarts, slots and leases are those of
+worker processes, and only this pool knows the executor.
 
 A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.portable`). A process
-that cannot open it says so, and its task is sent again with the payload: as bytes, or by reference
-where the executor has a store of objects (Dask's ``scatter``, or ``RayExecutor``).
+that cannot open the payload by its handle says so. Its task is then sent again with the payload: as
+bytes, or by reference where the executor has a store of objects (Dask's ``scatter``, or
+``RayExecutor``).
 
 Guarantees:
     * The executor is the user's: it is never shut down. Tasks that have not begun are cancelled
-      when the epoch is given up or the pool is closed; those that run are left to end.
-    * What the executor raises in place of a result (a node is lost, a process of a pool was killed)
-      is the loss of a worker, and what it raises in ``submit`` is as well. What the user's code
-      raises is an answer.
-    * Callbacks of futures only append to a deque and set an event. They hold neither the pool nor
-      the loader.
+      when the epoch is given up or the pool is closed. Running tasks are left to end.
+    * An exception of the executor in place of a result (a node is lost, a process of a pool was
+      killed), or in ``submit``, is the loss of a worker. An exception of the user's code is an
+      answer.
+    * Callbacks of futures only append to a deque and set an event. They refer neither to the pool
+      nor to the loader.
 
 The module is long because one object follows a task from ``submit`` to the slot: each way in which
 a task can fail changes what is known of it, of its process and of its place.
@@ -74,20 +74,21 @@ from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
-# From this size on, bytes are copied while other threads run, such as the executor's own.
+# From this size on, bytes are copied without the GIL, so that other threads run, such as the
+# executor's own.
 _FREE_BYTES = 1 << 18
 
-# How much of what an executor raises is shown.
+# How much of the text of an executor's error is shown.
 _REASON_CHARACTERS = 600
 
 
 class _Post:
-    """Where the futures' callbacks put what is done.
+    """Receives the notes of the futures' callbacks.
 
     Attributes:
-        done: Numbers of tasks whose futures are done, each with the time.
+        done: Attempts whose futures are done, each with the time by ``time.monotonic_ns()``.
         wakeup: Set after each of them.
-        is_closed: Whether nothing is taken any more.
+        is_closed: Whether notes are dropped from now on.
     """
 
     def __init__(self) -> None:
@@ -108,15 +109,15 @@ class _Sent:
     Attributes:
         seq: Number of the ticket.
         epoch: Number of its epoch.
-        attempt: Number of the call that was submitted last.
-        worker_id: The place that it has.
+        attempt: Number of the call that was submitted last for the ticket.
+        worker_id: Number of the place that the ticket has.
         slot_id: The slot of its batch.
         indices: Its pickled indices.
-        number: The worker number that it offers.
-        began_ns: When it was sent first.
-        submitted_ns: When it was submitted last.
+        number: The worker number that its task offers to the process that runs it.
+        began_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
+        submitted_ns: When the ticket was last submitted, by the same clock.
         future: The future of its task; None if it could not be submitted.
-        error: Why it could not be submitted.
+        error: Why the task could not be submitted.
     """
 
     __slots__ = (
@@ -136,7 +137,7 @@ class _Sent:
 
 
 class ExecutorPool(SlotReader):
-    """Tasks on an executor, and the slots that their batches are written to here.
+    """Tasks on an executor, and the slots to which this process copies their batches.
 
     See :class:`~shmloader.pools.SlotPool` for what the methods do and raise.
 
@@ -178,21 +179,22 @@ class ExecutorPool(SlotReader):
         # The first two arguments of all tasks.
         self._version = this_version()
         self._shared = Shared(loader, payload.handle, self._home, base_seed).dumps()
-        # Begins the names of this pool's tasks.
+        # The prefix of the names of this pool's tasks.
         self._name = f"make_batch-{secrets.token_hex(16)}"
         self._post = _Post()
         # Tasks that were sent and not answered, by the number of the attempt.
         self._tasks: dict[int, _Sent] = {}
         self._attempts = 0
-        # What is to be reported, beside answers.
+        # Reports to make besides answers.
         self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
-        # What is sent with each task from now on, where the executor has a store of objects.
+        # The reference to the payload in the executor's store of objects, sent with each task; None
+        # if the payload is not there.
         self._reference: Any = None
         self._check = self._executor.check
         # The processes that have answered, by their pickled names.
         self._processes: dict[bytes, ProcessName] = {}
         self._pids: dict[int, int] = {}
-        # The clocks of other machines, by the name that a process gives its clock.
+        # The clocks of other machines, by ``ProcessName.clock``.
         self._clocks: dict[str, RemoteClock] = {}
 
     @property
@@ -220,7 +222,7 @@ class ExecutorPool(SlotReader):
 
         Args:
             sent: The ticket.
-            contents: The payload, or a reference to it; None if the task goes without.
+            contents: The payload, or a reference to it; None if the task carries no payload.
         """
         self._attempts += 1
         attempt = sent.attempt = self._attempts
@@ -243,7 +245,8 @@ class ExecutorPool(SlotReader):
             return
         sent.future = future
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
-        # in it. So a callback on this thread does nothing, and this method looks itself.
+        # in it. So the callback does nothing if add_done_callback calls it on this thread, and this
+        # method checks itself whether the future is done.
         adding_on: int | None = threading.get_ident()
 
         def done(_: Future) -> None:
@@ -257,7 +260,7 @@ class ExecutorPool(SlotReader):
             put(attempt)  # perhaps for the second time
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - reports need none
-        """Give up a place's tasks: those that run are left to end."""
+        """Give up a place's tasks. Running tasks are left to end."""
         for attempt in self._attempts_of(worker_id):
             sent = self._give_up(attempt)
             if sent is not None:
@@ -285,7 +288,7 @@ class ExecutorPool(SlotReader):
         return sent
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
-        """Do nothing: datasets with states are not loaded by executors."""
+        """Do nothing: executors do not load datasets with states."""
 
     # Events ------------------------------------------------------------------------------
 
@@ -314,7 +317,8 @@ class ExecutorPool(SlotReader):
             self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
             if self._check is not None and not self._post.done:
                 self._check()
-                # What a signal handler raises in a callback on this thread is swallowed.
+                # The callback of a future may have been lost: what a signal handler raises in it is
+                # swallowed.
                 for attempt, sent in self._tasks.copy().items():
                     if sent.future is not None and sent.future.done():
                         self._post.put(attempt)
@@ -338,7 +342,7 @@ class ExecutorPool(SlotReader):
     # Answers -----------------------------------------------------------------------------
 
     def _take(self, sent: _Sent, done_ns: int, events: Events) -> bool:
-        """Report what came of a task; return False if it had to be sent again."""
+        """Report the outcome of a task. Returns False if the task had to be sent again."""
         result, reason = _read(sent)
         if result is not None and result.number >= 0:
             self._numbers.note(result.number)
@@ -347,7 +351,7 @@ class ExecutorPool(SlotReader):
             reason = reason if result is None else result.refusal
             is_final = result is not None or sent.future is None
             if result is None:
-                self._reference = None  # what it refers to may be lost with the process
+                self._reference = None  # the payload in the store may be lost with the process
             _report_loss(sent, reason, events, is_final=is_final)
             return True
         process = self._process(result, sent.submitted_ns, done_ns)
@@ -372,7 +376,7 @@ class ExecutorPool(SlotReader):
         return True
 
     def _process(self, result: Result, submitted_ns: int, done_ns: int) -> ProcessName:
-        """Return which process a result is of, and note what the result tells of its clock."""
+        """Return the process that a result comes from. Notes the result's times for its clock."""
         process = self._processes.get(result.process)
         if process is None:
             process = ProcessName(*pickle.loads(result.process))
@@ -385,13 +389,13 @@ class ExecutorPool(SlotReader):
         return process
 
     def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
-        """Send a task again, with the payload; return whether that was reported as a loss."""
+        """Send a task again, with the payload. Returns True if that failed, reported as a loss."""
         try:
             contents = self._contents()
         except Exception as error:
             if is_interruption(error):
                 raise
-            # The store is full, for instance.
+            # For instance, the store is full.
             reason = f"the executor's store refused the dataset ({_text_of(error)})"
             _report_loss(sent, reason, events, is_final=True)
             return True
@@ -442,7 +446,7 @@ class ExecutorPool(SlotReader):
         return []
 
     def pid(self, worker_id: int) -> int:
-        """Return the id of the process that answered last in a place, on its machine."""
+        """Return the process id, on its machine, of the process that answered last in a place."""
         return self._pids.get(worker_id, UNKNOWN_PID)
 
     def was_at(self, worker_id: int) -> AtWork:
@@ -451,9 +455,9 @@ class ExecutorPool(SlotReader):
         return AtWork(Phase.IDLE, 0, 0, 0.0) if sent is None else _describe(sent)
 
     def ask(self, worker_id: int) -> AtWork:
-        """Return which task a place has, and on which node that is, if the executor knows.
+        """Return which task a place has, and where the task runs, if the executor knows that.
 
-        The executor's processes show no stack.
+        Without a stack, which the executor's processes cannot show.
         """
         sent = self._at_work(worker_id)
         if sent is None:
@@ -471,7 +475,7 @@ class ExecutorPool(SlotReader):
         return f"{self._name}-{attempt}"
 
     def kill(self, worker_id: int, seq: int) -> bool:
-        """Leave a task behind that takes too long."""
+        """Give up a task that takes too long. If it is running, it is left to end."""
         for attempt in self._attempts_of(worker_id):
             sent = self._give_up(attempt)
             if sent is not None:
@@ -512,24 +516,24 @@ class ExecutorPool(SlotReader):
 
 
 def _report_dropped(sent: _Sent, events: Events) -> None:
-    """Answer a ticket that nothing waits for any more."""
+    """Answer a ticket whose epoch was given up, with an empty batch."""
     events.answered(sent.seq, sent.epoch, sent.worker_id, Empty(None))
 
 
 def _describe(sent: _Sent, place: str = "") -> AtWork:
-    """Say what a task that was sent is about."""
+    """Describe what a task that was sent is doing."""
     elapsed_s = (time.monotonic_ns() - sent.began_ns) / 1e9
     return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, place=place)
 
 
 def _report_loss(sent: _Sent, reason: str, events: Events, *, is_final: bool = False) -> None:
-    """Report that the executor lost a ticket's task: the loss of its worker, at work on it."""
+    """Report that a ticket's task is lost, as the loss of a worker that was at work on it."""
     death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
     events.lost(sent.worker_id, death, _describe(sent))
 
 
 def _read(sent: _Sent) -> tuple[Result | None, str]:
-    """Return a task's result, or None and what the executor says of its loss."""
+    """Return a task's result and ""; or None and what the executor says of the task's loss."""
     future = sent.future
     error = sent.error
     if future is not None:

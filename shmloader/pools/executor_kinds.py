@@ -1,7 +1,7 @@
 """What the user's executor offers beyond ``concurrent.futures``: a store, and where a task is.
 
-``RayExecutor`` offers a store itself. That of Dask's is its client's. Of any other executor nothing
-is known but its futures.
+``RayExecutor`` offers a store itself. For an executor of Dask, the Dask client offers one. Of any
+other executor only ``submit`` and its futures are known.
 """
 
 import concurrent.futures
@@ -15,24 +15,24 @@ from shmloader.interruptions import is_interruption
 
 Future = concurrent.futures.Future[Any]
 
-#: How often an executor that has a ``check()`` is asked whether it is there, in seconds.
+#: How often the ``check()`` of an executor that has one is called, in seconds.
 CHECK_S = 2.0
 
-# How long Dask's scheduler is waited for when it is asked where a task is, in seconds.
+# How long to wait for the answer of Dask's scheduler where a task is, in seconds.
 _ASK_S = 0.5
 
 _CLOSED = "Dask's client was closed, or it has lost its scheduler for good"
 
 
 class ExecutorGoneError(ConnectionError):
-    """What a future gets whose call the executor has lost: no error of what was called."""
+    """Set on a future whose call the executor has lost. Not an error of the called function."""
 
 
 class AnyExecutor:
-    """An executor of which nothing more is known.
+    """Wraps an executor; used for all executors except Dask's.
 
     Attributes:
-        check: Fails the futures of an executor that is gone, where nothing else would; else None.
+        check: Fails the executor's futures if the executor is gone; None if they fail without it.
 
     Args:
         executor: The user's executor.
@@ -43,7 +43,7 @@ class AnyExecutor:
         self.check: Callable[[], None] | None = getattr(executor, "check", None)
         self._share: Callable[[Any], Any] | None = getattr(executor, "share", None)
 
-    def submit(self, name: str, *call: Any) -> Any:  # noqa: ARG002 - nothing takes a name
+    def submit(self, name: str, *call: Any) -> Any:  # noqa: ARG002 - for Dask
         """Submit a call, and return its future.
 
         Args:
@@ -57,15 +57,18 @@ class AnyExecutor:
         return None if self._share is None else self._share(contents)
 
     def place_of(self, name: str) -> str:  # noqa: ARG002 - nothing is known
-        """Say where a call is, in words; "" if that is not known."""
+        """Say where a call runs, in words; "" if that is not known."""
         return ""
 
 
 class DaskExecutor(AnyExecutor):
-    """The executor of a client of Dask's.
+    """Wraps the executor of a Dask client.
 
-    Its own ``submit`` is not used: a result that is on its way when the connection to the scheduler
-    breaks leaves that method's future pending for ever.
+    The executor's own ``submit`` is not used: if the connection to the scheduler breaks while a
+    result is on its way, the future of that method stays pending for ever.
+
+    Raises:
+        ValueError: If the client is asynchronous on this thread.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -74,8 +77,8 @@ class DaskExecutor(AnyExecutor):
         self._client = executor._client
         if self._client.asynchronous:
             raise ValueError(
-                "executor= takes no client of Dask's that is asynchronous here, since next() would "
-                "hold up the event loop that sends its tasks: load on another thread "
+                "executor= takes no Dask client that is asynchronous on this thread, since next() "
+                "would hold up the event loop that sends its tasks: load on another thread "
                 "(asyncio.to_thread), with a client that was made there"
             )
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
@@ -86,7 +89,7 @@ class DaskExecutor(AnyExecutor):
         """Submit a call under its name, as its key."""
         if getattr(self._executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
-        if self._is_closed():  # a client that is closing takes calls, and drops them
+        if self._is_closed():  # a client that is closing accepts calls, and drops them
             raise ExecutorGoneError(_CLOSED)
         # Without a key, Dask computes a hash of all arguments.
         options = {**getattr(self._executor, "_kwargs", {}), "key": name}
@@ -95,7 +98,7 @@ class DaskExecutor(AnyExecutor):
             self._executor._futures.add(there)  # for its shutdown()
 
         def cancel(future: Future) -> None:
-            # Nothing waits for the scheduler, which may be slow, or just being left.
+            # This does not wait for the scheduler, which may be slow or about to be disconnected.
             if future.cancelled() and not self._is_closed():
                 self._client.loop.add_callback(self._client._cancel, [there])
 
@@ -107,7 +110,7 @@ class DaskExecutor(AnyExecutor):
         return future
 
     async def _follow(self, there: Any, future: Future) -> None:
-        """Pass on what comes of a call, as Dask's own executor does. Runs in the event loop."""
+        """Pass a call's outcome to its future, as Dask's executor does. Runs in the event loop."""
         try:
             result = await there._result(raiseit=False)
         except Exception as error:  # noqa: BLE001 - a result could not be fetched
@@ -126,15 +129,15 @@ class DaskExecutor(AnyExecutor):
     def _is_closed(self) -> bool:
         """Whether the client brings no more results.
 
-        It may also have stopped listening to the scheduler, by an error of its own that it does not
-        tell.
+        A client may also have stopped listening to the scheduler because of an internal error that
+        it does not report.
         """
         reports = getattr(self._client, "_handle_report_task", None)
         has_stopped = reports is not None and reports.done()
         return has_stopped or self._client.status in ("closing", "closed")
 
     def _fail_if_closed(self) -> None:
-        """Fail all futures if the client is closed: its event loop may have ended before them.
+        """Fail all futures if the client is closed: its event loop may have ended before that.
 
         A client that has lost its scheduler closes itself when it cannot connect again in time.
         """
@@ -145,7 +148,7 @@ class DaskExecutor(AnyExecutor):
                 settle(future, ExecutorGoneError(_CLOSED))
 
     def share(self, contents: Any) -> Any:
-        """Put an object into the memory of Dask's workers: of all, by the fewest transfers."""
+        """Copy an object to all Dask workers, with the fewest transfers. Returns a reference."""
         return self._client.scatter(contents, broadcast=True, hash=False)
 
     def place_of(self, name: str) -> str:
@@ -173,7 +176,7 @@ def settle(future: Future, error: BaseException | None, result: Any = None) -> N
 
 
 def open_executor(executor: Any) -> AnyExecutor:
-    """Return what an executor offers."""
+    """Return the wrapper for an executor."""
     is_of_dask = type(executor).__module__.partition(".")[0] == "distributed"
     if is_of_dask and getattr(executor, "_client", None) is not None:
         return DaskExecutor(executor)

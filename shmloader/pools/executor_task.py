@@ -5,12 +5,13 @@ dataset and calls ``worker_init_fn``; both are kept for later tasks, until the l
 dataset, or until more loaders than :data:`KEPT` have used the process since.
 
 The process is not ours: it may run other tasks of the user's, before, after and at the same time.
-So one batch is made at a time, and what a worker of ours has for its whole life is set for a task
-only: the worker info, one thread for torch's computations, and the random number generators.
+So one batch is made at a time, and some settings that a worker process of ours keeps for its whole
+life are set only while a task runs: the worker info, one thread for torch's computations, and the
+states of the random number generators.
 
 The answer is the message that a worker process would send, and the contents of the slot that this
-message describes, as an array: any executor can send that, and Dask and Ray do so without pickling
-the array.
+message describes, as an array. Any executor can send an array, and Dask and Ray do so without
+pickling it.
 """
 
 import contextlib
@@ -78,7 +79,7 @@ class Shared(NamedTuple):
 
     Attributes:
         loader: Identifies the loader.
-        payload: The pickled dataset and functions.
+        payload: The handle of the pickled dataset and functions.
         home: The process that has the loader.
         base_seed: Seeds a process's random generators for this loader, together with its number.
     """
@@ -101,13 +102,13 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a task has of its own.
+    """The part of a task that differs from other tasks of the iterator.
 
     Attributes:
         number: The worker number that the process gets, if it has none for this payload.
         seq: Number of the batch in its epoch.
         epoch: Number of the epoch within the iterator.
-        slot_id: The slot of the main process.
+        slot_id: Number of the batch's slot in the main process.
         indices: The pickled indices.
     """
 
@@ -133,7 +134,7 @@ _NUMBERS = struct.Struct("<4q")
 
 
 class Result(NamedTuple):
-    """What a task returns, as a plain tuple. Other versions have the first two fields, too.
+    """What a task returns, as a plain tuple. All versions of shmloader have the first two fields.
 
     Attributes:
         process: The name of the process that ran it, pickled as :func:`packed_name` does.
@@ -142,7 +143,7 @@ class Result(NamedTuple):
         began_ns: When the task began, by the process's clock.
         ended_ns: When it ended, by the same clock.
         message: The packed message for the main process; b"" if the process has no payload.
-        contents: The slot's contents; None if the message describes none.
+        contents: The slot's contents, of shape (bytes,); None if nothing was written to the slot.
     """
 
     process: bytes
@@ -187,14 +188,14 @@ def make_batch(
     attempt: int,  # noqa: ARG001 - or else Dask would not run a task that equals an earlier one
     contents: Any = None,
 ) -> tuple[Any, ...]:
-    """Make the batch of a task. The function that is submitted to the executor.
+    """Make the batch of a task. This function is submitted to the executor.
 
     Args:
         version: Version of shmloader in the main process.
         shared: A packed :class:`Shared`.
         own: A packed :class:`Own`.
         attempt: Number of the call.
-        contents: The payload, for a process that cannot open it by its handle.
+        contents: The payload, for a process that cannot open it by its handle; else None.
 
     Returns:
         The fields of a :class:`Result`. An exception of the user's code is in its message.
@@ -216,13 +217,13 @@ def make_batch(
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc's ``malloc`` keep what samples free for those of the next batch.
+    """Make glibc's ``malloc`` keep memory that samples free, for the samples of the next batch.
 
-    Dask starts its workers with ``MALLOC_TRIM_THRESHOLD_=65536``, by which the memory of each
-    decoded image comes from the kernel page by page, and goes back. These are the thresholds that
-    glibc comes to by itself without that. JPEG files on two such workers, three rounds in turns on
-    two cores (AMD EPYC, 2026-11-25): 1,102 samples a second (942–1,137), and 660 (614–674) without
-    this. Does nothing with another libc.
+    Dask starts its workers with ``MALLOC_TRIM_THRESHOLD_=65536``. With it, the memory of each
+    decoded image comes from the kernel page by page, and goes back. The thresholds set here are
+    those that glibc reaches by itself without that variable. With JPEG files on two such workers,
+    three rounds in turns on two cores (AMD EPYC, 2026-11-25) gave 1,102 samples a second
+    (942–1,137), and 660 (614–674) without this function. Does nothing with another libc.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -246,7 +247,7 @@ def _make(
         except MissingPayloadError:
             return -1, b"", None
         except Exception:  # noqa: BLE001 - it is the answer
-            # Not kept: the next task tries again.
+            # The failed maker is not kept: the next task tries again.
             error = RemoteError.caught(where)
             message = BatchFailed(own.seq, own.epoch, own.slot_id, error.dumps(), kept=False)
             return -1, pack(message), None
@@ -259,7 +260,7 @@ def _make(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Make torch use one thread for computations, as in its own workers."""
+    """Make torch use one thread for computations in the block, as torch's own workers do."""
     count = torch.get_num_threads()
     if count != 1:
         torch.set_num_threads(1)
@@ -302,7 +303,7 @@ class _Maker:
     def __init__(self, common: Shared, number: int, where: str, contents: Any) -> None:
         handle = common.payload
         self.digest, self.number = handle.digest, number
-        # The slot is made when the task that needs it begins.
+        # The slot is made when a task begins that needs a slot.
         self._slot: Slot | None = None
         self._touched_bytes = 0
         self._info: torch_worker.WorkerInfo | None = None
@@ -324,7 +325,7 @@ class _Maker:
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
-        """Make this process a worker of the loader's for the block."""
+        """Make this process a worker of the loader inside the block."""
         own, info = GlobalState(), torch_worker._worker_info
         if self._rng is not None:
             self._rng.restore()
@@ -344,13 +345,14 @@ class _Maker:
         slot, server = self._slot, self._server
         _, seq, epoch, slot_id, indices = own
         install(server.writer)
-        server.answers.repeat_layout()  # to whichever process read this one's last
+        # For the main process, the last layout of a place may be that of another process.
+        server.answers.repeat_layout()
         try:
             with self._as_worker():
                 answer = server.serve(Task(seq, epoch, slot_id, indices, self._touched_bytes), slot)
             if answer.kept:
                 self._slot = None  # the user's code may still write to it
-                answer = answer._replace(kept=False)  # which is no matter to the main process
+                answer = answer._replace(kept=False)  # the main process's slot is another one
             return pack(answer), self._contents(slot)
         finally:
             self._touched_bytes = max(self._touched_bytes, server.writer.touched_bytes)
@@ -359,7 +361,7 @@ class _Maker:
                 slot.close()
 
     def _contents(self, slot: Slot) -> "np.ndarray[Any, np.dtype[np.uint8]] | None":
-        """Return a copy of what was written to the slot, which the next task writes to again."""
+        """Return a copy of the slot's contents, since the next task overwrites the slot."""
         nbytes = self._server.writer.touched_bytes
         if not nbytes:
             return None

@@ -4,9 +4,9 @@ By itself the server does not import torch: each worker would, which takes a sec
 core's time and 150 MB of memory of its own. Here the server imports it before it forks the first
 worker, and all workers share these pages.
 
-Nothing is changed if the server runs already, or if it would find other modules than this process
-has: it does not know what a program has put on ``sys.path`` (Python 3.11 to 3.13), and looks first
-in the working directory, where files may have the names of modules.
+Nothing is changed if the server runs already, or if it would import other modules than this process
+has imported: it does not know what a program has put on ``sys.path`` (Python 3.11 to 3.13), and
+looks first in the working directory, where files may have the names of modules.
 """
 
 import contextlib
@@ -38,13 +38,15 @@ _OPTIONAL = (
 def preload(context: BaseContext) -> bool:
     """Make the fork server import what a worker needs, besides what the user has it import.
 
+    Called before a worker is started.
+
     Args:
-        context: A context of the start method "forkserver", before a worker is started.
+        context: A context of the start method "forkserver".
 
     Returns:
-        Whether the server has imported that, or will import it when it starts.
+        Whether the server has imported what a worker needs, or will import it when it starts.
     """
-    # Only these private attributes show which modules the user has asked for; those are kept.
+    # Only these private attributes show which modules the user has asked for. These are kept.
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     wanted = list(getattr(server, "_preload_modules", ["__main__"]))
     if not _is_running(getattr(server, "_forkserver_pid", None)):
@@ -55,7 +57,7 @@ def preload(context: BaseContext) -> bool:
 
 
 def _is_running(pid: int | None) -> bool:
-    """Whether a child process lives. Does not reap it."""
+    """Whether a child process runs. Does not reap it."""
     if pid is None:
         return False
     try:
@@ -73,7 +75,7 @@ def _is_like_here() -> bool:
     except OSError:  # the directory is gone, or cannot be read
         return False
     first = [] if getattr(sys.flags, "safe_path", False) else [folder]
-    # If this process looks there first, too, it has found the same.
+    # If this process looks there first, too, it has found the same files.
     is_first_here = bool(sys.path) and Path(sys.path[0] or folder).resolve() == Path(folder)
     if first and not is_first_here and any(_is_foreign(stem, folder) for stem in stems):
         return False
@@ -84,7 +86,7 @@ def _is_like_here() -> bool:
 
 
 class _FreshPath:
-    """The places where a fresh interpreter with this one's flags looks for modules.
+    """Where a fresh interpreter with the flags of this one looks for modules.
 
     Args:
         first: The directories that come first in its ``sys.path``.
@@ -148,7 +150,7 @@ def _site_folders() -> list[str]:
 
 
 def _lines_of_pth_files(folder: str) -> list[str]:
-    """Return the lines of ``.pth`` files, each a directory to look in or an import statement."""
+    """Return the lines of ``.pth`` files. Each is a directory to look in or an import statement."""
     lines: list[str] = []
     for file in sorted(Path(folder).glob("[!.]*.pth")):
         with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -28,13 +28,13 @@ _PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
 class WorkerChannel:
-    """The main process's end of a worker's socket pair, which it owns.
+    """The main process's end of a worker's socket pair. Owns the socket.
 
     Attributes:
         channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
-        looks: How often it looks for a message that is about to arrive.
+        looks: How often :meth:`receive` looks for a message that is about to arrive.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
@@ -45,7 +45,8 @@ class WorkerChannel:
         self.channel = channel
         self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
         self.is_lost = False
-        # When the kernel first refused the descriptors of the message; None if it took the last.
+        # When the kernel first refused the descriptors of the message; None if it took those of the
+        # last message.
         self._refused_at: float | None = None
 
     def try_send(self, data: bytes, descriptors: tuple[int, ...]) -> bool:
@@ -84,7 +85,7 @@ class WorkerChannel:
         time.sleep(_RETRY_S)
 
     def flush(self) -> bool:
-        """Send what waits. Returns whether all of it was sent."""
+        """Send the messages in ``outbox``. Returns whether all of them were sent."""
         while self.outbox:
             data, descriptors = self.outbox[0]
             if not self.try_send(data, descriptors):
@@ -116,7 +117,7 @@ class WorkerChannel:
 
 
 class WorkerHandle(WorkerChannel):
-    """A worker's process, socket and pidfd. It owns the latter two.
+    """A worker's process, socket and pidfd. Owns the socket and the pidfd.
 
     Attributes:
         process: The ``multiprocessing`` process.
@@ -148,8 +149,8 @@ class WorkerHandle(WorkerChannel):
     def reap(self, deadline: float) -> bool:
         """Wait for the worker's end, and reap it.
 
-        Waits on the pidfd, since multiprocessing's sentinel is not readable while a child of the
-        worker's own lives.
+        Waits on the pidfd, since multiprocessing's sentinel is not readable while a child process
+        of the worker lives.
 
         Args:
             deadline: Time of the monotonic clock until which to wait.
@@ -196,7 +197,7 @@ def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
 
 
 def end_unused(worker: WorkerHandle) -> None:
-    """Kill a worker that has been sent nothing, and reap it."""
+    """Kill a worker that was sent no task, and reap it."""
     worker.process.kill()
     worker.hang_up()
     end_all([worker], 0.0)

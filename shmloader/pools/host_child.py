@@ -1,13 +1,13 @@
 """The program of a worker that the ranks of a host share.
 
-It has the dataset once, and for each rank a channel with slots, functions and a seed of that rank's
-own. It reads all channels before each batch, and makes the batch that its rank has waited for
-longest: the one that is furthest behind the newest that the rank has asked any worker for. A rank
-whose batches take long, and which therefore waits, so gets more of the workers than one that is
-well supplied. Ranks that are equally far behind take turns.
+The worker has one dataset, and for each iterator of a rank a channel with the rank's own slots,
+functions and seed. It reads all channels before each batch. Then it makes the batch that is
+furthest behind the newest one that its rank has asked any worker for. So a rank whose batches take
+long, and which therefore waits, gets more of the workers' time than a rank that does not wait.
+Ranks that are equally far behind take turns.
 
-It ends when the process that started it closes the channel to it, and at once when that process
-dies. A rank that closes its channel, or dies, costs the others nothing.
+The worker ends when the process that started it closes the channel to it, and at once when that
+process dies. A rank that closes its channel, or dies, does not disturb the others.
 """
 
 import collections
@@ -40,11 +40,11 @@ class HostWorkerStart:
 
     Attributes:
         worker_id: Number of the worker, from 0.
-        worker_count: The number of workers.
+        worker_count: The most workers there may be.
         base_seed: Seeds the worker's random generators, together with its number.
         parent_death: Ends this process with the one that started it.
-        status_page: Where it writes, for that process, whether it makes a batch.
-        loads: Where it writes, for the ranks, how many tasks it has made.
+        status_page: Where the worker writes, for that process, whether it is making a batch.
+        loads: Where the worker writes, for the ranks, how many tasks it has completed.
     """
 
     worker_id: int
@@ -111,7 +111,7 @@ class _HostWorker:
                 self._serve(rank)
 
     def _rest(self) -> list[tuple[int, int]]:
-        """Wait until something happens. This process's memory is measured first if that is due."""
+        """Wait for the next event. This process's memory is measured first if that is due."""
         if self._line.memory_is_due:
             happened = self._poll.poll(MEMORY_IDLE_MS)
             if happened:
@@ -133,11 +133,12 @@ class _HostWorker:
             self._error = RemoteError.caught(self._where)
 
     def _take_rank(self) -> bool:
-        """Take a rank's channel; return whether this worker goes on."""
+        """Receive a rank's channel. Returns False if this worker is to end."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
         if not data:
             return False
-        # Without it no descriptor is left here: the rank sees that its channel is closed.
+        # If no descriptor came, this process has none left. The kernel has then closed the rank's
+        # channel, which the rank sees.
         for fd in descriptors:
             start, memory = self._start, self._line.memory
             rank = _Rank(socket.socket(fileno=fd), start.worker_id, start.loads, memory)
@@ -154,7 +155,7 @@ class _HostWorker:
             self._drop(rank)
 
     def _open(self, tasks: TaskServer, functions: ReceivedPayload) -> None:
-        """Give the dataset and a rank's functions to what serves its tasks."""
+        """Give the dataset and a rank's functions to the server of the rank's tasks."""
         if self._error is not None:
             tasks.fail(self._error)
             return
@@ -167,7 +168,7 @@ class _HostWorker:
             tasks.fail(RemoteError.caught(self._where))
 
     def _most_urgent(self) -> "_Rank | None":
-        """Return the rank whose next message comes first; None if there is no message."""
+        """Return the rank whose message is to be handled next; None if there is no message."""
         waiting = [rank for rank in self._ranks.values() if rank.messages]
         if not waiting:
             return None
@@ -195,13 +196,14 @@ class _HostWorker:
 
 
 class _Rank:
-    """What a worker has for one rank.
+    """A worker's end of one channel to a rank.
 
     Attributes:
         channel: The socket to the rank.
-        messages: Messages that were received and not followed yet, each with its ancillary data
+        messages: Messages that were received and not handled yet, each with its ancillary data
             and flags.
-        served_at: How many messages of all ranks had been followed when one of this rank was last.
+        served_at: When a message of this rank was handled last, counted in handled messages of all
+            ranks.
     """
 
     def __init__(
@@ -214,17 +216,17 @@ class _Rank:
         channel.setblocking(True)
         self.messages: collections.deque[tuple[object, list[Any], int]] = collections.deque()
         self._worker_id = worker_id
-        # First comes how tasks are served, with the status page and the rank's row of loads; then
-        # the functions.
+        # Two payloads come. The first has the TaskConfig, the status page and the rank's row of the
+        # table of loads. The second has the functions.
         self._receiver: PayloadReceiver | None = PayloadReceiver(channel)
         self._line: Line | None = None
         self._tasks: TaskServer | None = None
 
     def read(self, then: Callable[[TaskServer, ReceivedPayload], None]) -> None:
-        """Receive what is here.
+        """Receive the messages that have arrived.
 
         Args:
-            then: Called with what serves the tasks, when the functions have come.
+            then: Called with the server of the tasks and with the functions, once these have come.
 
         Raises:
             OSError: If the rank has closed its channel.
@@ -254,7 +256,7 @@ class _Rank:
     def urgency(self) -> int:
         """Return how far the next task is behind the newest that the rank has sent to any worker.
 
-        Anything that is no task comes first, since it takes no time.
+        Messages that are not tasks come first, and so do tasks of an earlier epoch.
         """
         message = self.messages[0][0]
         assert self._line is not None
@@ -264,7 +266,7 @@ class _Rank:
         return seq - message.seq
 
     def serve(self) -> None:
-        """Follow the next message.
+        """Handle the next message.
 
         Raises:
             OSError: If the rank has closed its channel.
@@ -283,7 +285,7 @@ class _Rank:
         line.note_use(has_task=bool(self.messages))
 
     def close(self) -> None:
-        """Close the channel, and unmap what the rank shares."""
+        """Close the channel, and unmap the rank's slots and status page."""
         self.channel.close()
         if self._tasks is not None:
             self._tasks.close()

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 from shmloader.pools.host_messages import Demand, EpochBegun
 
-#: How often a rank reports. A decision needs reports of half a second at least.
+#: How often an iterator reports. The owner's decision takes reports of at least half a second.
 REPORT_NS = 100_000_000
 
 
 class DemandReporter:
-    """Adds up the times of a rank's batches, and reports the sums. Used on the user's thread.
+    """Adds up the times of an iterator's batches, and reports them. Used on the user's thread.
 
     Args:
-        report: Sends a message to the owner. Returns whether it was sent, without blocking.
+        report: Sends a message to the owner without blocking. Returns whether it was sent.
     """
 
     def __init__(self, report: Callable[[tuple[object, ...]], bool]) -> None:

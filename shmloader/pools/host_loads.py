@@ -1,12 +1,13 @@
 """How many tasks each worker of a host has from each rank, in memory that all of them map.
 
-A rank sends a task to the worker that has the fewest from all ranks, which no rank could tell from
-its own. (By its own alone, 8 ranks with 64 workers and samples that sleep reached 0.7 of the ideal:
-some workers had two tasks while others had none.)
+A rank sends a task to the worker that has the fewest tasks from all ranks. It could not tell that
+from its own tasks. (Where each rank counted only its own tasks, 8 ranks with 64 workers and samples
+that sleep reached 0.7 of the ideal: some workers had two tasks while others had none.)
 
 It is a table of two counts for each iterator of a rank and each worker. Only the rank writes how
-many tasks it has sent, and only the worker how many it has made, so that no lock is needed. What
-they say is a hint: whatever stands there, each task is made once.
+many tasks it has sent, except that the owner resets a row before the rank uses it and after the
+rank is gone. Only the worker writes how many tasks it has completed. So no lock is needed. The
+counts are only hints: each task is made once, whatever they say.
 """
 
 import mmap
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from shmloader.memory.memfd import MEMFD_NAME
 
-#: The most iterators that have a row. Further ones see the others' tasks, and show none.
+#: The most iterators that have a row. Further iterators see others' tasks, and do not show theirs.
 MOST_ROWS = 256
 
 _COUNT = np.dtype(np.int64)
@@ -25,16 +26,17 @@ Counts = npt.NDArray[np.int64]
 
 
 class Loads:
-    """The table, as one process has it mapped. The owner of the workers creates it.
+    """The table, mapped by one process. The owner of the workers creates it.
 
-    What is noted for row -1, which an iterator has if none was free, is not kept.
+    An iterator has row -1 if no row was free. Nothing is written for row -1.
 
     Args:
         worker_count: The most workers there may be.
         fd: A descriptor of the table, which the caller may close afterwards; None to create one.
 
     Attributes:
-        fd: The descriptor of a table that was created here, until this process ends; otherwise -1.
+        fd: The descriptor of the table, which stays open until this process ends, if this object
+            has created the table; otherwise -1.
     """
 
     def __init__(self, worker_count: int, fd: int | None = None) -> None:
@@ -53,7 +55,7 @@ class Loads:
     # The owner ---------------------------------------------------------------------------
 
     def take_row(self, taken: set[int]) -> int:
-        """Return a row that is not taken; -1 if all are."""
+        """Return a row that is not among ``taken``, after a reset; -1 if all are."""
         row = next((row for row in range(MOST_ROWS) if row not in taken), -1)
         if row >= 0:
             self.forget(row)
@@ -63,25 +65,26 @@ class Loads:
     # Ranks -------------------------------------------------------------------------------
 
     def forget(self, row: int, worker_id: int | None = None) -> None:
-        """Note that the tasks of a row are not awaited any more.
+        """Note that the tasks of a row are no longer awaited. The owner calls this, too.
 
         Args:
             row: The row.
-            worker_id: The worker that had them; None for those of all workers.
+            worker_id: The worker that had the tasks; None for the tasks of all workers.
         """
         if row >= 0:
             which = slice(None) if worker_id is None else slice(worker_id, worker_id + 1)
             self._sent[row, which] = self._made[row, which]
 
     def note_sent(self, row: int, worker_id: int) -> None:
-        """Note that a task is sent."""
+        """Note that a task is sent to a worker."""
         if row >= 0:
             self._sent[row, worker_id] += 1
 
     def of_others(self, row: int) -> list[int]:
-        """Return how many tasks each worker has from all rows but one."""
+        """Return how many tasks each worker has from all rows except ``row``."""
         used = int(self._used[0])
-        # A worker may have made a task of a rank that has ended, whose row another one has now.
+        # A worker may have completed a task of an iterator that has ended, and whose row another
+        # iterator has now. So a difference may be negative.
         waiting = np.maximum(self._sent[:used] - self._made[:used], 0)
         if 0 <= row < used:
             waiting[row] = 0
@@ -91,6 +94,6 @@ class Loads:
     # Workers -----------------------------------------------------------------------------
 
     def note_made(self, row: int, worker_id: int) -> None:
-        """Note that a worker has made a task, whatever came of it."""
+        """Note that a worker has completed a task, even if the batch failed."""
         if row >= 0:
             self._made[row, worker_id] += 1

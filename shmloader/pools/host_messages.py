@@ -1,8 +1,8 @@
 """The messages between a rank and the process that owns the workers of its host.
 
 Each is one pickled ``SOCK_SEQPACKET`` datagram. There are a few for each worker and epoch, and with
-an automatic count ten a second, but none for a batch: batches take the way between a rank and a
-worker (:mod:`shmloader.messages`).
+an automatic count ten a second from each iterator, but none for a batch. Batches go directly from a
+worker to its rank (:mod:`shmloader.messages`).
 """
 
 import pickle
@@ -15,9 +15,9 @@ class Welcome(NamedTuple):
     Attributes:
         pid: The owner's process id.
         worker_count: The most workers there may be.
-        wanted_count: How many there should be at present; None if their number is fixed.
-        dataset: What their dataset looks like.
-        row: The row of the table of loads that is the connection's; -1 if none was free.
+        wanted_count: How many workers there should be at present; None if their number is fixed.
+        dataset: Describes the workers' dataset.
+        row: The connection's row of the table of loads; -1 if none was free.
     """
 
     pid: int
@@ -34,7 +34,7 @@ class Attach(NamedTuple):
 
     Attributes:
         worker_id: Number of the worker.
-        attachment: Tells the times apart that the rank attaches to a worker of this number.
+        attachment: Counts how often the connection has attached to a worker of this number.
     """
 
     worker_id: int
@@ -42,20 +42,20 @@ class Attach(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """Owner → rank: the worker with this process id has got it, or will."""
+    """Owner → rank: the worker with this process id has got the rank's socket, or will get it."""
 
     worker_id: int
     pid: int
 
 
 class Detach(NamedTuple):
-    """Rank → owner: the rank has closed its channel to this worker, which is wanted no more."""
+    """Rank → owner: the rank has closed its channel to this worker, which it no longer needs."""
 
     worker_id: int
 
 
 class EpochBegun(NamedTuple):
-    """Rank → owner, with an automatic count: what it reports from now on is of another epoch."""
+    """Rank → owner, with an automatic count: the reports from now on are of a new epoch."""
 
 
 class Demand(NamedTuple):
@@ -63,8 +63,8 @@ class Demand(NamedTuple):
 
     Attributes:
         batches: The number of batches.
-        wait_ns: How long the rank waited for them.
-        busy_ns: How long workers were busy with them.
+        wait_ns: How long the rank waited for these batches.
+        busy_ns: How long workers were busy with these batches.
     """
 
     batches: int
@@ -73,7 +73,7 @@ class Demand(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Owner → rank: so many workers, the first ones, should be used from now on."""
+    """Owner → rank: the first ``worker_count`` workers should be used from now on."""
 
     worker_count: int
 
@@ -94,12 +94,13 @@ class Lost(NamedTuple):
 
     Attributes:
         worker_id: Number of the worker.
-        attachment: That of the message by which the rank was attached.
-        pid: Its process id.
-        exit_code: Its exit code, negative for a signal; None if it is not known.
-        oom_kills: Processes that the kernel's out-of-memory killer has ended in this control group.
-        was_loading: Whether it was making a batch, for this rank or for another.
-        because: Why it could not be started; "" if it was.
+        attachment: ``Attach.attachment`` of the message by which the rank was attached.
+        pid: The worker's process id; 0 if the worker could not be started.
+        exit_code: The worker's exit code, negative for a signal; None if it is not known.
+        oom_kills: How many processes of this control group the kernel's out-of-memory killer has
+            ended since the owner started; 0 if the worker was not ended by SIGKILL.
+        was_loading: Whether the worker was making a batch, for this rank or for another one.
+        because: Why the worker could not be started; "" if it was started.
     """
 
     worker_id: int
@@ -112,7 +113,7 @@ class Lost(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Owner → rank, the answer to a connection that the rank has shut down.
+    """Owner → rank: answers that the rank has shut down its connection.
 
     Attributes:
         is_last: Whether no other rank is left, so that the workers and their owner end.

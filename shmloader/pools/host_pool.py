@@ -1,7 +1,8 @@
-"""The pool of workers of a host, as one rank meets, uses and leaves it.
+"""One rank's part in the workers of its host: joins the pool, connects to its owner, leaves it.
 
-The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank
-that comes first starts the owner, and has no other part in it than the others.
+The owner is the process that owns the workers (:mod:`shmloader.pools.host_service`). The ranks find
+each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank that comes
+first starts the owner; after that, all ranks are equal.
 """
 
 import contextlib
@@ -32,12 +33,12 @@ from shmloader.pools.starting import pickle_for_workers, raise_with_remedy, sigi
 from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
 
-# How long the owner may take to end, once it has said that no rank is left.
+# How long the owner may take to answer a rank that leaves, and then to end if no rank is left.
 _END_S = 10.0
 
 
 def describe_dataset(dataset: object) -> str:
-    """Say what a dataset looks like, to notice that ranks have different ones."""
+    """Describe a dataset by type and length, to notice that ranks have different datasets."""
     length = ""
     with contextlib.suppress(TypeError, NotImplementedError):
         length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
@@ -53,29 +54,30 @@ def open_host_pool(
     *,
     is_alone: bool = False,
 ) -> "HostPool":
-    """Return the pool of this host for a dataset: the one in use, or one that is begun here.
+    """Return this process's pool for a dataset: the one in use, or a new one.
 
-    The caller calls :meth:`HostPool.note_kept` once it has stored it.
+    The caller calls :meth:`HostPool.note_kept` once it has stored the pool.
 
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
-        worker_init_fn: Called in each worker with its number.
-        worker_count: The most workers of the host. With an automatic number, that of the rank that
-            begins the pool counts.
-        base_seed: Seeds the workers' random generators, if this rank starts them.
-        first_count: How many there are at first, if their number changes; None if it is fixed.
+        worker_init_fn: Called in each worker with the worker's number.
+        worker_count: The most workers of the host. With an automatic number, the value of the rank
+            that begins the pool counts.
+        base_seed: Seeds the workers' random generators, if this rank starts the owner.
+        first_count: How many workers there are at first; None if their number is fixed.
         is_alone: Whether this host has no other rank.
 
     Raises:
         ValueError: If another rank has begun the pool with other arguments.
-        RuntimeError: If the process that owns the workers has ended at once.
-        Exception: What pickling the dataset raises, or starting a process.
+        RuntimeError: If the owner has ended right after its start, or this process is importing the
+            program's main file.
+        Exception: What pickling the dataset or starting a process raises.
     """
     key = (id(dataset), id(worker_init_fn), worker_count if first_count is None else "auto")
     pool: HostPool | None = PROCESS.host_pools.get(key)
     if pool is None or not pool.is_alive:
         # A pool whose owner has ended is replaced under the same number, so that this rank meets
-        # the ranks that have lost it, too, and those that had not opened it yet.
+        # the other ranks that have lost the pool, and those that have not opened it yet.
         number = PROCESS.pools_on_host if pool is None else pool.number
         start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
         pool = HostPool(dataset, worker_init_fn, start, number, is_alone=is_alone)
@@ -88,8 +90,9 @@ class HostPool:
 
     Attributes:
         worker_count: The most workers of the host.
-        wanted_count: How many should be used, as far as is known; None if all of them always.
-        owner_pid: Process id of the process that owns the workers.
+        wanted_count: How many workers should be used, as far as is known; None if their number is
+            fixed.
+        owner_pid: Process id of the owner.
         number: Tells the pools of a run apart, and is the same in all ranks.
 
     Args:
@@ -110,7 +113,7 @@ class HostPool:
     ) -> None:
         self.number = number
         self._is_alone = is_alone
-        self._objects = (dataset, worker_init_fn)  # kept, since their ids tell pools apart
+        self._objects = (dataset, worker_init_fn)  # kept alive, since their ids tell pools apart
         while True:
             meeting = Meeting(f"workers {number}", is_alone=is_alone)
             self._name = meeting.name
@@ -132,7 +135,7 @@ class HostPool:
             if process is not None:
                 process.join(KILL_S)
                 raise RuntimeError(_describe_failed_start(process))
-            # The rank that was to start it could not, and has raised an error. This one tries.
+            # The rank that should have started the owner has failed with an error. This one tries.
         self._connection, self.owner_pid = connection, welcome.pid
         self.worker_count, self.wanted_count = welcome.worker_count, welcome.wanted_count
         in_child = _InChild(connection)
@@ -145,10 +148,10 @@ class HostPool:
             raise
 
     def note_kept(self) -> None:
-        """Note that the pool is kept, so that the next one of this process gets the next number.
+        """Note that the caller keeps the pool. The next pool of this process gets the next number.
 
-        Not before: if an interruption comes first, the pool is dropped and opened anew, and has to
-        get the same number, by which the rank meets the others.
+        If an interruption comes before this call, the pool is dropped. The pool that is opened in
+        its place gets the same number, by which this rank meets the others.
         """
         if not self._is_alone:
             PROCESS.pools_on_host = max(PROCESS.pools_on_host, self.number + 1)
@@ -176,7 +179,7 @@ class HostPool:
 
 
 class _InChild:
-    """Closes a connection in a forked child, which must not keep the owner from ending."""
+    """Closes the connection in a forked child, whose copy would keep the owner from ending."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -188,7 +191,7 @@ class _InChild:
 def _start_owner(
     meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
 ) -> tuple[BaseProcess, socket.socket]:
-    """Start the process that owns the workers. Returns it, and a connection to it."""
+    """Start the owner. Returns its process, and a connection to it."""
     refuse_during_import()
     payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -209,13 +212,18 @@ def _start_owner(
         theirs.close()
         payload.close()
         meeting.close()
-    # At this process's exit, multiprocessing would wait for it, while other ranks use it.
+    # At this process's exit, multiprocessing would wait for the owner, while other ranks use it.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return process, ours
 
 
 def receive_welcome(connection: socket.socket) -> tuple[Welcome | None, Loads | None]:
-    """Wait for the owner's first message, and what comes with it; None if it has ended."""
+    """Wait for the owner's first message.
+
+    Returns:
+        The message, or None if the owner has ended; and the table of loads, or None if it did not
+        come with the message.
+    """
     connection.settimeout(None)
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, 1)
@@ -227,7 +235,7 @@ def receive_welcome(connection: socket.socket) -> tuple[Welcome | None, Loads | 
         message = unpack(data) if data else None
         if not isinstance(message, Welcome):
             return None, None
-        # Without one, the kernel let no further descriptor pass.
+        # If no descriptor came, the kernel did not take a further one.
         return message, Loads(message.worker_count, descriptors[0]) if descriptors else None
     finally:
         for fd in descriptors:
@@ -244,7 +252,7 @@ def _describe_failed_start(process: BaseProcess) -> str:
 
 
 def _check(welcome: Welcome, start: ServiceStart) -> None:
-    """Check that this rank wants what the rank wanted that began the pool."""
+    """Check that this rank has the arguments of the rank that began the pool."""
     ours = start.worker_count if start.first_count is None else "auto"
     theirs = welcome.worker_count if welcome.wanted_count is None else "auto"
     if ours != theirs:
@@ -275,8 +283,9 @@ class _Leaver:
     """Leaves a pool. ``run`` can be run again after an interruption.
 
     Args:
-        connection: The connection to the owner, which is closed.
-        process: The owner, if this rank has started it; it is reaped if this rank is the last one.
+        connection: The connection to the owner. It is closed.
+        process: The owner's process if this rank has started it; else None. It is reaped if this
+            rank is the last one.
     """
 
     def __init__(self, connection: socket.socket, process: BaseProcess | None) -> None:
@@ -284,7 +293,7 @@ class _Leaver:
         self._process = process
 
     def run(self) -> None:
-        """Leave."""
+        """Leave the pool."""
         with Suppressed(OSError):  # the owner has ended, or does not answer
             self._connection.settimeout(_END_S)
             self._connection.shutdown(socket.SHUT_WR)

@@ -1,17 +1,17 @@
-"""The process that owns the workers which the ranks of a host share.
+"""The process that owns the workers which the ranks of a host share: the owner.
 
 One of the ranks starts it (``host_pool``), as a fresh interpreter that has no device open. It
-imports the program's main file once and forks the workers, so that they share what was imported.
+imports the program's main file once and forks the workers, so that they share the imported modules.
 It loads neither the dataset nor a batch. It answers the ranks' few messages, starts workers, reaps
-those that die and tells the ranks of it.
+workers that die, and reports these deaths to the ranks.
 
 With ``num_workers="auto"`` it decides how many workers there are, by the times that the ranks
-report (:mod:`shmloader.pools.adapting`), and tells the ranks, each of which attaches to the workers
+report (:mod:`shmloader.pools.adapting`), and tells the ranks. Each rank attaches to the workers
 that are wanted. A worker that is not wanted ends when the last rank has detached from it.
 
 It ends, with its workers, when no rank is connected any more, however the ranks ended. So nothing
-is left of a run whose ranks were killed, and a rank that leaves before the others, even the one
-that started this process, costs them nothing.
+is left of a run whose ranks were killed. A rank that leaves before the others does not disturb
+them, even if it is the rank that started this process.
 """
 
 import contextlib
@@ -57,19 +57,19 @@ from shmloader.pools.status_page import Phase, StatusPage
 # How long the workers may take to end by themselves when no rank is left.
 _GRACE_S = 1.0
 
-# What a worker is sent with the descriptor of a rank's channel.
+# Sent to a worker with the descriptor of a rank's channel.
 _NEW_RANK = b"rank"
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStart:
-    """The values that the process gets.
+    """The values that the process gets when it starts.
 
     Attributes:
         worker_count: The most workers there may be.
-        first_count: How many there should be at first, if that changes; None for a fixed number.
+        first_count: How many workers there should be at first; None if their number is fixed.
         base_seed: Seeds the workers' random generators.
-        dataset: What the dataset looks like, for ranks that have another one.
+        dataset: Describes the dataset, so that a rank with another dataset notices the difference.
     """
 
     worker_count: int
@@ -84,7 +84,7 @@ def serve_host(
     """Serve the ranks of this host until none is left. The target of the process.
 
     Args:
-        listener: The ranks connect to it.
+        listener: The socket to which the other ranks connect.
         first: The connection to the rank that started this process.
         payload: What the workers get: (dataset, worker_init_fn).
         start: What the process gets.
@@ -97,9 +97,13 @@ def serve_host(
 
 @dataclass(eq=False)
 class _Rank:
-    """A connection to a rank: its process id, its row of loads, the workers it is attached to.
+    """A connection to a rank.
 
-    The values of ``attached`` are those of ``Attach.attachment``.
+    Attributes:
+        connection: The socket to the rank.
+        pid: The rank's process id; 0 if it is in a PID namespace that is not visible here.
+        row: The connection's row of the table of loads; -1 if none was free.
+        attached: The workers to which the rank is attached: ``Attach.attachment`` by worker number.
     """
 
     connection: socket.socket
@@ -117,7 +121,7 @@ class _Rank:
             self.tell(message)
 
     def tell(self, message: tuple[object, ...]) -> None:
-        """Send a message. A rank that takes none any more is gone, which its socket will show."""
+        """Send a message. If it cannot be sent, the rank is gone, which its socket will show."""
         with Suppressed(OSError):
             self.connection.send(pack(message), socket.MSG_DONTWAIT)
 
@@ -137,7 +141,7 @@ class _HostService:
         self._oom_kills_before = oom_kills(self._groups)
         self._ranks: dict[int, _Rank] = {}
         self._workers: dict[int, WorkerHandle] = {}
-        # By the descriptor that is readable at its end, each worker's number.
+        # Worker numbers by pidfd, which is readable when the worker has ended.
         self._by_pidfd: dict[int, int] = {}
         self._poll = select.poll()
         self._cores = os.sched_getaffinity(0)
@@ -154,7 +158,7 @@ class _HostService:
             while self._ranks:
                 for fd, _ in self._poll.poll():
                     if fd in self._by_pidfd:
-                        # The number may be that of another worker by now.
+                        # The descriptor may be that of another worker by now.
                         if self._workers[self._by_pidfd[fd]].has_ended:
                             self._reap(self._by_pidfd[fd])
                     elif fd in self._ranks:
@@ -189,12 +193,12 @@ class _HostService:
         rank.welcome(welcome, self._loads.fd)
 
     def _use_cores_of(self, pid: int) -> None:
-        """Let the workers run where a rank may run, too.
+        """Let the workers also run on the cores of a rank.
 
-        Launchers bind each rank to cores of its own (Slurm's ``--cpu-bind``), and this process was
-        started by one of them.
+        Launchers bind each rank to other cores (Slurm's ``--cpu-bind``), and this process has those
+        of the rank that started it.
         """
-        with Suppressed(OSError):  # it has ended, or may not be looked at
+        with Suppressed(OSError):  # the rank has ended, or its cores may not be read
             more = os.sched_getaffinity(pid) - self._cores if pid else set()
             if more:
                 self._cores |= more
@@ -203,7 +207,7 @@ class _HostService:
                 _bind(os.getpid(), self._cores)
 
     def _take(self, rank: _Rank) -> None:
-        """Take a rank's message, or its end."""
+        """Handle a rank's message, or the end of its connection."""
         try:
             data, descriptors, _, _ = socket.recv_fds(rank.connection, RECEIVE_BYTES, 1)
         except BlockingIOError:
@@ -217,7 +221,8 @@ class _HostService:
             return
         message = unpack(data)
         if isinstance(message, Attach):
-            # Without it no descriptor is left here: the rank sees that its channel is closed.
+            # If no descriptor came, this process has none left. The kernel has then closed the
+            # rank's channel, which the rank sees.
             for fd in descriptors:
                 with socket.socket(fileno=fd) as channel:
                     self._attach(rank, message, channel)
@@ -232,8 +237,8 @@ class _HostService:
         fd = rank.connection.fileno()
         self._poll.unregister(fd)
         del self._ranks[fd]
-        # Connections of the same process are about to be closed as well. Processes of PID
-        # namespaces that are not visible here all have the number 0.
+        # The same process is about to close its other connections as well. All processes of PID
+        # namespaces that are not visible here have the process id 0.
         others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
         rank.tell(Left(is_last=not others))
         rank.connection.close()
@@ -244,7 +249,7 @@ class _HostService:
         """Give a rank's channel to a worker, which is started if it does not run."""
         worker_id, attachment = message
         worker = self._workers.get(worker_id)
-        if worker is not None and worker.is_lost:  # it was not wanted, and is about to end
+        if worker is not None and worker.is_lost:  # it was no longer wanted, and is about to end
             worker.process.kill()
             self._reap(worker_id)
             worker = None
@@ -268,7 +273,7 @@ class _HostService:
     # How many workers there are ----------------------------------------------------------
 
     def _adapt(self, adapter: Adapter, rank: _Rank, message: EpochBegun | Demand) -> None:
-        """Follow what a rank reports, and tell all ranks if another number is wanted."""
+        """Take account of a rank's report, and tell all ranks if the wanted number has changed."""
         before = adapter.count
         if isinstance(message, EpochBegun):
             adapter.begin()
@@ -282,11 +287,11 @@ class _HostService:
         )
         if adapter.count != before:
             for other in self._ranks.values():
-                if other.attached:  # the others do not read it
+                if other.attached:  # connections without workers do not read the message
                     other.tell(Wanted(adapter.count))
 
     def _detach(self, rank: _Rank, worker_ids: set[int]) -> None:
-        """Let a rank's workers end that are not wanted and that no other rank uses."""
+        """Detach a rank from workers. End those that are not wanted and that no rank uses."""
         for worker_id in worker_ids:
             rank.attached.pop(worker_id, None)
         if self._adapter is None:
@@ -363,7 +368,7 @@ class _HostService:
 
 
 def _bind(pid: int, cores: set[int]) -> None:
-    """Let all threads of a process run on some cores."""
+    """Let all threads of a process run on the given cores."""
     with Suppressed(OSError):  # the process has ended
         os.sched_setaffinity(pid, cores)
     with Suppressed(OSError):  # /proc is not there

@@ -7,7 +7,7 @@
     …       │                                                               └──┬──────┬──────
             └── one socket pair for each iterator and worker ── batches ────▶ worker 0, worker 1, …
 
-How ranks find the owner, and start and leave it, is in :mod:`shmloader.pools.host_pool`.
+:mod:`shmloader.pools.host_pool` says how ranks find, start and leave the owner.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._payloads: list[Payload] = []
         self._owner_pid = pool.owner_pid
         self._pids = [0] * pool.worker_count
-        # How often this rank has attached to each worker.
+        # How often this iterator has attached to each worker number.
         self._attachments = [0] * pool.worker_count
         self._deaths: dict[int, Death] = {}
         self._because = ""
@@ -94,7 +94,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         return self._page
 
     def _attach(self, worker_id: int) -> WorkerChannel:
-        """Have the owner give a worker one end of a new socket pair."""
+        """Have the owner give a worker one end of a new socket pair. Returns the other end."""
         assert self._control is not None
         self._pids[worker_id] = 0
         self._attachments[worker_id] += 1
@@ -113,7 +113,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         return WorkerChannel(ours)
 
     def _introduce(self, worker_id: int) -> None:
-        """Send a worker how to serve this rank's tasks."""
+        """Send a worker the configuration and the functions for this iterator's tasks."""
         for payload in self._payloads:
             for data, descriptors in payload.messages():
                 self.send(worker_id, data, *descriptors)
@@ -121,7 +121,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     # What the owner says -----------------------------------------------------------------
 
     def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
-        """Follow the owner's messages."""
+        """Handle the owner's messages."""
         assert self._control is not None
         assert fd == self._control.fileno()
         while True:
@@ -141,19 +141,19 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
                 self._pids[message.worker_id] = message.pid
             elif isinstance(message, Wanted):
                 self.wanted_count = message.worker_count
-                if self._pool is not None:  # a later iterator begins with as many
+                if self._pool is not None:  # a later iterator begins with this number
                     self._pool.wanted_count = message.worker_count
             elif isinstance(message, Lost):
                 worker_id, attachment, pid, exit_code, kills, was_loading, because = message
                 if attachment != self._attachments[worker_id]:
-                    continue  # this rank has detached from it, and attached to its successor
+                    continue  # this iterator has left that worker, and attached to its successor
                 is_ours = self.was_at(worker_id).is_loading
                 is_elsewhere = was_loading and not is_ours
                 death = Death(pid, exit_code, kills, was_elsewhere=is_elsewhere, because=because)
                 yield from self._lose(worker_id, death)
 
     def _lose_owner(self) -> Iterable[tuple[int, bytes | None]]:
-        """Note that the owner has ended, and all workers with it."""
+        """Handle the end of the owner, with which all workers end."""
         assert self._control is not None
         self._poll.unregister(self._control)
         self._because = self._describe_lost_owner()
@@ -164,7 +164,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             yield from self._lose(worker_id, death)
 
     def _lose(self, worker_id: int, death: Death) -> Iterator[tuple[int, bytes | None]]:
-        """Yield a dead worker's last messages, and that it is lost."""
+        """Yield a dead worker's last messages, and then None for its loss."""
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
@@ -187,7 +187,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         return self._deaths[worker_id]
 
     def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
-        """Note a ticket that is sent to a worker, for the workers and the other ranks."""
+        """Note, for the workers and the other ranks, that a ticket is sent to a worker."""
         self._page.note_newest(epoch, seq)
         loads = self._loads  # another thread may close this meanwhile
         if loads is not None:
@@ -199,7 +199,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         return None if loads is None else loads.of_others(self._row)
 
     def _forget_tasks(self, worker_id: int) -> None:
-        """Note that this rank awaits nothing of a worker any more."""
+        """Note that this iterator no longer awaits the tasks of a worker."""
         loads = self._loads
         if loads is not None:
             loads.forget(self._row, worker_id)
@@ -213,7 +213,13 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
                 self._control.send(pack(Kill(worker_id)))
 
     def replace(self, worker_id: int) -> None:
-        """Have the owner start a worker in place of one that was lost, unless it has already."""
+        """Attach to the successor of a lost worker, which the owner starts unless it runs already.
+
+        Raises:
+            OSError: If there are no descriptors left.
+            RuntimeError: If the owner has ended.
+            ClosedLoaderError: If another thread closes this meanwhile.
+        """
         try:
             self.start(worker_id)
         except ConnectionError as error:
@@ -260,7 +266,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         """Send the owner a message, without blocking. Called from any thread.
 
         Returns:
-            Whether it was sent. It is not if the owner has ended, or has many to read.
+            Whether it was sent. False if the owner has ended, or has too many unread messages.
         """
         control = self._control
         with Suppressed(OSError):
@@ -289,7 +295,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             worker.hang_up()
         if self._control is not None:
             if os.getpid() == self._pid:
-                with Suppressed(OSError):  # also where a forked child has a copy of it
+                with Suppressed(OSError):  # this works even if a forked child has a copy of it
                     self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
         for payload in self._payloads:
@@ -298,7 +304,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._page.close()
 
     def leave_to_parent(self) -> None:
-        """Close the sockets in a forked child, which must not keep the owner from ending."""
+        """Close the sockets in a forked child, whose copies would keep the owner from ending."""
         super().leave_to_parent()
         for worker in self._workers:
             worker.channel.close()

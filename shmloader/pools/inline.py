@@ -35,7 +35,7 @@ class InlinePool:
 
     Args:
         make: Makes the batch of a ticket's indices.
-        timer: Times the work; this pool begins it with each batch.
+        timer: Times the work. This pool starts it for each batch.
         take_report: Returns how many of a batch's samples failed; None if bad samples raise.
         end: Ends the threads that help to load samples, if there are any.
         is_iterable: Whether a StopIteration of ``make`` ends the dataset's stream.
@@ -90,7 +90,7 @@ class InlinePool:
         return None if self._take_report is None else self._take_report()
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
-        """Do nothing: no task is left over."""
+        """Do nothing: no task of the previous epoch is left."""
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: ``make`` knows where the dataset is resumed."""
@@ -98,7 +98,7 @@ class InlinePool:
     # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - see send
-        """Return False: nothing is on its way."""
+        """Return False: ``send`` has returned all answers."""
         return False
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:  # noqa: ARG002 - see send

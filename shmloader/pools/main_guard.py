@@ -1,9 +1,9 @@
 """Says what to do about a program whose main file starts workers when a worker imports it.
 
-Under spawn and forkserver a worker first imports the program's main file. If that iterates a loader
-without a main guard, each worker would start workers of its own. Python refuses that with a long
-traceback in each of them, and to the main process they are dead for an unknown reason. Here a
-worker ends silently, with an exit code by which the main process knows the reason.
+Under spawn and forkserver a worker first imports the program's main file. If that file iterates a
+loader without a main guard, each worker would start further workers. Python refuses that with a
+long traceback in each worker, and the main process does not learn why its workers have died. Here a
+worker ends silently, with an exit code that tells the main process the reason.
 """
 
 import multiprocessing
@@ -33,7 +33,9 @@ def name_of(worker_id: int | str) -> str:
 
 
 def refuse_during_import() -> None:
-    """Refuse to start workers in a process that is importing the main file; ends a worker.
+    """Refuse to start workers in a process that is importing the main file.
+
+    Does not return in a worker of shmloader: the worker ends with :data:`NO_GUARD_EXIT`.
 
     Raises:
         RuntimeError: In a process that other code has started.

@@ -1,14 +1,14 @@
 """Ends the workers when the main process ends, however it ends and whatever they are doing.
 
 Only the main process holds the writing end of a pipe, and it never writes. When the main process
-ends, the kernel closes that end and sends each worker the signal that was registered there. The
-signal is SIGKILL, which also ends a stopped worker and a worker inside a call that holds the
-interpreter. For a fresh interpreter the main process registers the signal, because the worker first
-imports the user's program, and torch with it. A thread of the worker also watches the main process,
-in case a copy of the writing end has leaked into a process that keeps running.
+ends, the kernel closes that end and sends each worker the signal that was registered at its reading
+end. The signal is SIGKILL, which also ends a stopped worker and a worker inside a call that holds
+the interpreter lock. For a fresh interpreter the main process registers the signal, because the
+worker first imports the user's program, and torch with it. A thread of the worker also watches the
+main process, in case a copy of the writing end has leaked into a process that keeps running.
 
-``PR_SET_PDEATHSIG`` would not do: its signal comes when the *thread* that started the worker
-ends, and from the fork server's end where the worker was started by one.
+``PR_SET_PDEATHSIG`` would not do: its signal comes when the *thread* that started the worker ends,
+or, for a worker of a fork server, when the fork server ends.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class ParentDeathPipe:
         return WorkerParentDeathPipe, (self._main_pid, reduction.DupFd(self._next_read))
 
     def tie(self, pid: int) -> None:
-        """Make a worker that was just started end with this process, before it calls ``hold``."""
+        """Make a new worker end with this process even before the worker calls ``hold``."""
         if self._next_read >= 0:
             with contextlib.suppress(OSError):  # the worker has ended already
                 _request_signal(self._next_read, pid)
@@ -68,7 +68,7 @@ class ParentDeathPipe:
 
     def close_write(self) -> None:
         """Close the writing end, in a process that is not the main one."""
-        # Forgotten first: after an interruption, a second close might close another file.
+        # Reset first: after an interruption, a second close might close another file.
         fd, self._write = self._write, -1
         if fd >= 0:
             os.close(fd)
@@ -80,14 +80,19 @@ class ParentDeathPipe:
 
 
 class WorkerParentDeathPipe:
-    """The worker's end in a worker that was not forked from the main process."""
+    """The worker's end.
+
+    Args:
+        main_pid: Process id of the main process.
+        duplicate: The reading end: a descriptor, or what ``DupFd`` became in this process.
+    """
 
     def __init__(self, main_pid: int, duplicate: Any) -> None:
         self._main_pid = main_pid
         self._duplicate = duplicate
 
     def hold(self) -> None:
-        """Make this process end with the main process, at once if that has ended already."""
+        """Make this process end with the main process: at once if the main process has ended."""
         read = self._duplicate if isinstance(self._duplicate, int) else self._duplicate.detach()
         with contextlib.suppress(OSError):  # without /proc, only the thread watches
             _request_signal(_open_again(read), os.getpid())
@@ -100,7 +105,7 @@ class WorkerParentDeathPipe:
 
 
 def _open_again(read: int) -> int:
-    """Open the end again, because the signal and its receiver belong to the open file."""
+    """Open the reading end again: a signal and its receiver are registered for an open file."""
     return os.open(f"/proc/self/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

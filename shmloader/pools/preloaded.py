@@ -1,8 +1,8 @@
 """What the fork server imports once, for the workers that it forks. Imported nowhere else.
 
-Workers are started with SIGINT blocked, and so is the server, which hands that on. A worker
-unblocks SIGINT when it ignores it. Here SIGINT is unblocked in all other processes that the user
-has the server fork.
+Workers are started with SIGINT blocked. So is the server, and the processes that it forks inherit
+this. A worker unblocks SIGINT once it ignores it. Here SIGINT is unblocked in all other processes
+that the user has the server fork.
 """
 
 import multiprocessing

@@ -33,7 +33,7 @@ class ProcessPool(SlotReader):
     See :class:`~shmloader.pools.Pool` for what the methods do and raise.
 
     Args:
-        workers: The processes, or the channels to them; the pool owns them from now on.
+        workers: The workers, and the channels to them. The pool owns these from now on.
         slot_bytes: The most bytes of a slot that a batch may take.
         slot_count: The most slots there may be.
         locker: Locks the pages of slots that are lent, if a device reads them.
@@ -74,7 +74,7 @@ class ProcessPool(SlotReader):
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The worker processes, by number."""
+        """The worker processes by number; empty if this process has not started them."""
         return self._workers.processes
 
     # Tasks -------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class ProcessPool(SlotReader):
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
-        self._told_count = None  # workers that were leaving stay when an epoch is left
+        self._told_count = None  # an epoch's end cancels the leaving of workers: report anew
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:

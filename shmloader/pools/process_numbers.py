@@ -1,4 +1,4 @@
-"""The worker numbers of an executor's processes, which start and end unseen."""
+"""The worker numbers of an executor's processes, whose starts and ends are not reported."""
 
 import collections
 import functools
@@ -15,12 +15,12 @@ class ProcessNumbers:
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
-        # Below ``_next``: numbers that no task in flight offers, the smallest first. Among them may
-        # be some that a process has taken since.
+        # A heap of numbers below ``_next`` that no task in flight offers. A process may have taken
+        # some of them since.
         self._free: list[int] = []
         self._next = 0
         # What became of tasks that were given up: the number that each offered, and the number of
-        # its process, or -1. Appended by any thread.
+        # its process, or -1. Any thread appends to it.
         self._late: collections.deque[tuple[int, int]] = collections.deque()
 
     def offer(self) -> int:

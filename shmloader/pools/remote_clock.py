@@ -1,24 +1,25 @@
-"""Relates the clock of another machine to this one's, by the calls that go there and back.
+"""Relates the clock of another machine to this machine's, by the times of calls to that machine.
 
-A call begins there after it was sent here, and its result is here after it ended there::
+A call begins there after it was sent here, and its result is received here after it ended there::
 
     here      sent ───────────────────────────────────────── received
     there             began ──────────────────── ended
 
-So what this machine's clock is ahead by lies between ``sent - began`` and ``received - ended``. The
-fastest ways there and back so far are the narrowest bounds, and the middle between them is taken,
-as by NTP: the two fastest ways are taken to be equally long. A time that the network always takes
-is thereby told from the time of the work. What the two differ by, half of that is the error; a call
-that had to wait on its way, behind others, counts only if none was faster.
+So this machine's clock is ahead by at least ``sent - began`` and at most ``received - ended``. The
+fastest transfer there and the fastest transfer back so far give the narrowest bounds. The middle
+between the bounds is used, as NTP does, which assumes that these two transfers took equally long.
+So the time that the network always takes is not counted as work. The error is half of the
+difference between the two transfers. A call that had to wait behind others on its way does not
+widen the bounds.
 """
 
-# Clocks of two machines drift apart. So old bounds are trusted less: by so many millionths of the
-# time since then, more than a quartz is wrong by.
+# Clocks of two machines drift apart, so old bounds are widened by this many millionths of the time
+# since then. That is more than the error of a quartz clock.
 _DRIFT_PPM = 200
 
 
 class RemoteClock:
-    """By how much this machine's monotonic clock is ahead of another one's."""
+    """Estimates by how much this machine's monotonic clock is ahead of another machine's."""
 
     def __init__(self) -> None:
         self._least_ns: int | None = None
@@ -29,10 +30,10 @@ class RemoteClock:
         """Note the times of a call.
 
         Args:
-            sent_ns: When it was sent, by this machine's clock.
-            began_ns: When it began, by the other one's.
-            ended_ns: When it ended, by the other one's.
-            received_ns: When its result was here, by this machine's.
+            sent_ns: When the call was sent, by this machine's clock.
+            began_ns: When the call began, by the other machine's clock.
+            ended_ns: When the call ended, by the other machine's clock.
+            received_ns: When its result was received, by this machine's clock.
         """
         least_ns, most_ns = sent_ns - began_ns, received_ns - ended_ns
         if self._least_ns is not None:
@@ -41,7 +42,7 @@ class RemoteClock:
             at_most_ns = min(most_ns, self._most_ns + drift_ns)
             if at_least_ns <= at_most_ns:
                 least_ns, most_ns = at_least_ns, at_most_ns
-            # Else a clock has jumped, as in a virtual machine that was suspended.
+            # Otherwise a clock has jumped, as when a virtual machine was suspended.
         self._least_ns, self._most_ns, self._noted_ns = least_ns, most_ns, received_ns
 
     @property

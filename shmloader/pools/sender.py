@@ -1,4 +1,4 @@
-"""Sends tasks to workers, with the descriptors of slots that a worker has not mapped."""
+"""Sends tasks to workers, and descriptors of slots that a worker has not mapped yet."""
 
 import pickle
 from typing import Any
@@ -30,8 +30,8 @@ class Sender:
     """Sends tasks, and each slot's descriptor before the first task that names the slot.
 
     Attributes:
-        attached: By worker number, the slots of long states on their way: the socket may not have
-            taken their descriptors yet.
+        attached: By worker number, the slots of long states that are on their way. The socket may
+            not have taken their descriptors yet.
 
     Args:
         workers: The workers.
@@ -50,8 +50,8 @@ class Sender:
             None, or the error that answers the ticket: the user's indices could not be pickled.
 
         Raises:
-            OSError: If there are no descriptors, or no address space, left for its slot.
-            SharedMemoryError: If there is no memory for its slot.
+            OSError: If there are no descriptors, or no address space, left for the ticket's slot.
+            SharedMemoryError: If there is no memory for the ticket's slot.
         """
         worker_id, slot_id = ticket.worker_id, ticket.slot_id
         if ticket.is_slot_new:
@@ -80,8 +80,8 @@ class Sender:
         Sends nothing if the dataset starts at its beginning.
 
         Raises:
-            OSError: If there are no descriptors left for its state.
-            SharedMemoryError: If there is no memory for its state.
+            OSError: If there are no descriptors left for the dataset's state.
+            SharedMemoryError: If there is no memory for the dataset's state.
         """
         if checkpoint == DatasetCheckpoint():
             return

@@ -1,4 +1,4 @@
-"""What all pools with slots do with them: read workers' answers, lend batches, free memory.
+"""The base of all pools with slots: reads workers' answers, lends batches and frees memory.
 
 Runs on the engine's thread.
 """
@@ -55,7 +55,7 @@ class SlotReader:
         self.ended_leases: Sized = self.arena.leases.dead
         # The layout that was read last, as it was sent, and its reader.
         self._last_layout: tuple[bytes, Reader | UnreadableLayout | None] = (b"", None)
-        # A state that did not fit is reported once.
+        # Whether a state that did not fit was reported, which is done only once.
         self._has_lost_state = False
 
     # Answers -----------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class SlotReader:
         events.answered(message.seq, message.epoch, worker_id, failure)
 
     def take_empty(self, worker_id: int, message: BatchEmpty, events: Events) -> None:
-        """Report a batch of which no good sample is left."""
+        """Report a batch without good samples."""
         slot_id = message.slot_id
         empty = Empty(
             self._report(slot_id, message.report),
@@ -161,7 +161,7 @@ class SlotReader:
         return answer.content.read(slot, lease)
 
     def copy_out(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch in memory of its own."""
+        """Return the batch in private memory, without views of its slot."""
         return answer.content.read(self.arena[slot_id], None)
 
     def take_returns(self) -> Sequence[tuple[int, bool]]:
@@ -175,7 +175,7 @@ class SlotReader:
         return arena.is_short or arena.batches >= TRIM_EVERY
 
     def tidy(self, free_ids: list[int]) -> None:
-        """Return memory of free slots that is not needed to the kernel."""
+        """Give memory of free slots that is not needed back to the kernel."""
         if self.arena.is_short:
             for slot_id in free_ids:
                 self.arena.prepare(slot_id)

@@ -1,8 +1,8 @@
-"""How the main process starts a worker, and what it keeps for starting another one.
+"""Starts worker processes, and keeps what starting another one needs. Runs in the main process.
 
 Guarantees:
     * Ctrl-C during a start does not reach the worker, and does not interrupt the start in the main
-      process: its handler runs right afterwards, once for each Ctrl-C.
+      process: the main process's handler runs right afterwards, once for each Ctrl-C.
     * A start for which there are too few descriptors fails before it opens any.
 """
 
@@ -55,14 +55,14 @@ _LOCKED = (
     "so its lock is held in each child; give multiprocessing_context='forkserver'"
 )
 
-# multiprocessing takes up to six for a moment: two pipes, and a pipe or a socket to the process
-# that forks. One is for the worker's pidfd.
+# How many descriptors a start needs. multiprocessing opens up to six for a moment: two pipes, and a
+# pipe or a socket to the process that forks. The seventh is the worker's pidfd.
 _START_DESCRIPTORS = 7
 
 #: What the user calls the objects that the workers of a loader get.
 OBJECT_NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 
-# It begins with torch's own text, which ends by recommending fork.
+# It begins with torch's own text, but leaves out torch's advice to use fork.
 _PICKLE_WARNING = (
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "
@@ -71,7 +71,7 @@ _PICKLE_WARNING = (
 
 
 class WorkerStarter:
-    """Starts the workers of one pool, and owns what all of them get.
+    """Starts the workers of one pool, and owns the objects that all of them get.
 
     Attributes:
         method: The start method: "fork", "spawn" or "forkserver".
@@ -95,7 +95,7 @@ class WorkerStarter:
         self.startup: StartupSemaphore | None = None
         # What close() closes.
         self._resources: list[Any] = []
-        # Our end of the socket pair of the worker that is being started.
+        # The main process's end of the socket pair of the worker that is being started.
         self._channel: socket.socket | None = None
         # Whether the fork server imports nothing of ours.
         self._has_bare_server = False
@@ -140,8 +140,8 @@ class WorkerStarter:
             names: What the user calls each of the objects.
 
         Raises:
-            TypeError, AttributeError, pickle.PicklingError: If it cannot be pickled. The text says
-                which part.
+            TypeError, AttributeError, pickle.PicklingError: If an object cannot be pickled. The
+                text says which part of it.
             Exception: What the objects' own methods raise.
         """
         if self.method == "fork":
@@ -155,7 +155,7 @@ class WorkerStarter:
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            RuntimeError: If torch's generator is locked in all workers that are forked.
+            RuntimeError: If torch's random generator is locked in each worker that is forked.
         """
         if self.method != "fork" or threading.active_count() == 1:
             return self._start_one(worker_id)
@@ -175,7 +175,7 @@ class WorkerStarter:
         raise RuntimeError(_LOCKED)
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
-        """Start a worker, which may report first that torch's generator is not locked."""
+        """Start a worker. With ``reports``, it first reports that torch's generator is free."""
         self.status_page.clear(worker_id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
@@ -219,9 +219,9 @@ class WorkerStarter:
             self._channel = None
 
     def _ensure_server(self) -> None:
-        """Start multiprocessing's fork server if none runs. It need not be up on return."""
-        # A server that imports nothing of ours would hand a blocked SIGINT on to all processes
-        # that the user has it fork.
+        """Start multiprocessing's fork server if none runs. It may still be starting on return."""
+        # A server that does not import our module would pass a blocked SIGINT on to all processes
+        # that the user has it fork (see `preloaded`).
         is_bare = self._has_bare_server
         blocked = nullcontext() if is_bare else sigint_held_back(is_fresh=True)
         with blocked, unimportable_main_hidden():
@@ -254,7 +254,7 @@ _OPEN_IN_WORKER = (
 
 
 def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method: str) -> Payload:
-    """Pickle what workers get that are started by ``method``; see ``make_payload``."""
+    """Pickle the objects for workers that ``method`` starts; see ``make_payload``."""
     try:
         return Payload(objects)
     except Exception as error:
@@ -266,10 +266,10 @@ def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method
 def _raise_explained(
     error: Exception, objects: tuple[object, ...], names: Sequence[str], method: str
 ) -> NoReturn:
-    """Raise what pickling the objects has raised, with the part that cannot be pickled.
+    """Raise an error of pickling again, with a text that names the part that cannot be pickled.
 
     Raises:
-        Exception: Of the same class.
+        Exception: An exception of the same class as ``error``.
     """
     receiver = f"worker processes that are started by {method!r}"
     explained = explain(error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER)
@@ -297,7 +297,7 @@ def _check_descriptors(any_socket: socket.socket) -> None:
     multiprocessing leaves its first pipe open when there is no descriptor for the second.
 
     Args:
-        any_socket: A socket whose descriptor is duplicated to find out.
+        any_socket: A socket whose descriptor is duplicated as a trial.
 
     Raises:
         OSError: EMFILE or ENFILE, if there are too few descriptors left.
@@ -312,7 +312,9 @@ def _check_descriptors(any_socket: socket.socket) -> None:
 
 
 def raise_with_remedy(error: OSError) -> None:
-    """Raise an error of a worker's start again with its remedy, if it is a limit that was reached.
+    """Raise an error of a worker's start again, with a remedy, if a limit has caused it.
+
+    Returns if the error has another cause.
 
     Raises:
         OSError: With the same number, a text that names the remedy, and ``error`` as its cause.

@@ -1,14 +1,14 @@
-"""Limits how many fresh interpreters start up at a time, and keeps their collector off meanwhile.
+"""Limits how many fresh interpreters start up at a time. Their garbage collector is off meanwhile.
 
 Importing torch makes a quarter of a million objects, all of which stay. The garbage collector looks
-through them again and again, which takes one twelfth of the time, so it is off until the worker is
-ready.
+through them again and again, which takes one twelfth of the time, so it is off until the worker has
+loaded its dataset.
 
 Under spawn a worker imports torch and unpickles the dataset, which takes seconds of a core's time.
 If all workers do so at once on fewer cores, the first is ready only when the last is. In five
 rounds in turns on two cores, with a dataset of many strings (row G of the benchmark), the first
-batch came 1.7 times as late without the semaphore with four workers (1.5–2.2), and 3.2 times with
-eight (2.5–4.4).
+batch came 1.7 times as late without the semaphore with four workers (1.5–2.2), and 3.2 times as
+late with eight (2.5–4.4).
 
 All workers are started at once. The interpreter waits before it imports anything::
 
@@ -46,7 +46,7 @@ _TOKEN = b"."
 
 
 class _Call:
-    """An object that unpickles as the result of a call, which unpickling makes."""
+    """An object whose unpickling makes a call, and gives the result of the call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = (function, arguments)
@@ -71,7 +71,7 @@ def set_startup(process: Any, startup: "StartupSemaphore | None") -> None:
 
     Args:
         process: A process that was not started yet, which will be a fresh interpreter.
-        startup: The semaphore that the process acquires first; None if nothing limits it.
+        startup: The semaphore that the process acquires first; None if the number is not limited.
     """
     # A fork server that the user started does not block SIGINT.
     block = _Call(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
@@ -85,10 +85,10 @@ def set_startup(process: Any, startup: "StartupSemaphore | None") -> None:
 
 
 def end_startup(startup: Any) -> None:
-    """Enable the collector, and let another worker start up. Called once, in the worker.
+    """Enable the garbage collector, and let another worker start up. Called once, in the worker.
 
     Args:
-        startup: The worker's end of the semaphore; None if nothing limits it.
+        startup: The worker's end of the semaphore; None if the number is not limited.
     """
     gc.enable()
     if isinstance(startup, WorkerStartupSemaphore):
@@ -119,7 +119,7 @@ class StartupSemaphore:
         """Admit a further process.
 
         Returns:
-            The descriptor from which it reads a token first; None if it need not wait.
+            The descriptor from which the process first reads a token; None if it need not wait.
         """
         if self._free:
             self._free -= 1
@@ -128,7 +128,7 @@ class StartupSemaphore:
 
     def release(self) -> None:
         """Write a token for a dead worker, which may not have written one."""
-        with contextlib.suppress(ValueError):  # closed, by another thread
+        with contextlib.suppress(ValueError):  # another thread has closed it
             self._write.write(_TOKEN)
 
     def close(self) -> None:

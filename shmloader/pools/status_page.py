@@ -1,4 +1,4 @@
-"""The status page shows what each worker is doing, even a stuck one, which answers no message.
+"""The status page shows what each worker is doing, even a stuck one, which answers nothing.
 
 It is anonymous shared memory with one line for each worker. The worker writes its line and the main
 process reads it. Beside it there is a pipe: a worker writes its Python stack into it when the main
@@ -28,15 +28,15 @@ from shmloader.insight.core_time import core_time_here
 from shmloader.insight.measurements import Usage
 from shmloader.memory.memfd import MEMFD_NAME
 
-# Phase, epoch, seq, time.monotonic_ns() of its beginning, and the ident of the worker's thread.
+# Phase, epoch, seq, time.monotonic_ns() when the phase began, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")
-# The sample in work and its deadline, with a sample_timeout: see SampleWatch.
+# The sample in work and its deadline, if there is a sample_timeout: see SampleWatch.
 _SAMPLE = struct.Struct("=2q")
 # CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
 _USAGE = struct.Struct("=3q")
 # The epoch and the number of the newest ticket, on the page's last line.
 _NEWEST = struct.Struct("=2q")
-# Two cache lines each.
+# Two cache lines for each worker.
 _LINE_BYTES = 128
 _USAGE_AT = _LINE.size
 _SAMPLE_AT = _USAGE_AT + _USAGE.size
@@ -53,7 +53,7 @@ _MEMORY_NS = 1_000_000_000
 _MEMORY_BUSY_NS = 10_000_000_000
 
 #: Asks a worker for its stack. Python, torch and their libraries do not use real-time signals.
-#: A system without them has no worker processes of ours either.
+#: On a system without real-time signals shmloader starts no worker processes.
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 13
 
 # A stack comes in many small writes. It is complete when nothing more comes for this long.
@@ -65,7 +65,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MUL
 
 
 class Phase(enum.IntEnum):
-    """What a worker is doing. Before GETTING_READY it cannot show its stack."""
+    """What a worker is doing. A worker process cannot show its stack before GETTING_READY."""
 
     STARTING = 0
     GETTING_READY = 1
@@ -88,7 +88,7 @@ class AtWork:
         sample: Number of the sample in work, while LOADING with a ``sample_timeout``; NO_SAMPLE if
             there is none.
         sample_left_s: Seconds until that sample's deadline; negative once it has passed.
-        place: Where it does that, in words, if it is a task of an executor; "" if that is unknown.
+        place: Where the task runs, in words, if it is a task of an executor; "" if that is unknown.
     """
 
     phase: Phase
@@ -113,7 +113,7 @@ class StatusPage:
     def __init__(self, worker_count: int) -> None:
         self._newest_at = worker_count * _LINE_BYTES
         nbytes = -(-(worker_count + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        # By worker number, CPU time and time without a core of the workers that were replaced.
+        # CPU time and time without a core of the workers that were replaced, by worker number.
         self._used_before: dict[int, tuple[int, int]] = {}
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
         self._stack_read = self._stack_write = -1
@@ -178,7 +178,7 @@ class StatusPage:
         )
 
     def usage(self, worker_id: int, pid: int) -> Usage:
-        """Return the usage that a worker noted last, with the times of those that it replaced.
+        """Return the usage that a worker noted last. Times include the workers that it replaced.
 
         Raises:
             ValueError: If the page is closed.
@@ -231,15 +231,15 @@ class StatusPage:
 
     def _close(self, name: str) -> None:
         fd = getattr(self, name)
-        # Forgotten first: after an interruption, or in a child that another thread forks meanwhile,
-        # a second close might close another file of this number.
+        # Reset first: after an interruption, or in a child that another thread forks meanwhile, a
+        # second close might close another file of this number.
         setattr(self, name, -1)
         if fd >= 0:
             os.close(fd)
 
 
 def _frames(text: str, thread: int) -> str:
-    """Return one thread's frames out of what faulthandler wrote of all threads."""
+    """Return one thread's frames from faulthandler's text on all threads."""
     parts = _THREAD.split(text)
     threads = [int(ident, 16) for ident in parts[1::2]]
     if thread not in threads:
@@ -248,11 +248,11 @@ def _frames(text: str, thread: int) -> str:
 
 
 class Memory:
-    """When this process's memory was measured last, and what it was then. All its lines share it.
+    """The last measurement of this process's memory. All lines of the process share it.
 
     Attributes:
-        measured_ns: When that was; at first, when the process began.
-        pss_bytes: The proportional set size; -1 before it was measured.
+        measured_ns: When the memory was measured last; before that, when this object was made.
+        pss_bytes: The proportional set size; -1 if it was not measured.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Line:
     """A worker's line, in the worker. It enables the signal that asks for the stack.
 
     Attributes:
-        memory: The memory of this process.
+        memory: The last measurement of this process's memory.
     """
 
     def __init__(
@@ -287,10 +287,10 @@ class Line:
         self.note(Phase.GETTING_READY)
 
     def show_stack(self) -> None:
-        """Show the stack of this process to the main process of this page, when that asks."""
+        """Send this process's stack to the page's main process whenever that asks for it."""
         try:
             faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True, chain=False)
-        except OSError:  # a sandbox refuses the handler's own stack: no worker stack is shown
+        except OSError:  # a sandbox refuses the signal stack: the worker's stack is not shown
             signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def newest(self) -> tuple[int, int]:
@@ -299,12 +299,12 @@ class Line:
         return epoch, seq
 
     def close(self) -> None:
-        """Unmap the page. Another line must show the stack from now on."""
+        """Unmap the page. Call :meth:`show_stack` of another line afterwards."""
         os.close(self._stack_fd)
         self._mapping.close()
 
     def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
-        """Write what this worker does from now on."""
+        """Write what this worker is doing from now on."""
         _LINE.pack_into(
             self._mapping, self._offset, phase, epoch, seq, time.monotonic_ns(), self._thread
         )
@@ -322,7 +322,7 @@ class Line:
         """Write what this process has used, if that is due.
 
         Args:
-            has_task: Whether a message is waiting.
+            has_task: Whether a message waits for this worker.
         """
         due_ns = _MEMORY_NS if self.memory.pss_bytes < 0 else _MEMORY_BUSY_NS
         if self._idle_ns - self.memory.measured_ns > due_ns:
@@ -357,7 +357,7 @@ class Line:
 
 
 def measure_memory(pid: int) -> int | None:
-    """Return a process's proportional set size in bytes; None if the process is gone."""
+    """Return a process's proportional set size in bytes; None if it cannot be measured."""
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         pss: int = psutil.Process(pid).memory_full_info().pss
         return pss
@@ -374,7 +374,12 @@ class WorkerStatusPage:
         self._nbytes = nbytes
 
     def open_line(self, worker_id: int, memory: Memory | None = None) -> Line:
-        """Return this worker's line. Several lines of a process share what its memory was."""
+        """Return this worker's line.
+
+        Args:
+            worker_id: Number of the worker.
+            memory: The measurement that all lines of this process share; None to begin one.
+        """
         fd = self._status_page.detach()
         try:
             mapping = mmap.mmap(fd, self._nbytes)

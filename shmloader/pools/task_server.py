@@ -1,7 +1,8 @@
 """Serves the tasks of one channel: makes each task's batch in its slot, and answers.
 
-A worker of one process has one channel. A worker that the ranks of a host share has one for each
-rank, and an object of this class for each. All of it runs in the worker, on its main thread.
+A worker that serves one process has one channel. A worker that the ranks of a host share has one
+channel for each iterator of each rank, and a :class:`TaskServer` for each channel. All of it runs
+in the worker, on its main thread.
 """
 
 import errno
@@ -63,7 +64,7 @@ class TaskServer:
         channel: The worker's end of a socket pair. Answers are sent on it.
         worker_id: Number of the worker, from 0.
         config: How tasks are served.
-        line: Where it writes what it is doing.
+        line: Where the worker writes what it is doing.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class TaskServer:
 
         Args:
             message: The message.
-            ancillary: Ancillary data that came with it.
-            flags: Flags that it came with.
+            ancillary: Ancillary data that came with the message.
+            flags: Flags that ``recvmsg`` returned with the message.
         """
         if type(message) is not Task:
             self._follow(message, ancillary, flags)
@@ -122,9 +123,9 @@ class TaskServer:
         self._send(self._serve(message))
 
     def _follow(self, message: object, ancillary: list[Any], flags: int) -> None:
-        """Do what a message says that is no task."""
+        """Do what a message that is not a task says."""
         if type(message) is NewSlot:
-            # Its first batch maps more of it, as much as it needs.
+            # The slot's first batch maps as much more of it as the batch needs.
             self._slots[message.slot_id] = _receive_slot(
                 message.nbytes, ancillary, flags, mapped_bytes=FIRST_BYTES
             )
@@ -177,10 +178,10 @@ def _receive_slot(
     """Make the slot whose descriptor came beside a message.
 
     Args:
-        nbytes: Length of its file.
+        nbytes: Length of the slot's file.
         ancillary: Ancillary data of the message.
         flags: Flags of the message.
-        mapped_bytes: How much of it to map; None maps all.
+        mapped_bytes: How much of the slot to map; None maps all.
     """
     if flags & socket.MSG_CTRUNC or not ancillary:
         raise OSError(
@@ -194,7 +195,7 @@ def _receive_slot(
 
 
 def _read_attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> bytes:
-    """Return a message's bytes, which may have come in a slot of their own."""
+    """Return the bytes of a message. A slot may have come beside the message to hold them."""
     if not isinstance(data, Attached):
         return data
     slot = _receive_slot(data.nbytes, ancillary, flags)

@@ -1,6 +1,6 @@
 """The pool whose workers are threads, for datasets that wait or release the interpreter lock.
 
-One of them is a :class:`~shmloader.pools.thread_worker.ThreadWorker`.
+Each thread is a :class:`~shmloader.pools.thread_worker.ThreadWorker`.
 
 ::
 
@@ -15,11 +15,11 @@ that is needed to make its batch, so a waiting thread holds neither the dataset 
 Guarantees:
     * Between two samples a thread checks whether its batch was dropped, and stops if so. So
       ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * A thread that stays in the user's code for longer is left behind, as is one that takes longer
-      than ``sample_timeout`` for a sample: it ends when that code returns, and its batch is
-      dropped. It blocks neither the caller nor the interpreter's exit.
-    * At the interpreter's exit all threads are asked to pause for good, and awaited for a limited
-      time (:mod:`shmloader.threads.fork_safety`).
+    * If a thread stays in the user's code for five seconds after that, it is left behind, and so is
+      a thread that takes longer than ``sample_timeout`` for a sample. It ends when that code
+      returns, and its batch is dropped. It blocks neither the caller nor the interpreter's exit.
+    * At the interpreter's exit all threads are asked to pause for good, and the interpreter waits
+      for them for a limited time (:mod:`shmloader.threads.fork_safety`).
 
 These threads do not pause while the process forks elsewhere. They run the user's code, which cannot
 be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
@@ -53,8 +53,9 @@ class ThreadPool:
 
     Args:
         worker_count: The number of threads.
-        config: How batches are made. The iterator owns it: a stage's thread holds the pool, and
-            must not keep objects alive that may hold the iterator.
+        config: How batches are made, as a weak reference. The iterator owns the object: a stage's
+            thread refers to the pool, and must not keep objects alive that may refer to the
+            iterator.
     """
 
     has_queue = True
@@ -186,7 +187,7 @@ class ThreadPool:
         return self._workers[worker_id].ask()
 
     def kill(self, worker_id: int, seq: int) -> bool:
-        """Leave a thread behind that takes too long for a sample."""
+        """Leave a thread behind that takes too long for a sample. Returns whether it was left."""
         return self._workers[worker_id].leave_behind(seq)
 
     def replace(self, worker_id: int) -> None:
@@ -213,7 +214,7 @@ class ThreadPool:
         self._post.is_closed = True
         for worker in self._workers:
             worker.drop()
-            self._post.tasks.put(None)  # those of a second call stay in the queue
+            self._post.tasks.put(None)  # the Nones of a second call stay in the queue
         self.wake()
         if not may_wait_here():
             return

@@ -30,7 +30,8 @@ class ThreadConfig:
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
         init_fn: Called in each thread with its number, before its first batch; None for no call.
-        find_gatherer: Returns what gathers the next batch, if the dataset consists of arrays.
+        find_gatherer: Returns the gatherer of the next batch's rows if the dataset consists of
+            arrays; else None.
     """
 
     fetch: FetchConfig
@@ -50,7 +51,7 @@ class ThreadTask:
         epoch: Number of the epoch.
         indices: The index batch that the sampler yielded.
         config: How the batch is made; None once a thread has taken the task.
-        hung: Samples of the batch that are to raise; see :class:`SampleWatch`.
+        hung: Samples of the batch that are to raise an error; see :class:`SampleWatch`.
         is_dropped: Whether the batch is no longer needed.
         sample: The number of the sample in work and its deadline, with a ``sample_timeout``.
     """
@@ -87,7 +88,7 @@ class _Samples:
 
     @property
     def __getitems__(self) -> Any:
-        """The dataset's own, if it has one."""
+        """The dataset's own ``__getitems__``, if it has one."""
         return list_loader(self._dataset)
 
 
@@ -103,7 +104,7 @@ def load(
         task: The task.
         config: How batches are made.
         where: Where this runs, in words, for the texts of failures.
-        concurrent_fetcher: Loads several samples at once; None loads one after the other.
+        concurrent_fetcher: Loads several samples at once; None to load them one after the other.
 
     Returns:
         The answer; None if the task was dropped meanwhile.

@@ -29,14 +29,15 @@ class Post:
     """The queues between the worker threads and the engine's thread.
 
     Attributes:
-        tasks: Tasks that no thread has taken; None ends the thread that takes it.
+        tasks: Tasks that no thread has taken yet. A thread that takes None ends.
         answers: Answers to tasks, each with its task and the number of its thread.
         wakeup: Set after each answer.
-        is_closed: Whether threads are to load nothing more.
+        is_closed: Whether the threads must not begin any more tasks.
     """
 
     def __init__(self) -> None:
-        # Reentrant: a finalizer may call put() while this thread is inside put() or get().
+        # SimpleQueue is reentrant: a finalizer may call put() while this thread is inside put() or
+        # get().
         self.tasks: queue.SimpleQueue[ThreadTask | None] = queue.SimpleQueue()
         self.answers: collections.deque[tuple[ThreadTask, int, Answer]] = collections.deque()
         self.wakeup = Wakeup()
@@ -44,7 +45,13 @@ class Post:
 
 
 class ThreadWorker(BackgroundThread):
-    """One worker thread."""
+    """One worker thread.
+
+    Args:
+        worker_id: Number of the worker, from 0.
+        post: The queues of the pool.
+        init_fn: Called on the thread with the number, before the first task; None for no call.
+    """
 
     parks_for_forks = False
 
@@ -68,7 +75,7 @@ class ThreadWorker(BackgroundThread):
         self._stalled_ns: int | None = None
 
     def drop(self) -> None:
-        """Make it stop loading its batch after the present sample. Called from any thread."""
+        """Make the thread drop its batch after the present sample. Called from any thread."""
         task = self._at_work[1]
         if task is not None:
             task.is_dropped = True
@@ -77,7 +84,7 @@ class ThreadWorker(BackgroundThread):
         """Leave the thread behind while it loads a ticket. Called from the engine's thread.
 
         Returns:
-            False, if it has done with that ticket.
+            Whether it was left behind. False if it has finished that ticket.
         """
         task = self._at_work[1]
         if task is None or task.seq != seq:
@@ -87,11 +94,11 @@ class ThreadWorker(BackgroundThread):
         return True
 
     def wake(self) -> None:
-        """Make it stop loading, at the interpreter's exit."""
+        """Make the thread stop loading, at the interpreter's exit."""
         self.drop()
 
     def usage(self) -> Usage:
-        """Return the time used up to its last batch. Called from any thread."""
+        """Return the CPU time up to the last batch, and time stalled. Called from any thread."""
         number = self.system_id
         if number is not None:
             spent = core_time_of(number)
@@ -100,12 +107,12 @@ class ThreadWorker(BackgroundThread):
         return Usage(None, self._cpu_ns, self._stalled_ns)
 
     def ask(self) -> AtWork:
-        """Return what it is doing, with its stack. Called from any thread."""
+        """Return what the thread is doing, with its stack. Called from any thread."""
         frame = sys._current_frames().get(self._ident)
         return dataclasses.replace(self.was_at(), stack=_describe_stack(frame))
 
     def was_at(self) -> AtWork:
-        """Return what it is doing, without its stack. Called from any thread."""
+        """Return what the thread is doing, without its stack. Called from any thread."""
         phase, task, since = self._at_work
         seq, epoch = (0, 0) if task is None else (task.seq, task.epoch)
         sample, deadline_ns = (NO_SAMPLE, 0) if task is None else task.sample
@@ -131,7 +138,7 @@ class ThreadWorker(BackgroundThread):
             self.has_begun.set()
 
     def work(self) -> None:
-        """Serve tasks from the queue until None comes."""
+        """Serve tasks from the queue until None comes, or the thread is left behind."""
         try:
             self._prepare()
             while self._serve_one():
@@ -159,7 +166,7 @@ class ThreadWorker(BackgroundThread):
             self._init_answer = Failure(RemoteError.caught(self._where))
 
     def _serve_one(self) -> bool:
-        """Take a task and answer it; return False when the thread is to end."""
+        """Take a task and answer it. Returns False if the thread is to end."""
         self._note(Phase.IDLE)
         task = self._take()
         if self._is_left:
@@ -196,8 +203,8 @@ def start_workers(workers: list[ThreadWorker]) -> None:
         worker.start()
     for worker in workers:
         worker.has_begun.wait()
-    # Each thread called set_num_threads(1), which torch applies to all threads that start later,
-    # including the user's.
+    # Each thread has called set_num_threads(1), which torch applies to all threads that start
+    # later, including the user's. This call undoes that.
     torch.set_num_threads(thread_count)
 
 

@@ -1,24 +1,26 @@
 """Avoids and delays wake-ups, which cost more than the work between them.
 
 **Before sleeping.** To put a process to sleep and to wake it takes some ten microseconds of two
-processors, more in a virtual machine, and the next message is often closer than that. So both ends
-of a socket look for a message a few times, and let other processes run in between, before they
-sleep (:func:`receive_soon`). Two workers on two cores: 256 samples of 3×32×32 floats a batch, 1.15
-to 1.2 times the batches; 114 small tensors, 1.04 to 1.07 times.
+processors, more in a virtual machine, and the next message often arrives sooner than that. So both
+ends of a socket look for a message a few times, and let other processes run in between, before they
+sleep (:func:`receive_soon`). With two workers on two cores, this gives 1.15 to 1.2 times as many
+batches a second if a batch is 256 samples of 3×32×32 floats, and 1.04 to 1.07 times as many if it
+is 114 small tensors.
 
-A rank that shares workers looks less often. torchrun starts each rank in a session of its own, the
-kernel divides the cores among sessions (sched(7), autogroup), and yielding only gives the core to
-processes of the own session. With 5 looks in place of 50, four rounds in turns (AMD EPYC,
-2026-11-25), two such ranks on two cores take 78 µs of CPU a small batch where they took 129, and
-four take 122 for 183. With workers of its own, a process would lose by that: a `TensorDataset` of a
-million rows (row K) gives 0.89 of the batches with 5 looks (0.85–0.94, four rounds, 2026-11-26).
+A rank that shares workers looks less often. torchrun starts each rank in a separate session, the
+kernel divides the cores among sessions (sched(7), autogroup), and yielding gives the core only to
+processes of the same session. With 5 looks instead of 50, in four rounds in turns (AMD EPYC,
+2026-11-25), two such ranks on two cores take 78 µs of CPU for a small batch instead of 129, and
+four take 122 instead of 183. A process that does not share its workers would lose by fewer looks: a
+`TensorDataset` of a million rows (row K) gives 0.89 of the batches with 5 looks (0.85–0.94, four
+rounds, 2026-11-26).
 
 **Before waking.** A thread that is woken at once gets in the way of the user's thread, which is
 about to return from ``next()``: the system call that wakes releases the GIL, the woken thread takes
 it, and ``next()`` returns only when that thread has done its work, 0.5 ms later where a training
 step of 20 ms has let caches and cores go cold. Keeping the GIL in that call would not help: the
-user's thread then drops the batch before, where torch releases the GIL, too. So :class:`Waker` can
-wake the thread a moment later, by a timer of the kernel's.
+user's thread then drops the previous batch, and torch releases the GIL there, too. So
+:class:`Waker` can wake the thread a moment later, by a kernel timer.
 
 Without that delay, in three rounds in turns on two cores (AMD EPYC, 2026-11-26), a training loop
 with a seed (row I of the benchmark) waits 2.2 times as long (1.9–2.5), and the longest wait is 9
@@ -35,12 +37,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# About 70 µs in all.
+# How often to look for a message, which takes about 70 µs in all.
 LOOKS = 50
-# In a rank that shares workers.
+# The same in a rank that shares workers.
 SHARED_LOOKS = 5
 
-# The rest of ``next()``, and dropping a batch, take 0.1 ms with cold caches.
+# The delay. The rest of ``next()``, and dropping a batch, take 0.1 ms with cold caches.
 _SOON_NS = 200_000
 
 _NS_PER_S = 1_000_000_000
@@ -67,7 +69,7 @@ def receive_soon(receive: Callable[..., Any], *arguments: object, looks: int = L
 
 
 def poll_soon(poll: "select.poll") -> list[tuple[int, int]]:
-    """Return what a poll tells, now or in a moment, without sleeping.
+    """Return the events of a poll, now or in a moment, without sleeping.
 
     Returns:
         Pairs of a descriptor and its events; empty if nothing has happened.
@@ -93,7 +95,7 @@ class _Setting(ctypes.Structure):
 
 @functools.cache
 def _libc() -> ctypes.PyDLL:
-    """Return libc, whose functions keep the GIL. Python 3.13's own for timers release it."""
+    """Return libc. Calls keep the GIL, which Python 3.13's own timer functions release."""
     return ctypes.PyDLL(None, use_errno=True)
 
 
@@ -108,7 +110,7 @@ def _make_timer() -> int:
 class Waker:
     """Two descriptors that get a thread out of its ``poll``, at once or a moment later.
 
-    They are closed with the last reference, so not while they are in use.
+    They are closed when the last reference to this object is gone, so never while they are in use.
 
     Attributes:
         is_due: Whether the timer of :meth:`soon` is set, and neither :meth:`begin` nor

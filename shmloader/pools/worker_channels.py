@@ -1,14 +1,14 @@
 """The sockets of a pool's workers, as the main process uses them.
 
-One selector waits for all of them. This knows neither batches nor how workers start: it moves
-bytes. ``worker_processes`` adds workers that this process started, and ``host_workers`` those that
-it shares with the other ranks of its host.
+One selector waits for all of them. This module only moves bytes: it knows neither batches nor how
+workers start. ``worker_processes`` adds workers that this process started, and ``host_workers``
+those that it shares with the other ranks of its host.
 
 Guarantees:
     * A send never blocks. What a socket refuses waits here, in order.
     * Everything that a worker sent before it died is received before its death is reported.
 
-Assumes that one thread at a time calls the methods, but for those that say otherwise.
+Assumes that one thread at a time calls the methods, except those that say otherwise.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ _Channel = TypeVar("_Channel", bound=WorkerChannel)
 
 
 class WorkerChannels(Generic[_Channel]):
-    """The sockets of a fixed number of workers, some of which may be replaced.
+    """The sockets of workers, some of which may be replaced, added or retired.
 
     Attributes:
         readings: Memory and CPU time of the workers.
         is_inherited: Whether this is a forked child of the process that uses the workers.
-        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited: no message
-            has been taken from a worker that was not returned.
+        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
+            state every message that was taken from a worker has been returned.
         wanted_count: How many workers there should be, if that is decided for all ranks of a host.
     """
 
@@ -58,15 +58,15 @@ class WorkerChannels(Generic[_Channel]):
         self._waker: Waker | None = None
         self._is_woken = False
         self._poll = select.poll()
-        # By the descriptor of its socket, each worker's number.
+        # Worker numbers by socket descriptor.
         self._by_fd: dict[int, int] = {}
         self.readings = Readings()
-        # At the interpreter's exit multiprocessing waits for ever for a daemon that is stopped.
-        # This comes first, regardless of the order of registration.
+        # At the interpreter's exit multiprocessing waits for ever for a daemonic process that is
+        # stopped. This finalizer runs first, regardless of the order of registration.
         self._at_exit = multiprocessing.util.Finalize(
             None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
         )
-        # From here on another thread may fork a worker, which then abandons what is here.
+        # From here on another thread may fork a worker, which then abandons this object.
         PROCESS.worker_groups.add(self)
 
     def _open_readings(self) -> None:
@@ -80,7 +80,7 @@ class WorkerChannels(Generic[_Channel]):
         raise NotImplementedError
 
     def _take_notice(self, fd: int) -> Iterable[tuple[int, bytes | None]]:
-        """Take what a descriptor tells that is no worker's socket. Returns as :meth:`wait`."""
+        """Handle an event of a descriptor that is no worker's socket. Returns as :meth:`wait`."""
         raise NotImplementedError
 
     @property
@@ -97,17 +97,19 @@ class WorkerChannels(Generic[_Channel]):
         raise NotImplementedError
 
     def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
-        """Note a ticket that is sent to a worker."""
+        """Note that a ticket is sent to a worker."""
 
     def kill(self, worker_id: int) -> None:
-        """Kill a worker, which ``wait`` will report."""
+        """Kill a worker. ``wait`` will report its death."""
         raise NotImplementedError
 
     def replace(self, worker_id: int) -> None:
-        """Start a worker in place of a lost one, which has been sent nothing yet.
+        """Start a worker in place of a lost one. The new worker has been sent nothing yet.
 
         Raises:
             OSError: If there are no descriptors or processes left.
+            RuntimeError: If torch's random generator is locked in each worker that is forked, or
+                if the process that owns shared workers has ended.
             ClosedLoaderError: If another thread closes this meanwhile.
         """
         raise NotImplementedError
@@ -121,15 +123,15 @@ class WorkerChannels(Generic[_Channel]):
         raise NotImplementedError
 
     def _end_all(self) -> None:
-        """End everything; :meth:`close` calls it where no interruption comes through."""
+        """End everything. :meth:`close` runs it again if a signal handler interrupts it."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Close this object's descriptors in a forked child, which is not the workers' user."""
+        """Close this object's descriptors in a forked child, which does not use the workers."""
         raise NotImplementedError
 
     def leave_to_parent(self) -> None:
-        """Forget the workers in a forked child, which is not their user."""
+        """Forget the workers in a forked child, which does not use them."""
         self.is_inherited = True
 
     # Messages ----------------------------------------------------------------------------
@@ -140,8 +142,8 @@ class WorkerChannels(Generic[_Channel]):
         Args:
             worker_id: Number of the worker.
             data: The packed message.
-            descriptors: Sent with the message. They must stay open until it is sent, that is, as
-                long as the worker lives.
+            descriptors: Sent with the message. They must stay open until it is sent; the caller
+                keeps them open as long as the worker lives.
         """
         worker = self._workers[worker_id]
         if worker.is_lost:
@@ -207,7 +209,7 @@ class WorkerChannels(Generic[_Channel]):
             waker.begin()
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
-                # The interpreter exits. Such a thread must not return to its caller any more.
+                # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
             return []
         happened: list[tuple[int, bytes | None]] = []
@@ -226,7 +228,7 @@ class WorkerChannels(Generic[_Channel]):
                 if data is not None:
                     happened.append((worker_id, data))
                 elif event & (select.POLLHUP | select.POLLERR):
-                    # The socket is closed; a notice will soon say why.
+                    # The socket is closed. An event of another descriptor will soon say why.
                     self._poll.unregister(worker.channel)
         return happened
 
@@ -240,7 +242,7 @@ class WorkerChannels(Generic[_Channel]):
         return self._status_page.read(worker_id)
 
     def usage(self, *, thoroughly: bool) -> list[Usage]:
-        """Return what each worker has used, including the workers that it replaced.
+        """Return the memory and time that each worker, with those it replaced, has used.
 
         Called from any thread.
 
@@ -267,7 +269,7 @@ class WorkerChannels(Generic[_Channel]):
     # End ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all of it. May be called again, and from any thread."""
+        """End the workers, or stop using them. May be called again, and from any thread."""
         if self._is_closed:
             return
         if os.getpid() != self._pid:
@@ -279,7 +281,7 @@ class WorkerChannels(Generic[_Channel]):
 def _read_usage(
     reference: "weakref.ref[WorkerChannels[Any]]", thoroughly: bool
 ) -> list[Usage] | None:
-    """Return what the workers have used; None if they are gone, or are closed meanwhile."""
+    """Return what the workers have used; None if they are gone, or closed meanwhile."""
     group = reference()
     try:
         return None if group is None else group.usage(thoroughly=thoroughly)

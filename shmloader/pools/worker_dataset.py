@@ -1,7 +1,8 @@
 """Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
 
-All of it runs in the worker, on its main thread. An exception of the user's code while the dataset
-is made ready or resumed answers every task of the epoch, in the order of the tasks.
+It runs where batches are made, on the thread that makes them: in a worker process, or in a process
+of an executor. If the user's code raises an exception while the dataset is made ready or resumed,
+this exception answers every task of the epoch, in the order of the tasks.
 """
 
 import contextlib
@@ -46,10 +47,10 @@ class WorkerDataset:
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
         has_ended: Whether the iterable dataset is exhausted in this epoch.
-        snapshot: The dataset's pickled state after the last task, where one was due.
+        snapshot: The dataset's pickled state after the last task; None if none was due.
         maker: Makes the batches.
-        hung: Samples of the next task that hung in an earlier worker: by number, what that worker
-            was doing.
+        hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
+            that worker was doing.
 
     Args:
         config: How batches are made.
@@ -84,16 +85,16 @@ class WorkerDataset:
             self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
         self.hung: Mapping[int, str] = {}
         self.maker: BatchMaker | None = None
-        # The argument of :meth:`fail`: there is no dataset in any epoch.
+        # The answer to every task of all epochs, if the dataset or its state could not be loaded.
         self._open_error: RemoteError | None = None
         self.error: RemoteError | None = None
         self.is_lost = self.is_ready = self.has_ended = False
         # Where the dataset is resumed.
         self._checkpoint = DatasetCheckpoint()
-        # Whether batches that were delivered before are yet to be read again.
+        # Whether batches that were delivered before still have to be read again.
         self._has_to_replay = False
-        # Batches that the dataset has yielded, or raised in place of, in this epoch: in this worker
-        # or in its predecessors.
+        # Number of batches that were made, or failed, in this epoch: in this worker and in its
+        # predecessors.
         self._given = 0
         self.snapshot: bytes | None = None
         # Takes the fingerprints of an iterable dataset's batches.
@@ -108,7 +109,7 @@ class WorkerDataset:
             dataset: The user's dataset, after ``worker_init_fn``.
             collate_fn: The user's collate function, or torch's.
             on_error: How bad samples are handled.
-            by_value: Whether they were pickled by cloudpickle; states may need it, too.
+            by_value: Whether these were pickled by cloudpickle; states may need it, too.
         """
         self._dataset, self._on_error, self._by_value = dataset, on_error, by_value
         self._collate = SlotCollate(collate_fn, self._writer)
@@ -128,7 +129,7 @@ class WorkerDataset:
         """Begin a further epoch.
 
         Returns:
-            A pickled ``Beginning``: what the epoch begins with. None if its fields are None.
+            A pickled ``Beginning``: what the epoch begins with. None if all its fields are None.
         """
         if self._config.is_iterable and not self.is_ready:
             self.get_ready()
@@ -147,10 +148,10 @@ class WorkerDataset:
         return beginning
 
     def next_beginning(self) -> bytes | None:
-        """Return what the next epoch would begin with at this moment, as :meth:`start_epoch`.
+        """Return what an epoch that starts now would begin with, in :meth:`start_epoch`'s form.
 
         Raises:
-            Exception: What the dataset's ``state_dict()`` raises, or pickling its state.
+            Exception: What the dataset's ``state_dict()`` or the pickling of its state raises.
         """
         config = self._config
         if not config.is_iterable and not config.snapshot_every:
@@ -171,7 +172,7 @@ class WorkerDataset:
     def _index(self) -> BatchMaker:
         """Prepare to make batches of a map-style dataset."""
         config = self._config
-        # One for all epochs: what an async dataset has opened belongs to its event loop.
+        # One fetcher for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
         gathers = config.takes_arrays and packs(self._collate)
@@ -180,7 +181,7 @@ class WorkerDataset:
         )
 
     def _iterate(self, saved: Saved | None = None) -> BatchMaker:
-        """Call ``iter(dataset)``, and prepare to make batches of it."""
+        """Call ``iter(dataset)``, and prepare to make batches of the iterator."""
         load_dataset(self._dataset, saved)
         maker = self._make_maker()
         load_iterator(maker.fetcher, saved)
@@ -247,7 +248,7 @@ class WorkerDataset:
         return None
 
     def _replay(self, indices: object) -> None:
-        """Read again what was delivered before. If that fails, so does every task of the epoch."""
+        """Read the delivered batches again. If that fails, every task of the epoch fails."""
         self._has_to_replay = False
         maker, fingerprints = self.maker, self._fingerprints
         assert maker is not None
@@ -270,7 +271,7 @@ class WorkerDataset:
     # Loading -----------------------------------------------------------------------------
 
     def load(self, indices: object) -> Any:
-        """Make a task's batch, and note the dataset's state after it where that is due.
+        """Make a task's batch, and take the dataset's state after it if a snapshot is due.
 
         Raises:
             StopIteration: At the end of an iterable dataset.
@@ -298,7 +299,7 @@ class WorkerDataset:
             self._given -= 1
             raise
         except BaseException:
-            # A failed batch need not read the same when it is read again.
+            # A snapshot saves reading the failed batch again, which might give other samples then.
             with contextlib.suppress(BaseException):
                 self._take_snapshot()
             raise
@@ -315,12 +316,12 @@ class WorkerDataset:
 
     @property
     def fingerprint(self) -> int | None:
-        """Fingerprint of the batch in work, if its samples could be read."""
+        """Fingerprint of the batch in work; None if none is taken or its samples were not read."""
         return None if self._fingerprints is None else self._fingerprints.value
 
 
 def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
-    """Call ``worker_init_fn``; an exception gets a note that says so."""
+    """Call ``worker_init_fn``. A note on its exception says where the exception was raised."""
     try:
         init_fn(worker_id)
     except Exception as error:

@@ -4,14 +4,14 @@ Owns the processes, one ``SOCK_SEQPACKET`` socket pair for each, and their pidfd
 ``worker_channels`` sends and receives.
 
 Guarantees:
-    * ``close`` ends every worker within a bounded time, stopped or hung ones too, reaps it,
+    * ``close`` ends every worker within a bounded time, even a stopped or hung one, reaps it,
       and leaves no descriptor. Called again, or in a forked child, it ends no process.
 
-Assumes that one thread at a time calls the methods.
+Assumes that one thread at a time calls the methods, except ``close``.
 
-Under spawn, worker 0 starts before the dataset is pickled for all. Without that, in five rounds in
-turns with a dataset of many strings, the first batch came 1.4 times as late with four workers
-(1.0–1.6), and 1.1 times with eight (1.1–1.3).
+Under spawn, worker 0 starts before the dataset is pickled for all workers. Without that, in five
+rounds in turns with a dataset of many strings, the first batch came 1.4 times as late with four
+workers (1.0–1.6), and 1.1 times as late with eight (1.1–1.3).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _GRACE_S = 1.0
 
 
 class WorkerProcesses(WorkerChannels[WorkerHandle]):
-    """A fixed number of worker processes, some of which may be replaced."""
+    """Worker processes that this process starts, at most ``worker_count`` at a time."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             config: How batches are made.
             base_seed: Seeds the workers' random generators.
             memory: The memory that the workers may take; None if memory is not checked.
-            may_replace: Whether ``start`` or ``replace`` will be called: then what it takes to
-                start a worker is kept.
+            may_replace: Whether ``start`` or ``replace`` will be called. If so, everything that
+                starting a worker needs is kept.
             grace_s: How long ``close`` waits for workers to end by themselves.
             started: How many workers are started now; ``start`` starts the others. None for all.
             names: What the user calls each of the objects, for the text of an error.
@@ -79,14 +79,16 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
                 a start method that needs it.
             OSError: If there are no descriptors or processes left.
+            RuntimeError: If this process is importing the program's main file, or torch's random
+                generator is locked in each worker that is forked.
         """
         self._starter = WorkerStarter(context or multiprocessing.get_context())
         self._grace_s = grace_s
         self._groups = control_groups(Path("/" if memory is None else memory.root))
         self._oom_kills_before = oom_kills(self._groups)
-        # By the descriptor that is readable at its end, each worker's number.
+        # Worker numbers by pidfd, which is readable when the worker has ended.
         self._by_pidfd: dict[int, int] = {}
-        super().__init__()  # last, since a child that another thread forks then abandons all this
+        super().__init__()  # last: from here on, a child that another thread forks abandons this
         try:
             self._starter.open(worker_count, config, base_seed, memory)
             self._start_first(worker_count if started is None else started, objects, names)
@@ -111,10 +113,10 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     # Start -------------------------------------------------------------------------------
 
     def _start_first(self, count: int, objects: tuple[object, ...], names: Sequence[str]) -> None:
-        """Start the first ``count`` workers, and pickle what they get."""
+        """Start the first ``count`` workers, and pickle the objects for them."""
         is_early = self._starter.method == "spawn" and count > 0
         if is_early:
-            # Worker 0 imports torch during the pickling, and loads the batch that is wanted first.
+            # Worker 0 loads the batch that is wanted first. It imports torch during the pickling.
             environment = dict(os.environ)
             self._workers.append(self._start_worker(0))
         try:
@@ -139,7 +141,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     def _hand_over_payload(self) -> bool:
         """Send the payload to worker 0. Returns whether the kernel took all of it at once.
 
-        What waits to be sent might outlive the payload.
+        Messages that wait in the outbox might outlive the payload and its descriptors.
         """
         payload = self._starter.payload
         assert isinstance(payload, Payload)
@@ -155,10 +157,11 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         return worker
 
     def replace(self, worker_id: int) -> None:
-        """Start a worker in place of a lost one, which has been sent nothing yet.
+        """Start a worker in place of a lost one. The new worker has been sent nothing yet.
 
         Raises:
             OSError: If there are no descriptors or processes left.
+            RuntimeError: If torch's random generator is locked in each worker that is forked.
             ClosedLoaderError: If another thread closes this meanwhile.
         """
         self._forget(worker_id)
@@ -207,7 +210,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             raise
 
     def kill(self, worker_id: int) -> None:
-        """Kill a worker, which ``wait`` will report."""
+        """Kill a worker. ``wait`` will report its death."""
         worker = self._workers[worker_id]
         if not worker.is_lost:
             worker.process.kill()
@@ -227,7 +230,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         end_all([worker], grace_s)
 
     def _note_lost(self, worker: WorkerHandle) -> None:
-        """Stop talking to a worker, and let another one start up in its place."""
+        """Stop using a worker, and release its place in the start-up semaphore."""
         worker.is_lost = True
         worker.outbox.clear()
         for fd in (worker.channel.fileno(), worker.pidfd):
@@ -237,7 +240,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             self._starter.startup.release()
 
     def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
-        """Yield a dead worker's last messages, reap it, and yield that it is lost."""
+        """Yield a dead worker's last messages, reap it, and yield None for its loss."""
         worker_id = self._by_pidfd[fd]
         worker = self._workers[worker_id]
         if worker.is_lost:
@@ -255,9 +258,9 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         return Death(self.pid(worker_id), self.exit_code(worker_id), self.oom_kills(worker_id))
 
     def exit_code(self, worker_id: int) -> int | None:
-        """Return a lost worker's exit code, negative for a signal; None if it was reaped by others.
+        """Return a lost worker's exit code, negative for a signal; None if it is not known.
 
-        A SIGCHLD handler of the user's may have reaped it.
+        It is not known if a SIGCHLD handler of the user's has reaped the worker.
         """
         code: int | None = self._workers[worker_id].process.exitcode
         return code
@@ -267,7 +270,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
 
         Returns:
             How many processes of our control group the kernel's out-of-memory killer has ended
-            since the workers were made; 0 if that is not known, or if the worker ended otherwise.
+            since this object was made; 0 if that is not known, or if the worker ended otherwise.
         """
         if self.exit_code(worker_id) != -signal.SIGKILL or self._oom_kills_before is None:
             return 0
@@ -280,7 +283,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     # End ---------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        # Set here: an interruption between this and what follows would leak the workers.
+        # Not set before: an interruption between this and what follows would leak the workers.
         self._is_closed = True
         self._at_exit.cancel()
         # After a Ctrl-C, the second try does not wait for busy workers.
@@ -297,7 +300,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     def leave_to_parent(self) -> None:
         """Forget the workers in a forked child, which is not their parent.
 
-        ``multiprocessing`` takes them for the child's own, and would end them at its exit.
+        ``multiprocessing`` takes them for children of this child, and would end them at its exit.
         """
         super().leave_to_parent()
         for worker in self._workers:
@@ -307,7 +310,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         """Close this object's descriptors in a forked child, which is not the workers' parent."""
         was_closed, self._is_closed = self._is_closed, True
         if was_closed:
-            # Other files may have these numbers by now.
+            # Other files may have the numbers of these descriptors by now.
             return
         for worker in self._workers:
             worker.channel.close()
