@@ -567,7 +567,7 @@ class Engine(EngineBase):
         except ClosedLoaderError:
             self.check_open()
             raise
-        except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
+        except (OSError, RuntimeError) as error:
             if is_interruption(error):
                 raise
             self._fail(error)
@@ -611,30 +611,29 @@ class Engine(EngineBase):
 
     def _add_worker(self, worker_id: int) -> bool:
         """Start a worker; return whether it runs."""
-        try:
-            self._have_done(functools.partial(self._start_worker, worker_id))
-        except OSError as error:
-            if is_interruption(error):
-                raise
+        refusals: list[str] = []
+        self._have_done(functools.partial(self._start_worker, worker_id, refusals))
+        if refusals:
             present = self.present_workers
-            _log.warning("num_workers stays at %d: %s", present, error)
+            _log.warning("num_workers stays at %d: %s", present, *refusals)
             self._scheduler.workers_wanted(present)
             return False
         self._note_start(worker_id)
         return True
 
-    def _start_worker(self, worker_id: int) -> None:
-        """Start a worker, on the user's thread."""
+    def _start_worker(self, worker_id: int, refusals: list[str]) -> None:
+        """Start a worker, on the user's thread. If that fails, add the reason to ``refusals``."""
         self.in_transit = True
         try:
             self._slot_pool.start(worker_id)
         except ClosedLoaderError:
             self.check_open()
             raise
-        except OSError as error:
-            if not is_interruption(error):
-                self.in_transit = False
-            raise
+        except (OSError, RuntimeError) as error:
+            if is_interruption(error):
+                raise
+            refusals.append(str(error))
+            self.in_transit = False
 
     # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
 

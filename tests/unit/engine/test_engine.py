@@ -382,7 +382,10 @@ def test_a_wanted_worker_is_started_and_an_unwanted_one_ends_when_it_is_idle():
     assert engine.present_workers == 1
 
 
-def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted(caplog):
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "no descriptors are left"), RuntimeError("torch's is locked")]
+)
+def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted(error, caplog):
     engine, pool = engine_of(is_dynamic=True, present=1, window=4)
     numbers = iter(range(100))
     # As the user's thread draws.
@@ -392,7 +395,7 @@ def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted
 
     def refuse(worker_id: int) -> None:
         pool.log.append(("refuse", worker_id))
-        raise OSError(errno.EMFILE, "no descriptors are left")
+        raise error
 
     pool.start = refuse
     engine.want_workers(2)
@@ -400,9 +403,7 @@ def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted
         inbox.ask(False)
         assert engine.next_batch() == number
     assert pool.log == [("refuse", 1)]
-    assert [one.getMessage() for one in caplog.records] == [
-        f"num_workers stays at 1: [Errno {errno.EMFILE}] no descriptors are left"
-    ]
+    assert [one.getMessage() for one in caplog.records] == [f"num_workers stays at 1: {error}"]
     pool.start = start
     engine.want_workers(2)
     inbox.ask(False)
