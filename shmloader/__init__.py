@@ -6,22 +6,23 @@ public names of ``torch.utils.data`` can be imported from here as well, and are 
 The layers; imports run downward only::
 
     cli         the command line
-    installing  torch's own loaders on our engine; install_report, what ran on it
+    cluster     an executor over Ray; integrations adapts loaders to frameworks
+    installing  runs torch's own loaders on our engine; install_report lists them
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators
     device      what a thread does to a batch after the engine: pin it, or copy it to a device
     engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
-    pools       where batches are made: processes, threads, or the calling thread
+    pools       where batches are made: processes, threads, an executor, or the calling thread
     host        what the ranks of one host share
     batch       how a batch is made
     shared      datasets in shared memory, once for all processes
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
-    threads     background threads, and what a fork must not interrupt
+    threads     background threads, and protection against forks and Ctrl-C
     messages    the messages between processes
     insight     where the time goes: the times of each batch, statistics and the verdict
-    errors, and process_state: all state that belongs to the process
+    errors      all exceptions; process_state has all state that belongs to the process
 """
 
 from torch.utils.data import (

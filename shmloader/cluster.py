@@ -1,7 +1,7 @@
 """``shmloader.cluster``: executors of clusters, for ``DataLoader(..., executor=...)``.
 
-Dask, MPI and loky have executors of their own. :class:`RayExecutor` is one over Ray, which has
-none. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
+Dask, MPI and loky have executors of their own. Ray has none, so :class:`RayExecutor` is one over
+Ray. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
 """
 
 import collections
@@ -23,8 +23,9 @@ from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, Future, s
 __all__ = ["RayExecutor"]
 
 
-# By itself Ray sends further tasks to a process that it has leased, though other nodes are idle: 16
-# tasks of 50 ms in flight on 4 nodes reach 0.4 of the ideal, and 0.92 spread over all of them.
+# Without SPREAD, Ray sends further tasks to a process that it has leased although other nodes are
+# idle. With 16 tasks of 50 ms in flight on 4 nodes, throughput is 0.4 of the ideal, and with SPREAD
+# it is 0.92.
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 _log = logging.getLogger("shmloader")
@@ -35,12 +36,12 @@ _GONE = "Ray was shut down, or this process has connected to another cluster"
 class _Driver:
     """The connection of a program on a node of the cluster.
 
-    Tasks are cancelled on the thread on which Ray completes tasks. On another one Ray may end this
-    process: it completes a task that was cancelled at the same time, and takes that for a fault of
-    its own ("Tried to complete task that was not pending", seen with Ray 2.60). Ray calls back on
-    that thread when a task has ended, so one that does nothing is submitted for this. Its result
-    lies in this process: to ask for one in Ray's store, whose process may have died, can end this
-    process as well.
+    Tasks are cancelled on the thread on which Ray completes tasks. If a task were cancelled on
+    another thread while Ray completes it, Ray could take that for a fault of its own and end this
+    process ("Tried to complete task that was not pending", seen with Ray 2.60). Ray calls back on
+    its thread when a task has ended. So a task that does nothing is submitted once, and callbacks
+    for this task cancel the others. Its result lies in this process: asking for a result in Ray's
+    store, whose process may have died, can also end this process.
 
     Args:
         ray: The module.
@@ -55,7 +56,10 @@ class _Driver:
         self._unwanted: collections.deque[Any] = collections.deque()
 
     def _find_id(self) -> tuple[str, str]:
-        """Return what tells one ``ray.init()`` from another: jobs count from 1 in each cluster."""
+        """Return ids that tell one ``ray.init()`` from another.
+
+        The job's id alone does not, since jobs are numbered from 1 in each cluster.
+        """
         context = self._context()
         return context.get_job_id(), context.get_node_id()
 
@@ -66,10 +70,10 @@ class _Driver:
         except Exception as error:
             if is_interruption(error):
                 raise
-            return True  # another thread is just leaving it
+            return True  # another thread is leaving the cluster
 
     def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
-        """Have Ray's own future of a task passed to ``call``, mostly on a thread of Ray's."""
+        """Pass Ray's own future of a task to ``call`` when it is done, mostly on a Ray thread."""
         reference.future().add_done_callback(call)
 
     def cancel(self, reference: Any) -> None:
@@ -79,15 +83,16 @@ class _Driver:
 
     def _cancel_all(self, _: object) -> None:
         while self._unwanted:
-            with contextlib.suppress(Exception):  # another call took it; the cluster may be gone
+            with contextlib.suppress(Exception):  # taken by another call, or the cluster is gone
                 self._cancel(self._unwanted.popleft())
 
 
 class _Client:
     """The connection of a program by Ray Client (``ray://``).
 
-    Ray Client calls back on the thread that brings all answers. To submit or cancel a task there
-    would wait for ever, so a thread of ours does what callbacks and cancelled futures ask for.
+    Ray Client runs callbacks on the thread that receives all answers. Submitting or cancelling a
+    task on that thread would wait for ever. So callbacks and cancelled futures put their calls into
+    a queue, and a thread of ours makes these calls.
 
     Args:
         ray: The module.
@@ -97,7 +102,7 @@ class _Client:
         self._ray = ray
         self._cancel = _canceller(ray)
         self._worker = self._find_worker()
-        # put() takes no lock that the garbage collector could meet.
+        # A finalizer calls put(). A SimpleQueue's put() takes no lock that this could wait for.
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         weakref.finalize(self, self._calls.put, None)
         threading.Thread(
@@ -114,7 +119,7 @@ class _Client:
         )
 
     def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
-        """Have Ray's own future of a task passed to ``call``, on a thread of ours."""
+        """Pass Ray's own future of a task to ``call`` when it is done, on a thread of ours."""
         calls = self._calls
         reference.future().add_done_callback(lambda done: calls.put(lambda: call(done)))
 
@@ -124,7 +129,7 @@ class _Client:
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Ray's without the part that starts a cluster if Ray is not connected."""
+    """Return a function of Ray's without the wrapper that starts a cluster if none is connected."""
     found: Callable[..., Any] = getattr(function, "__wrapped__", function)
     return found
 
@@ -132,17 +137,18 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def _canceller(ray: Any) -> Callable[[Any], object]:
     """Return the function that cancels a task.
 
-    Without ``force``, which would kill the process. A task that runs ends: see `_call`.
+    It is called without ``force``, which would kill the task's process. A task that already runs is
+    completed: see :func:`_call`.
     """
     return functools.partial(_unwrapped(ray.cancel), force=False, recursive=False)
 
 
 def _do_nothing() -> None:
-    """Do nothing, as a task."""
+    """Do nothing. The task that :class:`_Driver` submits."""
 
 
 def _call_each(calls: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
-    """Call what comes, until None comes. Runs on a thread of its own."""
+    """Make the calls from a queue until it yields None. Runs on a thread of its own."""
     while (call := calls.get()) is not None:
         try:
             call()
@@ -152,10 +158,10 @@ def _call_each(calls: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
 
 
 class _RayFuture(concurrent.futures.Future[Any]):
-    """The future of a task of Ray's. Cancelling it cancels the task there, unless it runs.
+    """The future of a Ray task. Cancelling the future cancels the task, unless that runs already.
 
     Args:
-        reference: Refers to the task's result.
+        reference: Ray's reference to the task's result.
         connection: Cancels the task if the future is cancelled.
     """
 
@@ -176,29 +182,29 @@ class _RayFuture(concurrent.futures.Future[Any]):
         return True
 
     def pass_on(self, done: Future) -> None:
-        """Take what came of the task from Ray's own future."""
+        """Take over the result or the error from Ray's own future, which is done."""
         self._reference = None
         error = done.exception()
-        # This future may be cancelled, or have failed since Ray was shut down.
+        # This future may already be cancelled, or may have failed because Ray was shut down.
         settle(self, error, None if error is not None else done.result())
 
 
 class RayExecutor(concurrent.futures.Executor):
     """A ``concurrent.futures.Executor`` whose tasks run on Ray.
 
-    Ray places the tasks, and runs them again where a node was lost. The executor uses the
-    cluster that this process is connected to, or else calls ``ray.init()``, which finds or starts
-    one. It neither disconnects nor stops a cluster.
+    Ray chooses the node of each task, and runs a task again if its node is lost. The executor uses
+    the cluster that this process is connected to. If there is none, it calls ``ray.init()``, which
+    finds or starts one. It neither disconnects from a cluster nor stops one.
 
     Args:
-        options: Options of Ray's for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
+        options: Ray's options for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
             ``resources``, ``runtime_env``, ``scheduling_strategy`` ("SPREAD" by default: over all
             nodes), ``max_retries`` (how often Ray runs a task again whose node or process was lost;
             3 by default), and so on.
 
     Raises:
         ModuleNotFoundError: If Ray is not installed.
-        TypeError, ValueError: If Ray does not take an option.
+        TypeError, ValueError: If Ray does not accept an option.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -217,7 +223,10 @@ class RayExecutor(concurrent.futures.Executor):
         self._is_shut_down = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Submit a call of ``fn``. An ``ObjectRef`` in ``args`` is replaced by its value.
+        """Submit a call of ``fn`` as a task. An ``ObjectRef`` in ``args`` is replaced by its value.
+
+        Returns:
+            The task's future. Cancelling it cancels the task, unless the task runs already.
 
         Raises:
             RuntimeError: After ``shutdown()``, or if Ray is not connected.
@@ -234,7 +243,7 @@ class RayExecutor(concurrent.futures.Executor):
         return future
 
     def check(self) -> None:
-        """Fail all futures if Ray was shut down in this process, which Ray itself does not do."""
+        """Fail all futures if Ray was shut down in this process; Ray itself leaves them pending."""
         if self._connection.is_gone():
             with self._lock:
                 futures = list(self._futures)
@@ -242,7 +251,7 @@ class RayExecutor(concurrent.futures.Executor):
                 settle(future, ExecutorGoneError(_GONE))
 
     def share(self, value: Any) -> Any:
-        """Put a value into Ray's store. Returns a reference that :meth:`submit` takes.
+        """Put a value into Ray's store. Returns an ``ObjectRef``, an argument for :meth:`submit`.
 
         Raises:
             RuntimeError: If Ray is not connected.
@@ -252,11 +261,11 @@ class RayExecutor(concurrent.futures.Executor):
         return self._ray.put(value)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further task. The cluster stays as it is.
+        """Accept no further tasks. The cluster stays as it is.
 
         Args:
             wait: Whether to wait for the tasks that were submitted.
-            cancel_futures: Whether to cancel those that have not begun.
+            cancel_futures: Whether to cancel the tasks that have not begun.
         """
         with self._lock:
             self._is_shut_down = True
@@ -269,14 +278,15 @@ class RayExecutor(concurrent.futures.Executor):
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function: the one remote function of an executor.
+    """Call a function. This is the only remote function of an executor.
 
-    Ray interrupts a task that is cancelled while it runs, as Ctrl-C would. Such a task is left to
-    end: the interruption could hit the user's code anywhere, in a process that runs further tasks.
+    Ray interrupts a task that is cancelled while it runs, as Ctrl-C would. Here the interruption is
+    ignored and the task is completed: an interruption could hit the user's code anywhere, in a
+    process that runs further tasks.
 
-    Ray ends a process by SIGTERM, for instance on a node that is drained: its handler raises
-    SystemExit in the function. One that catches it, as what makes batches does, has no result for
-    all that: the exception is raised again, by which Ray knows that the task has to run elsewhere.
+    Ray ends a process by SIGTERM, for instance on a node that is drained. Ray's handler raises
+    SystemExit in the function. The function may catch that, as the one that makes batches does. Its
+    result is then dropped and SystemExit is raised again, so that Ray runs the task elsewhere.
     """
     if threading.current_thread() is not threading.main_thread():
         return fn(*args, **kwargs)
@@ -303,12 +313,12 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
-    """Set a signal's handler for the block, unless the present one was not set by Python.
+    """Set a signal's handler for the block, unless the present handler was not set by Python.
 
-    A handler that the block sets stays.
+    If code in the block sets another handler, that one stays after the block.
     """
     before = signal.getsignal(number)
-    if before is None:  # it could not be set again
+    if before is None:  # a handler not set by Python, which Python could not restore
         yield
         return
     signal.signal(number, handler)

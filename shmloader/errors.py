@@ -13,8 +13,8 @@
     └── InternalError       (RuntimeError)  a bug in shmloader
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` in the constructor, and an exception of the
-user's own code keeps its type. Each class also derives from the built-in type that torch's loader
-raises instead, so that an ``except RuntimeError`` written for torch still works.
+user's own code keeps its type. Each class also derives from the built-in type in parentheses. So an
+``except RuntimeError`` written for torch's loader also catches a worker's death or a timeout.
 """
 
 
@@ -33,24 +33,32 @@ class LoaderTimeoutError(ShmloaderError, RuntimeError):
 class SampleTimeoutError(ShmloaderError, TimeoutError):
     """A sample took longer than ``sample_timeout`` seconds, and its worker was replaced.
 
-    Its text has the sample's index and the Python stack where the worker was ended. Raised in place
-    of the sample's batch, or handled as ``on_error`` says.
+    The error's text has the sample's index, if it has one, and the worker's Python stack when it
+    was ended. The error is raised in place of the sample's batch, or handled as ``on_error`` says.
     """
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):
-    """A batch, index list or message needs more memory than its share, or than is free."""
+    """Not enough shared memory, or shared memory that is gone.
+
+    Either a batch, index list or message needs more memory than its share, or it or a shared
+    object needs more than is free. Or an object of :func:`shmloader.share` is unpickled after the
+    process that pickled the object has dropped it or has ended.
+    """
 
 
 class TooManyFailures(ShmloaderError, RuntimeError):  # noqa: N818 - says what happened
-    """More samples failed than ``max_failures``, or all did; the last failure is ``__cause__``."""
+    """More samples failed than ``max_failures``, or all did. The last failure is ``__cause__``.
+
+    In a pipeline, calls of stages are counted instead of samples.
+    """
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):
     """The loader was used after ``close()``, a worker's death, or too many failed samples."""
 
 
-#: Texts of :class:`ClosedLoaderError` where the user has closed something.
+#: Texts of :class:`ClosedLoaderError` for what the user has closed.
 LOADER_CLOSED = (
     "the loader is closed: close() was called, or its with block has ended. Create a new loader."
 )
@@ -59,7 +67,7 @@ ITERATOR_CLOSED = (
     "iter(loader), or create a new loader if that is closed as well."
 )
 
-#: The text of a ClosedLoaderError in a call during which another thread has closed the iterator.
+#: Text of a ClosedLoaderError that is raised in a call when another thread closes the iterator.
 CLOSED_MEANWHILE = "another thread closed the iterator during this call"
 
 

@@ -1,4 +1,4 @@
-"""Injects faults, for the fault campaign (``tests/faults``).
+"""Injects faults into processes, for the fault campaign (``tests/faults``).
 
 Each process reads ``SHMLOADER_FAULT=point:nth:action`` when it imports the package. Commas separate
 several faults. When a process reaches the point for the nth time (from 1), the action happens:
@@ -7,8 +7,8 @@ several faults. When a process reaches the point for the nth time (from 1), the 
     * ``exit`` or ``exit=3``: the process ends at once, with this code;
     * ``module.function``: this function is called without arguments, and may do anything.
 
-A point in the workers may name one worker: ``worker.task/1``. Without the variable, a point only
-reads a module's global.
+A point in the workers may name one worker by its number: ``worker.task/1``. Without the variable, a
+point costs only a look at a global variable.
 """
 
 import importlib
@@ -28,7 +28,7 @@ class _Faults:
         text: Value of the environment variable.
 
     Raises:
-        ValueError: If the text has another form than above.
+        ValueError: If the text has not the form that the module's docstring describes.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What ``shmloader.install()`` has taken over, and what not."""
+"""The report of ``shmloader.install()``: which loaders ran on its engine, and which on torch's."""
 
 import logging
 from collections import Counter
@@ -13,11 +13,12 @@ class InstalledLoader:
     """A line of an :class:`InstallReport`: loaders of one kind, and what they ran on.
 
     Attributes:
-        loader: The class of the loaders, with its module.
-        dataset: The class of their datasets.
+        loader: The name of the loaders' class, with its module.
+        dataset: The name of the class of their datasets, without its module.
         num_workers: Their number of workers.
         engine: "shmloader", or "torch" if torch's own iterator loads.
-        why: Why it is torch's, or which arguments of :func:`install` were left out; or "".
+        why: With "torch", the reason. With "shmloader", the arguments of :func:`install` that were
+            left out and why, or "" if none was.
         epochs: How many epochs such loaders have begun.
     """
 
@@ -32,7 +33,8 @@ class InstalledLoader:
 class InstallReport:
     """What the loaders of this process ran on since :func:`install`. Any thread may read it.
 
-    ``str()`` of it is a table. Iterators that were begun in other processes are not in it.
+    ``str(report)`` has a line for each kind of loader. Epochs that were begun in other processes
+    are not in the report.
     """
 
     def __init__(self) -> None:
@@ -50,12 +52,12 @@ class InstallReport:
             kind: The class of the loader.
             loader: The loader, or its stand-in.
             engine: "shmloader" or "torch".
-            why: Why it is torch's, or what was left out; or "".
+            why: Why the engine is torch's, or which arguments were left out and why; or "".
         """
         name = f"{kind.__module__}.{kind.__qualname__}"
         key = (name, type(loader.dataset).__qualname__, loader.num_workers, engine, why)
         self._epochs[key] += 1
-        # An argument that has no effect is told once; the rest is for those who look for it.
+        # An argument that was left out is logged once as a warning, everything else for debugging.
         is_news = engine == "shmloader" and why and self._epochs[key] == 1
         _log.log(
             logging.WARNING if is_news else logging.DEBUG,

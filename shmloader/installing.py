@@ -6,12 +6,13 @@ the loader has at that moment, and returns the stand-in's iterator::
 
     for batch in loader ──▶ torch's DataLoader.__iter__, replaced ──▶ StandIn ──▶ our iterator
 
-The loader itself stays what it is: class, attributes, length and pickles are torch's. A stand-in
+The loader itself does not change: its class, attributes, length and pickles are torch's. A stand-in
 lives for one call of ``iter()``, or as long as the persistent workers that it started.
 
 Guarantees:
-    * What cannot be taken over runs on torch's iterators as before, and the report says why.
-    * Nothing but an iterator refers to a stand-in, so a loader is freed when it is dropped.
+    * A loader that cannot be taken over runs on torch's iterators as before, and the report says
+      why.
+    * Only an iterator refers to a stand-in, so a loader is freed when it is dropped.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from shmloader.sampling.seeded_order import SeededOrder
 
 _TorchLoader = torch.utils.data.DataLoader
 
-#: What torch's iterators read of a loader, as far as its constructor sets it.
+#: The attributes of a loader that torch's constructor sets and torch's iterators read.
 _TORCHS = (
     "dataset",
     "batch_size",
@@ -60,11 +61,11 @@ _TORCHS = (
     "_DataLoader__multiprocessing_context",
 )
 
-#: A loader that has another one of these decides itself what its iterators do.
+#: A loader that overrides one of these decides itself what its iterators do.
 _HOOKS = ("_get_iterator", "_index_sampler", "_auto_collation")
 
-#: Where a loader keeps the number of its next epoch, with ``seed``. It is a plain int, which copies
-#: and pickles of the loader keep.
+#: The attribute in which a loader keeps the number of its next epoch, with ``seed``. It is a plain
+#: int, so copies and pickles of the loader keep it.
 _EPOCH = "_shmloader_epoch"
 
 
@@ -97,7 +98,8 @@ class StandIn(DataLoader[Any]):
 
     Attributes:
         kind: The class of torch's loader.
-        left_out: The arguments of :func:`install` that do not fit the loader, and why; or "".
+        left_out: The arguments of :func:`install` that do not fit the loader, and why; "" if all
+            fit.
 
     Args:
         loader: The loader of torch's.
@@ -105,7 +107,8 @@ class StandIn(DataLoader[Any]):
     """
 
     def __init__(self, loader: Any, options: InstallOptions) -> None:
-        # torch's constructor has checked these already, and would warn again.
+        # torch's constructor has checked these for the loader. It is not called again, since it
+        # would repeat its warnings.
         own = self.__dict__
         own.update({name: getattr(loader, name) for name in _TORCHS})
         own["_DataLoader__initialized"] = True
@@ -129,30 +132,31 @@ class StandIn(DataLoader[Any]):
 
         Args:
             loader: The loader.
-            iterator: The iterator whose persistent workers load; None for a new one.
+            iterator: The iterator whose persistent workers load; None to start new workers.
         """
         self.__dict__["_IterableDataset_len_called"] = loader._IterableDataset_len_called
         self._iterator = iterator
         try:
             begun = iter(self)
         finally:
-            # The loader has it. A cycle would leave ending its workers to the garbage collector.
+            # The loader keeps the iterator. With a reference here, too, there would be a cycle, and
+            # only the garbage collector would end the workers.
             self._iterator = None
         if self._sample_seed is not None:
             vars(loader)[_EPOCH] = self._present_plan.counter.next
         return begun
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as the loader does."""
+        """Warn of more worker processes than cores, as the loader itself does."""
         owner = self._owner()
         if not self.thread_pool and owner is not None:
             owner.check_worker_number_rationality()
 
 
 def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
-    """Return which arguments of :func:`install` do not fit a loader, and why.
+    """Return which arguments of :func:`install` do not fit a loader, and why, by their names.
 
-    Those that change nothing without workers are none of them.
+    Without workers, an argument that simply has no effect counts as fitting, such as ``shm_size``.
     """
     unfit = {}
     if isinstance(loader.dataset, IterableDataset):
@@ -172,7 +176,7 @@ def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
 
 
 def _given_samplers(loader: Any) -> tuple[Iterable[Any] | None, Iterable[Any] | None]:
-    """Return the sampler and the batch sampler of a loader, each None if torch's default."""
+    """Return a loader's sampler and batch sampler; None for one that is torch's default."""
     sampler, batches = loader.sampler, loader.batch_sampler
     is_usual = type(batches) is BatchSampler and batches.sampler is sampler
     if batches is not None and not (is_usual and loader.batch_size is not None):
@@ -210,11 +214,11 @@ class _Installation:
     def __init__(self, options: InstallOptions) -> None:
         self.options = options
         self.report = InstallReport()
-        # The iterators with persistent workers. Their stand-ins know the loaders.
+        # The iterators with persistent workers. Their stand-ins refer to the loaders.
         self._persistent: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
-        """Begin an epoch of any loader of torch's class.
+        """Begin an epoch of any loader of torch's class, and return its iterator.
 
         Args:
             loader: The loader.
@@ -229,7 +233,7 @@ class _Installation:
                 self.note(iterator, loader)
             return begun
         stand_in = getattr(iterator, "_stand_in", None) if goes_on else None
-        if goes_on and stand_in is None:  # torch's, from before
+        if goes_on and stand_in is None:  # an iterator of torch's, from before install()
             iterator._shutdown_workers()
             iterator = None
         if stand_in is None:
@@ -255,9 +259,9 @@ class _Installation:
         self.report.note(type(loader), loader, engine, why)
 
     def let_go(self) -> None:
-        """Make the loaders forget the iterators that keep our workers.
+        """Make the loaders forget the iterators that keep our persistent workers.
 
-        An iterator that is in use delivers the rest of its epoch; its workers end when it is
+        An iterator that is in use delivers the rest of its epoch. Its workers end when it is
         dropped.
         """
         for iterator in list(self._persistent):
@@ -267,7 +271,7 @@ class _Installation:
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a method of torch's by a function that calls it; once in a process."""
+    """Replace a method of torch's by a function that calls it, unless it is replaced already."""
     original = getattr(owner, name)
     if not hasattr(original, "_shmloader"):
         replacement = make(original)
@@ -277,7 +281,7 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _restore(owner: type, name: str) -> None:
-    """Put torch's method back, unless other code has replaced ours: that still calls it."""
+    """Put torch's method back, unless other code has replaced ours and may still call it."""
     original = getattr(getattr(owner, name), "_shmloader", None)
     if original is not None:
         setattr(owner, name, original)
@@ -301,7 +305,7 @@ def _init_with(by_torch: Callable[..., None]) -> Any:
 
 
 def _set(installation: _Installation | None) -> None:
-    """Make an installation the one of this process; None for none."""
+    """Make an installation that of this process; None uninstalls."""
     before, PROCESS.installation = PROCESS.installation, installation
     if before is not None:
         before.let_go()
@@ -318,8 +322,8 @@ def _checked(options: InstallOptions) -> _Installation:
     unknown = options.keys() - InstallOptions.__annotations__.keys()
     if unknown:
         raise TypeError(
-            f"install() got unexpected arguments: {', '.join(sorted(unknown))}. What torch's "
-            "loader takes is given to each loader; install() takes "
+            f"install() got unexpected arguments: {', '.join(sorted(unknown))}. Arguments of "
+            "torch's loader are given where a loader is created; install() takes "
             f"{', '.join(InstallOptions.__annotations__)}"
         )
     DataLoader([0], num_workers=1, **options)  # type: ignore[arg-type]
@@ -329,33 +333,37 @@ def _checked(options: InstallOptions) -> _Installation:
 def install(**options: Unpack[InstallOptions]) -> InstallReport:
     """Make every loader of torch's run on shmloader's engine, from its next ``iter()`` on.
 
-    That is every ``torch.utils.data.DataLoader`` of this process and every subclass, whether it was
-    created before or will be. The loaders keep their class, attributes, order and random numbers,
-    and their batches are the same as before. The arguments apply to each of them, where they fit.
+    This applies to every ``torch.utils.data.DataLoader`` of this process, including subclasses and
+    loaders that were created before. The loaders keep their class, attributes, order and random
+    numbers, and their batches are the same as before, unless an argument such as ``seed`` changes
+    that. The arguments apply to each loader that they fit.
 
-    These loaders run on torch's iterators as before: those whose class has a ``_get_iterator`` of
-    its own, or an ``__iter__`` that does not call torch's, and those of data pipes. Loaders of
-    shmloader's classes keep their own arguments.
+    Some loaders run on torch's iterators as before: loaders that override ``_get_iterator``,
+    ``_index_sampler`` or ``_auto_collation``, loaders whose ``__iter__`` does not call torch's, and
+    loaders of data pipes. So do loaders with worker processes on a system where shmloader cannot
+    have any. Loaders of shmloader's classes keep their own arguments.
 
-    A process that is started by "spawn" or "forkserver" has to call this itself. A second call
-    replaces the arguments and begins a new report.
+    A process that is started by "spawn" or "forkserver" has to call this function itself. A second
+    call replaces the arguments and begins a new report.
 
     Args:
         options: Any of ``seed``, ``on_error``, ``max_failures``, ``sample_timeout``,
             ``worker_restarts``, ``thread_pool``, ``fetch_concurrency``, ``shm_size``, ``device``,
             ``device_transform``, ``device_prefetch`` and ``snapshot_every_n_steps`` of
             :class:`shmloader.DataLoader`.
-            One that does not fit a loader is left out there, and the report says so:
-            ``thread_pool`` and the three about samples for an iterable dataset, ``seed`` where the
-            loader has a ``generator``. With ``seed``, a loader counts its epochs from 0, or has the
-            ``epoch`` of its sampler if other code sets that.
+            An argument that does not fit a loader is left out for that loader, and the report says
+            so: ``thread_pool``, ``on_error``, ``max_failures`` and ``fetch_concurrency`` for an
+            iterable dataset; ``thread_pool`` for a loader with a ``multiprocessing_context``;
+            ``seed`` for a loader with a ``generator``; ``thread_pool``, ``worker_restarts`` and
+            ``sample_timeout`` for a loader without workers. With ``seed``, a loader counts its
+            epochs from 0, or uses the ``epoch`` of its sampler if other code sets that.
 
     Returns:
-        A report of the loaders and what they ran on, which goes on while this is installed.
+        A report of the loaders and what they ran on. It is updated while this is installed.
 
     Raises:
-        TypeError, ValueError: If an argument is unknown or does not fit, as
-            :class:`shmloader.DataLoader` says it.
+        TypeError, ValueError: If an argument is unknown or wrong, as for
+            :class:`shmloader.DataLoader`.
     """
     installation = _checked(options)
     _set(installation)
@@ -365,7 +373,8 @@ def install(**options: Unpack[InstallOptions]) -> InstallReport:
 def uninstall() -> None:
     """Undo :func:`install`: torch's loaders run on torch's iterators from their next ``iter()`` on.
 
-    Iterators that are in use deliver the rest of their epochs. May be called again.
+    Iterators that are in use deliver the rest of their epochs. May be called again, or without
+    :func:`install`.
     """
     _set(None)
 
@@ -374,10 +383,11 @@ def uninstall() -> None:
 def installed(**options: Unpack[InstallOptions]) -> Iterator[InstallReport]:
     """Make every loader of torch's run on shmloader's engine, inside a ``with`` block.
 
-    What was installed before is so again after the block.
+    After the block, an earlier :func:`install` is in effect again. Without one, nothing is
+    installed.
 
     Args:
-        options: As for :func:`install`.
+        options: The arguments of :func:`install`.
 
     Returns:
         A context manager that yields the report; see :func:`install`.

@@ -1,7 +1,7 @@
 """Distinguishes interruptions, such as a signal handler's exception, from the user's own errors.
 
 A signal handler runs between any two instructions of the main thread. Its exception comes out of
-the code that runs at that moment, for instance a dataset's, which did not raise it.
+the code that runs at that moment, for instance the dataset's, although that code did not raise it.
 """
 
 import functools
@@ -16,9 +16,9 @@ def is_interruption(error: BaseException) -> bool:
     """Whether an exception was not raised by the code that it came out of.
 
     True for every exception that is not an ``Exception`` (``KeyboardInterrupt``, ``SystemExit``),
-    and for those of a signal handler or a trace function. Python passes these functions the frame
-    that they interrupt. So the traceback has a function that was called with its caller's frame, or
-    the code of an installed handler, if the handler has deleted that argument.
+    and for every exception of a signal handler or a trace function. Python passes the interrupted
+    frame to these functions. So the traceback contains a function that was called with its caller's
+    frame, or, if the handler has deleted that argument, the code of an installed handler.
 
     An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a handler
     written in C raises, is not recognised.
@@ -34,7 +34,7 @@ def is_interruption(error: BaseException) -> bool:
     while traceback is not None:
         frame = traceback.tb_frame
         if caller is not None:
-            # Only now, since most exceptions that are checked have no such frame.
+            # Not before the loop, since most exceptions that are checked have only one frame.
             handlers = _codes_of_handlers() if handlers is None else handlers
             if frame.f_code in handlers or _was_given(frame, caller):
                 return True
@@ -69,7 +69,7 @@ def _codes_of_handlers() -> set[CodeType]:
 
 
 def _codes_of(function: object) -> Iterator[CodeType]:
-    """Yield the code that runs first when this is called, if it is written in Python."""
+    """Yield the code that runs first when ``function`` is called, if it is written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

@@ -12,8 +12,8 @@ lies in the task's slot, and the message says where: :class:`Spilled`.
 import pickle
 from typing import NamedTuple
 
-#: Longest message, in bytes. A SEQPACKET socket takes about 212 KB at once by default. This is far
-#: less, so that it takes the messages of a whole window.
+#: Longest message, in bytes. A SEQPACKET socket holds about 212 KB by default. This limit is far
+#: lower, so that the socket can hold the messages of a whole window.
 INLINE_BYTES = 16 * 1024
 
 #: Size of the receive buffer.
@@ -66,7 +66,7 @@ class Task(NamedTuple):
             with its position in the epoch (``PositionedIndices``) if samples have random number
             generators of their own. It is pickled by itself, because a key of the user's own class
             may fail to unpickle.
-        touched_bytes: How many bytes from the slot's start have pages.
+        touched_bytes: How many bytes from the slot's start have pages already.
     """
 
     seq: int
@@ -77,11 +77,11 @@ class Task(NamedTuple):
 
 
 class SampleHung(NamedTuple):
-    """Main → worker, before a task: a sample of that task's batch hung, and is to raise.
+    """Main → worker, before a task: a sample of that task's batch hung. Raise in its place.
 
     Attributes:
         number: Number of the sample; see :class:`~shmloader.batch.sample_watch.SampleWatch`.
-        text: What the worker was doing that was ended.
+        text: Says what the worker that was ended was doing.
     """
 
     number: int
@@ -115,8 +115,8 @@ class BatchDone(NamedTuple):
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
         layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
-            is that of this worker's last batch. It is pickled by itself, because it may hold keys
-            that only the worker can unpickle.
+            equals that of this worker's last batch. It is pickled by itself, because it may hold
+            keys that only the worker can unpickle.
         used_bytes: How many bytes of the slot were written.
         kept: Whether the user's code in the worker still holds memory of the slot, so that the slot
             must never be filled again.
@@ -154,9 +154,10 @@ class BatchFailed(NamedTuple):
             report.
         report: A pickled ``SampleReport``, if failed samples are counted.
         snapshot: A pickled state of the dataset, if one was due; see :class:`BatchDone`.
-        fingerprint: The batch's fingerprint; None also if reading the samples failed.
-        is_final: Whether the dataset could not be resumed. The error then takes the place of no
-            batch, and no batch follows.
+        fingerprint: Fingerprint of the batch; None if the dataset is not iterable, or if reading
+            the samples failed.
+        is_final: Whether the dataset could not be resumed. Then the error does not take the place
+            of one batch: no batch follows.
     """
 
     seq: int
@@ -172,7 +173,10 @@ class BatchFailed(NamedTuple):
 
 
 class BatchEmpty(NamedTuple):
-    """Worker → main: all samples of the batch failed and are skipped. Fields as above."""
+    """Worker → main: all samples of the batch failed and are skipped.
+
+    The fields are those of :class:`BatchDone`.
+    """
 
     seq: int
     epoch: int
@@ -204,9 +208,9 @@ class StreamEnded(NamedTuple):
 
 
 class BeginningPart(NamedTuple):
-    """Worker → main: a piece of the state whose last piece comes with :class:`EpochStarted`.
+    """Worker → main: a piece of the ``beginning`` whose last piece comes in :class:`EpochStarted`.
 
-    The state is sent in pieces, since that message has no slot.
+    Long data is sent in pieces, since that message has no slot.
     """
 
     data: bytes
@@ -216,9 +220,9 @@ class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`. All earlier tasks are answered.
 
     Attributes:
-        epoch: Number of the epoch, from the message that this answers.
+        epoch: Number of the epoch, copied from :class:`StartEpoch`.
         beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the epoch, or
-            its last piece.
+            its last piece; None if there is nothing to send.
     """
 
     epoch: int

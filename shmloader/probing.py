@@ -9,12 +9,12 @@ def probe(value: object, name: str, default: object = None) -> Any:
     """Return an attribute that a user's object may have, or a default.
 
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
-    for a name that it does not know, which never shows with torch's loader.
+    for an unknown name, and with torch's loader this never happens.
     """
     try:
         return getattr(value, name, default)
     except Exception as error:
-        # Whatever the class raises, it has no such attribute.
+        # Whatever was raised, the object has no such attribute.
         if is_interruption(error):
             raise
         return default

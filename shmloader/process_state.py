@@ -1,27 +1,29 @@
 """All state that belongs to the process rather than to a loader.
 
-None of it can belong to an object: it is used by hooks that ``os.fork()`` runs, at the
-interpreter's exit, while an object is unpickled, where no loader is known, or by torch's classes.
-Everything else has an owner. (``shmloader.faults`` is separate, since it exists for the tests; and
-where torch needs it, :mod:`shmloader.memory.lease` adds a function to ``gc.callbacks``.)
+None of this state can belong to an object, because of where it is used: in hooks that
+``os.fork()`` runs, at the interpreter's exit, in torch's classes, or while an object is unpickled,
+when no loader is known. All other state has an owner. There are two exceptions:
+``shmloader.faults`` has its own state, since it exists for the tests, and where torch needs it,
+:mod:`shmloader.memory.lease` adds a function to ``gc.callbacks``.
 
 ======================  =========================================================================
-``forks``               the number of forks: a page that a child may still read is not reused
+``forks``               the number of forks: a slot that a child may still read is not reused
 ``threads``             our threads, which can be parked while the process forks
 ``worker_groups``       the workers of all loaders: a forked child closes what it inherits of them
 ``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
-``meetings``            where the ranks of this host meet, of which this one is the host: a child
-                        closes them, too
-``calls_on_host``       the number of calls of ``share_on_host()``, by which ranks tell them apart
-``pools_on_host``       the number of pools that the ranks of this host share, likewise
-``host_pools``          those that this process uses, by what has to be the same for its loaders to
-                        share one
-``builds_on_host``      the threads that run a function for ``share_on_host()``
-``received``            in a worker, the descriptors that came with its payload; in a rank, while it
-                        opens what another rank has built, those that came with that
-``opening``             held while a rank does so
+``meetings``            the meetings of the ranks of this host that this rank is the host of, and
+                        the connections to processes that own shared workers: a child closes both
+``calls_on_host``       the number of calls of ``share_on_host()``: ranks tell calls apart by it
+``pools_on_host``       the number of pools that this rank has shared with the ranks of its host:
+                        ranks tell pools apart by it
+``host_pools``          the shared pools that this process uses. Loaders share a pool if they have
+                        the same key: ids of dataset and ``worker_init_fn``, number of workers
+``builds_on_host``      idents of the threads that run a function for ``share_on_host()``
+``received``            in a worker, the descriptors that came with its payload; in a rank that
+                        opens an object of another rank, the descriptors that came with the object
+``opening``             a lock that a rank holds while it opens an object of another rank
 ``segments``            the segments that this process has mapped, by their tokens
-``slots``               its slots: a forked worker closes those that it inherits
+``slots``               the slots of this process: a forked worker closes those that it inherits
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
 ``locked_for_good``     slots that could not be unlocked: a device may still read their pages
@@ -37,7 +39,7 @@ from typing import Any
 
 
 class Forks:
-    """Counts the forks of this process (I9). The fork hook changes nothing else."""
+    """Counts the forks of this process (I9). Its fork hook changes nothing else."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -51,13 +53,14 @@ class Threads:
     """Threads of this process that can be parked (:mod:`shmloader.threads.fork_safety`).
 
     Attributes:
-        lock: Held from the request to park until all threads may continue: meanwhile no thread
+        lock: Held from the request to park until all threads may continue. Meanwhile no thread
             begins or ends.
-        live: The threads that run.
+        live: The parkable threads that run.
         unwilling: Idents of threads that must not wait for a parked thread: the parkable threads
             themselves, and the thread that forks.
-        is_exiting: Whether the threads are parked for good.
-        is_watching_exit: Whether they will be parked at the interpreter's exit.
+        is_exiting: Whether the interpreter is exiting and the threads are parked for good.
+        is_watching_exit: Whether a function is registered that parks the threads at the
+            interpreter's exit.
     """
 
     def __init__(self) -> None:
@@ -65,7 +68,7 @@ class Threads:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all threads in a forked child, where none of them runs."""
+        """Forget all threads. Called in a forked child, where none of them runs."""
         self.lock = threading.Lock()
         self.live: set[Any] = set()
         self.unwilling: set[int] = set()
@@ -78,15 +81,15 @@ class Tasks:
     Attributes:
         lock: Held while a task makes a batch.
         name: The name of this process; None before a task has asked for it.
-        packed_name: The same, pickled; empty before.
-        makers: What tasks keep for later ones, by its key, the oldest first.
+        packed_name: The name, pickled; empty before a task has asked for it.
+        makers: What tasks keep for later tasks, by the loader's key; the least recently used first.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the parent's in a forked child, where no task runs."""
+        """Forget the state of the parent. Called in a forked child, where no task runs."""
         self.lock = threading.Lock()
         self.name: Any = None
         self.packed_name = b""
@@ -116,14 +119,14 @@ class ProcessState:
         self.installation: Any = None
 
     def close_pipes(self) -> None:
-        """Close the pipes in a forked child, which must not keep our workers alive."""
+        """Close the pipes. Called in a forked child, which must not keep our workers alive."""
         for pipe in list(self.parent_death_pipes):
             pipe.close_write()
 
     def leave_meetings(self) -> None:
-        """Close the meetings in a forked child, which must not keep their names bound.
+        """Close the meetings. Called in a forked child, which must not keep their names bound.
 
-        The lock may be held by a thread that the child does not have.
+        ``opening`` becomes a new lock: a thread that the child does not have may hold the old one.
         """
         self.opening = threading.RLock()
         for meeting in list(self.meetings):
@@ -135,14 +138,14 @@ class ProcessState:
             group.leave_to_parent()
 
 
-#: The only instance. Import it by this name, not through the module: at the interpreter's exit the
-#: names in modules become None, while remaining objects of the package still use it.
+#: The only instance. Import this name, rather than use it through the module: at the interpreter's
+#: exit the names in modules become None, while remaining objects of the package still use it.
 PROCESS = ProcessState()
 
 # The count rises before and after a fork, since a lease may begin or end while other hooks run.
 os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks.one_more)
-# In the child, in this order. Registered separately, so that an error in one does not prevent the
-# others.
+# In the child, these run in this order. They are registered separately, so that an error in one
+# does not prevent the others.
 for _hook in (
     PROCESS.threads.forget,
     PROCESS.tasks.forget,

@@ -1,4 +1,4 @@
-"""Leaves out of a traceback the loader's frames around the user's own code."""
+"""Removes the loader's frames around the user's own code from tracebacks."""
 
 import traceback
 from pathlib import Path
@@ -8,13 +8,13 @@ from torch.utils.data import _utils, dataloader
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 
-# Its method make() calls the user's code for a batch.
+# The module whose method make() calls the user's code for a batch.
 _MAKER = f"{_PACKAGE}batch/maker.py"
 
-# torch's code that calls a dataset and a collate function.
+# The files of torch that call a dataset and a collate function.
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
-# Functions of ours that raise an exception which arose elsewhere.
+# Our functions that only raise an exception that comes from elsewhere.
 _RAISING = frozenset({"_raise_on_purpose", "_raise_last"})
 
 
@@ -35,10 +35,12 @@ def user_part(entry: TracebackType | None) -> TracebackType | None:
         entry: The traceback; its outermost frame comes first.
 
     Returns:
-        None if the loader only hands on an exception of a worker, whose text has a traceback. The
-        whole traceback if all of its frames are the loader's, which has raised the exception. Only
-        the innermost frame of these if they make a batch: there, an object without Python code was
-        called, such as a list that is the dataset.
+        The traceback from the user's first frame on. If all frames are the loader's:
+
+        * None if the loader only hands on an exception of a worker, whose text has a traceback;
+        * only the innermost frame if the frames make a batch: it called an object without Python
+          code, such as a list that is the dataset;
+        * otherwise the whole traceback, since the loader itself raised the exception.
     """
     makes_batch = False
     first = last = entry

@@ -1,11 +1,16 @@
-"""Makes batches: in a worker process, in a thread and in the main process alike.
+"""Makes batches, with the same code in a worker process, in a thread and in the main process.
 
-``maker`` makes batches. ``fetch`` says how, and by which of the ``fetchers``, of which the
-``tolerant_fetcher`` skips bad samples; ``concurrent_fetcher`` loads several samples at once,
-``arrays`` gathers them from arrays. ``sample_rng`` seeds random number generators, by
-``seeded_datasets`` and with the numbers of ``seeds``, except for samples of which ``drawing``
-proves that they draw nothing. ``failures`` carries exceptions and failed samples to the main
-process. ``iterable_state`` and ``fingerprint`` take the checkpoints of datasets that
-``dataset_checkpoint`` describes. ``payload`` carries the dataset and the functions to a worker, and
-``timer`` measures the parts of the work.
+``maker`` makes batches. Its configuration is in ``fetch``, which also chooses a fetcher: one of
+``fetchers``, or ``tolerant_fetcher``, which skips bad samples. ``concurrent_fetcher`` loads several
+samples at once, ``arrays`` gathers samples from arrays, and ``sample_watch`` watches how long
+samples take. ``ragged`` explains why samples cannot be collated.
+
+``sample_rng`` seeds random number generators through the wrappers in ``seeded_datasets``, with the
+numbers of ``seeds``. It skips samples that draw no random numbers, which ``drawing`` proves.
+``failures`` carries exceptions and failed samples to the main process. ``iterable_state`` and
+``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint`` describes.
+
+``payload`` carries the dataset and the functions to a worker, and ``portable`` to a process of an
+executor. ``unpicklable`` finds the part that cannot be pickled. ``timer`` measures the parts of the
+work.
 """

@@ -39,8 +39,9 @@ def is_plain_data(dataset: Any, is_known: Callable[[Any], bool] | None = None) -
 
     Args:
         dataset: The dataset.
-        is_known: Whether indexing draws nothing, asked of any other dataset that is found there;
-            None if it may draw.
+        is_known: Called with the dataset, or the part of it, that is none of these. Returns whether
+            indexing it draws no random numbers. With None, any such dataset counts as one that may
+            draw them.
     """
     kind = type(dataset)
     if kind in _ARRAYS or kind in _SEQUENCES:
@@ -81,15 +82,15 @@ def are_plain(samples: Sequence[Any]) -> bool:
 
 
 def find_columns(dataset: Any) -> Columns | None:
-    """Return the arrays of a dataset, if it has nothing but these.
+    """Return the arrays of a dataset that consists only of arrays; None for any other.
 
     Args:
         dataset: A ``TensorDataset``, an array, a memory map, a tensor, a ``StackDataset`` of these,
             or a ``Subset`` of one of these; anything else has no columns.
 
     Returns:
-        None also where torch's collate makes something other than one array of the rows: of texts,
-        of tensors that require gradients, of arrays of foreign byte order.
+        The columns. Also None where torch's collate does not make one array of the rows: for texts,
+        for tensors that require gradients, and for arrays of foreign byte order.
     """
     kind = type(dataset)
     if kind in _ARRAYS:
@@ -105,7 +106,7 @@ def find_columns(dataset: Any) -> Columns | None:
 
 
 def _sources_of(dataset: Any) -> list[Any]:
-    """Return the objects that a dataset reads from now, to notice when one is replaced."""
+    """Return the objects that a dataset reads from at present, to notice when one is replaced."""
     kind = type(dataset)
     if kind is TensorDataset:
         return list(dataset.tensors)
@@ -188,12 +189,15 @@ def _tensor_of(array: Any) -> torch.Tensor | None:
 
 
 def _tensor_over(array: Any) -> torch.Tensor:
-    """Return a tensor over an array's memory. It is only read, so torch must not warn of that."""
+    """Return a tensor over an array's memory.
+
+    torch warns of read-only memory. The tensor is only read, so the warning is avoided.
+    """
     if array.flags.writeable or not array.size:
         return torch.from_numpy(array.view(np.ndarray))
     low, nbytes = address_of(array)
     memory: Any = (ctypes.c_char * nbytes).from_address(low)
-    memory.keep = array  # as long as a view lives
+    memory.keep = array  # keeps the array alive as long as a view of the memory
     first = array.__array_interface__["data"][0] - low
     return torch.from_numpy(np.ndarray(array.shape, array.dtype, memory, first, array.strides))
 
@@ -213,7 +217,7 @@ def _subset(subset: Any) -> Columns | None:
 
 
 def _mapping_of(indices: Sequence[Any], length: int) -> Any:
-    """Return a subset's indices as an array; None if one is not an index into ``length`` rows."""
+    """Return a subset's indices as an array; None unless all are indices of ``length`` rows."""
     if isinstance(indices, list | tuple | SharedList) and set(map(type, indices)) - {int}:
         return None
     try:
@@ -230,18 +234,18 @@ def _mapping_of(indices: Sequence[Any], length: int) -> Any:
 
 
 def no_gatherer() -> None:
-    """Return None: nothing gathers the next batch."""
+    """Return None, since the batches of this dataset cannot be gathered."""
 
 
 class ArrayFetcher:
     """Gathers batches of arrays, and leaves other batches to another fetcher.
 
-    It gathers if all indices are integers from 0 up to the length. Others (negative or missing
-    ones) have the result that torch yields.
+    It gathers a batch if all its indices are integers from 0 up to the length. With any other
+    index, such as a negative one, the other fetcher gives the same result as torch.
 
     Args:
-        find_gatherer: Returns what gathers the next batch; None if nothing can.
-        plain: The fetcher that loads sample by sample.
+        find_gatherer: Returns the gatherer of the next batch; None if it cannot be gathered.
+        plain: The other fetcher, which loads sample by sample.
         note: Called for each gathered batch with the number of its samples.
         may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
@@ -297,11 +301,11 @@ def _valid_indices(indices: Any, length: int) -> Any:
 
 
 def gatherer_to_slots(dataset: Any, writer: SlotWriter) -> Callable[[], RowGatherer | None]:
-    """Return a function that returns what gathers a dataset's batches in a worker process.
+    """Return a function that returns the gatherer of a dataset's batches in a worker process.
 
     Args:
-        dataset: The worker's dataset, after ``worker_init_fn``. torch's own ``default_collate``
-            collates its samples.
+        dataset: The worker's dataset, after ``worker_init_fn``. Its samples are collated by torch's
+            own ``default_collate``.
         writer: Writer of the slot, into which batches are gathered.
     """
     columns = find_columns(dataset)
@@ -314,8 +318,8 @@ def gatherer_to_slots(dataset: Any, writer: SlotWriter) -> Callable[[], RowGathe
 def _is_stacked_in_order(column: Column) -> bool:
     """Whether torch makes contiguous batches of a column's rows in this process.
 
-    In a worker process it always does. Here, rows of four or five dimensions in channels-last
-    order keep that order.
+    In a worker process it always does. In the main process, rows of four or five dimensions in
+    channels-last order keep that order.
     """
     rows = column.rows
     if rows.is_contiguous():
@@ -329,7 +333,7 @@ class ArraysHere:
     """The arrays of a dataset in the main process, where the user may replace them.
 
     A replacement shows in the next batch, as with torch. The indices of a subset are read when an
-    epoch begins. Any threads may use this at the same time.
+    epoch begins. Several threads may use this object at the same time.
 
     Args:
         dataset: The dataset. :meth:`find_gatherer` is called only if :func:`may_be_columns` is
@@ -347,7 +351,8 @@ class ArraysHere:
     def find_gatherer(self) -> RowGatherer | None:
         """Return a gatherer for the dataset's present arrays; None if it is not only arrays.
 
-        None also under a mode of torch's, such as another default device, which affects collate.
+        Also returns None under a mode of torch's that affects collate, such as another default
+        device.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return None

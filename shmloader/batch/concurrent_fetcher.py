@@ -19,11 +19,11 @@ The dataset's first sample decides: if ``dataset[index]`` returns a coroutine, s
 together, on one event loop that is kept for the dataset. Otherwise, threads share them.
 
 Guarantees:
-    * At most k samples are loaded at once, and all are done when ``load`` returns. If the worker's
-      own thread gets an exception that is not an ``Exception``, such as a KeyboardInterrupt, that
-      is raised at once, without waiting for other samples.
-    * After a sample has failed, no further one is begun, unless the caller wants all.
-    * A helper that waits refers only to the queue.
+    * At most k samples are loaded at once, and all that were begun are done when ``load`` returns.
+      If the worker's own thread gets an exception that is not an ``Exception``, such as a
+      KeyboardInterrupt, it is raised at once, without waiting for other samples.
+    * After a sample has failed, no further sample is begun, unless the caller wants all.
+    * A helper thread that waits refers only to the queue, so it keeps no batch alive.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from shmloader.threads.wakeup import Wakeup
 
 Get = Callable[[Any], Any]
 
-# How long close() waits for helpers that are loading a sample, and an interrupted call for samples
-# that it has cancelled on another thread's event loop.
+# How long close() waits for helpers that are loading a sample, and how long an interrupted call
+# waits for samples that it has cancelled on another thread's event loop.
 _JOIN_S = 1.0
 
 
@@ -53,7 +53,7 @@ class SampleResult:
         index: The sample's index.
         context: The context in which it was loaded.
         value: The sample.
-        error: What loading it raised; None if it did not raise.
+        error: The exception that loading it raised; None if it did not raise.
         is_begun: Whether loading it was begun.
     """
 
@@ -67,7 +67,7 @@ class SampleResult:
         self.is_begun = False
 
     def take(self) -> Any:
-        """Return the sample, or raise what loading it raised."""
+        """Return the sample, or raise the exception that loading it raised."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -228,7 +228,7 @@ class ConcurrentFetcher:
             batch.work()
             batch.over.wait()
         except BaseException:
-            batch.drop()  # such as after a KeyboardInterrupt
+            batch.drop()  # for instance after a KeyboardInterrupt
             raise
 
     # Event loop --------------------------------------------------------------------------
@@ -242,9 +242,9 @@ class ConcurrentFetcher:
         if asyncio._get_running_loop() is None:
             self._run_here(loop, work)
             return
-        # This thread runs an event loop already, as a notebook's does.
+        # This thread runs an event loop already, for instance in a notebook.
         raised: list[BaseException] = []
-        over = threading.Event()  # not join(): once interrupted, it takes the thread for ended
+        over = threading.Event()  # not join(): once interrupted, it may return too early
 
         def run() -> None:
             try:
@@ -260,7 +260,7 @@ class ConcurrentFetcher:
         except BaseException:  # such as a KeyboardInterrupt
             cancelling = loop.call_soon_threadsafe(_cancel_all, loop)
             over.wait(_JOIN_S)
-            cancelling.cancel()  # if the work was over, so that it does not meet the next one
+            cancelling.cancel()  # if the work was over: it must not cancel the next batch's
             raise
         if raised:
             raise raised.pop()
@@ -284,7 +284,7 @@ class ConcurrentFetcher:
             await asyncio.gather(*runners)
         finally:
             for result in results:
-                if inspect.iscoroutine(result.value):  # not awaited, since another failed
+                if inspect.iscoroutine(result.value):  # not awaited, since another sample failed
                     result.value.close()
 
     async def _work(

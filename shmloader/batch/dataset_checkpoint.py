@@ -1,4 +1,4 @@
-"""How far the dataset of one worker has come, and what its next epoch begins with. Pure."""
+"""Records of how far a worker's dataset has come, and of what its next epoch begins with. Pure."""
 
 import pickle
 import zlib
@@ -8,25 +8,27 @@ from typing import Any, NamedTuple, Self
 class DatasetCheckpoint(NamedTuple):
     """How far the dataset of one worker has come in an epoch.
 
-    The state of a map-style dataset is taken after every batch, and nothing is read again, so only
-    ``given`` and ``snapshot`` are used.
+    If a map-style dataset has a state, it is taken after every batch. No batch is read again, so
+    only ``given`` and ``snapshot`` are used.
 
     Attributes:
-        given: Batches that were delivered in this epoch, or exceptions in their place.
-        snapshot: Newest state of the dataset, a pickled :class:`Saved`; None means the stream's
-            beginning.
+        given: The number of batches that were delivered in this epoch, including exceptions that
+            were raised in place of a batch.
+        snapshot: Newest state of the dataset, a pickled
+            :class:`~shmloader.batch.iterable_state.Saved`; None means the stream's beginning.
         at: The number of batches after which the snapshot was taken.
         has_ended: Whether the stream has ended. Then the next epoch begins with the snapshot and
             with ``rng``.
-        rng: States of the global random generators at the stream's beginning; None means those that
-            a worker's base seed and ``worker_init_fn`` leave, or, in-process, the present ones.
+        rng: States of the global random generators at the stream's beginning. With None, the stream
+            begins with the states that a worker's base seed and ``worker_init_fn`` leave, or,
+            in-process, with the present states.
         rng_at: Numbers of batches, each with the generators' states before the batch. Used only
-            in-process, where other code uses the generators, too. The batches are the first one,
-            since an order may be drawn in ``iter(dataset)`` or with the first sample, and the one
-            at which the epoch was resumed.
+            in-process, where other code uses the generators, too. The first batch may be among
+            them, since the dataset may draw its order in ``iter(dataset)`` or with the first
+            sample. The others are those at which the epoch was resumed.
         check: Checksum over the fingerprints of the batches since the snapshot.
-        failed: Numbers, from the stream's beginning, of the batches since the snapshot that
-            raised.
+        failed: Numbers of the batches since the snapshot that raised, counted from the stream's
+            beginning.
     """
 
     given: int = 0
@@ -55,20 +57,24 @@ class DatasetCheckpoint(NamedTuple):
         Args:
             snapshot: The state after the batch, if one was taken.
             fingerprint: The batch's fingerprint; None if its samples could not be read.
-            has_failed: Whether an exception came in the batch's place.
+            has_failed: Whether an exception was raised in place of the batch.
         """
         given = self.given + 1
         if snapshot is not None:
             return DatasetCheckpoint(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
         check = self.check if fingerprint is None else chained(self.check, fingerprint)
         failed = (*self.failed, self.given) if has_failed else self.failed
-        # Once for each batch, and five times as fast as _replace().
+        # This runs once for each batch, and is five times as fast as _replace().
         return DatasetCheckpoint(
             given, self.snapshot, self.at, self.has_ended, self.rng, self.rng_at, check, failed
         )
 
     def ended(self, next_epoch: "Beginning") -> "DatasetCheckpoint":
-        """Return the checkpoint at the stream's end."""
+        """Return the checkpoint at the stream's end.
+
+        Args:
+            next_epoch: What the next epoch begins with.
+        """
         return DatasetCheckpoint(
             self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
         )
@@ -87,7 +93,8 @@ class Beginning(NamedTuple):
 
     Attributes:
         rng: States of the global random generators; None if samples do not depend on them.
-        snapshot: The dataset's state, a pickled :class:`Saved`; None if it has none.
+        snapshot: The dataset's state, a pickled :class:`~shmloader.batch.iterable_state.Saved`;
+            None if the dataset has no state.
     """
 
     rng: dict[str, Any] | None = None
@@ -99,10 +106,15 @@ class Beginning(NamedTuple):
 
     @classmethod
     def loads(cls, data: bytes | None) -> Self:
-        """Return what :meth:`dumps` has pickled."""
+        """Return the record that :meth:`dumps` has pickled."""
         return cls() if data is None else cls(*pickle.loads(data))
 
 
 def chained(check: int, value: int) -> int:
-    """Return the checksum over a sequence of fingerprints, from that before the last one."""
+    """Return the checksum over a sequence of fingerprints.
+
+    Args:
+        check: The checksum over all of them but the last; 0 if there is only one.
+        value: The last fingerprint.
+    """
     return zlib.crc32(value.to_bytes(4, "little"), check)

@@ -1,32 +1,35 @@
 """Finds out which datasets draw no random numbers, so that no seed need be set for their samples.
 
-Python does not tell when ``random``, numpy or torch is used, so this is proved in advance: a
-dataset of the user's draws nothing if its ``__getitem__`` only looks up, such as
-``return self.images[index], self.labels[index]``. Its bytecode is followed with the dataset's
-present attributes and an unknown index. Each step has to be one of a few that are known to run no
-code of the user's:
+In this module, *to draw* means to draw random numbers. Python does not tell when ``random``, numpy
+or torch is used, so a proof is made in advance. A dataset of the user's draws nothing if its
+``__getitem__`` only looks up, such as ``return self.images[index], self.labels[index]``. Its
+bytecode is followed with the dataset's present attributes and an unknown index. Each step has to be
+one of a few that are known to run no code of the user's:
 
-* reading an attribute of the dataset: from its ``__dict__`` or a slot, or plainly from its class;
-* indexing or slicing a list, tuple, dict, str, range, array or tensor, also one of :func:`share`
-  that unpickles nothing, or another dataset that draws nothing;
+* reading an attribute of the dataset from its ``__dict__`` or a slot, or a plain value from its
+  class;
+* indexing or slicing a list, tuple, dict, str, range, array or tensor, a list or dict of
+  :func:`share` that unpickles nothing, or another dataset that draws nothing;
 * building tuples, lists and dicts, and arithmetic with numbers, arrays and tensors;
-* an ``if`` whose outcome is certain, such as ``if self.transform is not None`` without one;
-* ``len``, and what converts numbers and arrays without a choice: ``int``, ``torch.from_numpy``,
-  ``Tensor.float`` and so on.
+* an ``if`` whose outcome is certain, such as ``if self.transform is not None`` where
+  ``self.transform`` is None;
+* ``len``, and conversions of numbers and arrays such as ``int``, ``torch.from_numpy`` and
+  ``Tensor.float``.
 
 Anything else may draw: any other call, opcode or jump, a property, ``__getattr__``,
-``__getattribute__`` or ``__getitems__``, a subclass of a container, and whatever is done with an
-item of a list except returning it or using it as a key.
+``__getattribute__`` or ``__getitems__``, and a subclass of a container. An item of a list may only
+be returned or used as a key; any other use of it may draw.
 
 Guarantees:
     * What the proof has read is compared before each batch (:meth:`Proof.holds`). So a
       ``transform`` or a list that is assigned in mid-epoch is noticed at the next batch.
-    * Nothing of the user's is called, either to find a proof or to compare.
+    * No code of the user's is called, either to find a proof or to compare.
 
 Assumes:
-    * An index or a key draws nothing where it is used, be it an object of the user's.
+    * Using an object as an index or a key draws nothing, even if the object's class is the user's.
     * While an epoch runs, no class gains a property or an ``__getattr__``, and torch's own datasets
-      keep their parts. torch and numpy are not patched, nor is a mode of torch's active that draws.
+      keep their parts. torch and numpy are not patched, and no mode of torch's that draws is
+      active.
 
 The module is long because each opcode that a proof may contain has a method of its own.
 """
@@ -49,7 +52,7 @@ from shmloader.interruptions import is_interruption
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.containers import SharedDict, SharedList
 
-# A dataset that has more to compare before each batch is taken for one that may draw.
+# A dataset for which more values have to be compared before each batch counts as one that may draw.
 _MOST_READS = 100
 
 _ARRAYS = (np.ndarray, np.memmap, SharedArray)
@@ -57,13 +60,13 @@ _CONTAINERS = (list, tuple, dict, str, bytes, range)
 _NUMBERS = (int, float, complex, bool)
 _CONSTANTS = (*_NUMBERS, str, bytes, slice, types.NoneType, types.EllipsisType)
 
-# Their results are numbers, arrays or tensors if their arguments are.
+# Functions whose results are numbers, arrays or tensors if their arguments are.
 _CONVERTERS = (
     *(int, float, bool),
     *(np.array, np.asarray, np.ascontiguousarray),
     *(torch.tensor, torch.as_tensor, torch.from_numpy),
 )
-# The same of methods of numbers, arrays and tensors.
+# Methods of numbers, arrays and tensors of which the same is true.
 _CONVERTING = frozenset(
     (
         *("astype", "clone", "contiguous", "copy", "float", "int", "item", "long", "numpy"),
@@ -90,13 +93,13 @@ class _Unknown(enum.Enum):
 
     #: An index, or what is used like one: a slice or a tuple of indices.
     INDEX = enum.auto()
-    #: A number, array or tensor, or a scalar of numpy's; of no subclass.
+    #: A number, array or tensor, or a scalar of numpy's; not an object of a subclass.
     NUMBERS = enum.auto()
     #: Any object.
     OTHER = enum.auto()
-    #: What lies on the stack beside a function that is called.
+    #: The NULL that Python puts on the stack beside a function that it calls.
     NULL = enum.auto()
-    #: A method of numbers, from ``_CONVERTING``.
+    #: A method of NUMBERS whose name is in ``_CONVERTING``.
     METHOD = enum.auto()
 
 
@@ -110,7 +113,7 @@ _Value = _Known | _Unknown
 
 
 class Proof:
-    """What was read to prove that a dataset draws nothing."""
+    """The values that were read to prove that a dataset draws nothing."""
 
     def __init__(self) -> None:
         self._reads: list[tuple[Callable[[Any], object], object, object]] = []
@@ -125,7 +128,7 @@ class Proof:
         return not self._reads
 
     def read(self, get: Callable[[Any], Any], key: object) -> Any:
-        """Return ``get(key)``, which is to return the same object later.
+        """Return ``get(key)``. The proof holds as long as this returns the same object.
 
         Raises:
             _MayDraw: If there is no such value, or too much was read.
@@ -148,7 +151,10 @@ class Proof:
         return self._types[id(owner)]
 
     def read_attributes(self, owner: object) -> dict[str, Any]:
-        """Return the ``__dict__`` of an object of a usual class, as :meth:`read` does."""
+        """Return the ``__dict__`` of an object, as :meth:`read` does.
+
+        The object's class has passed :func:`_usual_type`.
+        """
         if id(owner) not in self._attributes:
             get = functools.partial(object.__getattribute__, owner)
             self._attributes[id(owner)] = self.read(get, "__dict__")
@@ -157,7 +163,7 @@ class Proof:
         return self._attributes[id(owner)]
 
     def holds(self) -> bool:
-        """Whether all that was read is still the same."""
+        """Whether all values that were read are still the same objects."""
         try:
             for get, key, value in self._reads:
                 if get(key) is not value:
@@ -199,7 +205,10 @@ _ABSENT = object()
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """Return what a class or the first of its bases has under a name, or ``_ABSENT``."""
+    """Return a name's value from the first class that has it, in the order of lookup.
+
+    Returns ``_ABSENT`` if neither the class nor a base has the name.
+    """
     for base in type.__dict__["__mro__"].__get__(kind):
         found = type.__dict__["__dict__"].__get__(base).get(name, _ABSENT)
         if found is not _ABSENT:
@@ -212,7 +221,11 @@ def _has(kind: type, name: str) -> bool:
 
 
 def _usual_type(proof: Proof, owner: object) -> type:
-    """Return the class of an object; raises _MayDraw if it has a way of its own with attributes."""
+    """Return the class of an object.
+
+    Raises:
+        _MayDraw: If the class has a ``__getattribute__`` or a metaclass of its own.
+    """
     kind = proof.read_type(owner)
     is_usual = type(kind) in (type, abc.ABCMeta)
     if not is_usual or _of_class(kind, "__getattribute__") is not object.__getattribute__:
@@ -224,7 +237,7 @@ def _attribute(proof: Proof, owner: object, name: str) -> Any:
     """Return an attribute that is read without running code of the user's.
 
     Raises:
-        _MayDraw: If it is not certain to be one.
+        _MayDraw: If reading it may run code of the user's.
     """
     if type(owner) is types.ModuleType:
         return proof.read(vars(owner).__getitem__, name)
@@ -244,7 +257,7 @@ def _attribute(proof: Proof, owner: object, name: str) -> Any:
 
 
 class _Code(NamedTuple):
-    """A function's code: its instructions, and the number of the one at each offset."""
+    """A function's code: its instructions, and each instruction's number by its offset."""
 
     instructions: list[dis.Instruction]
     at_offset: dict[int, int]
@@ -252,7 +265,7 @@ class _Code(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _code_of(code: types.CodeType) -> _Code:
-    # Not as tracers have patched or the interpreter has specialized it: the code as compiled.
+    # The instructions as compiled, not as tracers have patched or the interpreter specialized them.
     instructions = list(dis.get_instructions(code))
     return _Code(instructions, {each.offset: at for at, each in enumerate(instructions)})
 
@@ -343,7 +356,7 @@ class _Reading:
         self._push(_Known(self._proof.read(mapping.__getitem__, name)))
 
     def load_attr(self, instruction: dis.Instruction) -> None:
-        # In Python 3.11, the lowest bit is one of the name's number.
+        # In Python 3.11, the lowest bit belongs to the number of the name.
         is_method = sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
         self._load_attribute(instruction.argval, is_method=is_method)
 
@@ -412,7 +425,7 @@ class _Reading:
         self._push(self._item(owner, _Unknown.INDEX))
 
     def jump(self, instruction: dis.Instruction) -> None:
-        """Jump forward, so that the code comes to its end."""
+        """Jump forward. Raises _MayDraw for a jump backward, which might never reach the end."""
         target = self._code.at_offset.get(instruction.argval, -1)
         if target < self._next:
             raise _MayDraw
@@ -440,7 +453,7 @@ class _Reading:
             self._check_arguments(arguments)
             self._push(_Unknown.NUMBERS)
             return
-        # The place of the NULL depends on Python's version.
+        # Where the NULL is depends on Python's version.
         called = [each for each in called if each is not _Unknown.NULL]
         if len(called) != 1 or not isinstance(called[0], _Known):
             raise _MayDraw
@@ -486,7 +499,7 @@ class _Reading:
             raise _MayDraw
         is_read_only = kind in (SharedList, SharedDict) and container.is_simple
         if not (kind in _CONTAINERS or is_read_only):
-            # It may be a dataset, which draws nothing for an index.
+            # It may be a dataset that draws nothing when it is indexed.
             if key is not _Unknown.INDEX:
                 raise _MayDraw
             if not is_plain_data(container, functools.partial(_look_up, self._proof)):
@@ -495,7 +508,7 @@ class _Reading:
 
 
 def _names(instruction: dis.Instruction) -> tuple[str, ...]:
-    """Return the variables of an instruction, which may be two since Python 3.13."""
+    """Return the names of an instruction's variables; since Python 3.13 there may be two."""
     names = instruction.argval
     return names if isinstance(names, tuple) else (names,)
 
@@ -537,7 +550,7 @@ def _truth(value: _Value) -> bool:
     return bool(value.value)
 
 
-# Of Python 3.11 to 3.14. Another opcode may draw.
+# The opcodes of Python 3.11 to 3.14 that can be followed. Any other may draw.
 _STEPS: Mapping[str, Callable[[_Reading, dis.Instruction], None]] = {
     **dict.fromkeys(
         ("RESUME", "NOP", "CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "NOT_TAKEN"),

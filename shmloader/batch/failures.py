@@ -25,13 +25,13 @@ from shmloader.tracebacks import format_for_user
 #: returns another sample.
 OnError = Literal["raise", "skip"] | Callable[[Any, Exception], Any]
 
-#: How many failures are listed, the newest ones; the others are only counted.
+#: How many failures are listed. They are the newest ones; older ones are only counted.
 LISTED = 100
 
 # How many characters of a failed sample's traceback are kept, half of them from its end.
 _TRACEBACK_CHARACTERS = 4000
 
-# A key whose pickle is longer than this is listed by its text.
+# A key whose pickle has more bytes than this is listed by its text, cut to so many characters.
 _INDEX_BYTES = 4 * 1024
 _INDEX_CHARACTERS = 200
 
@@ -46,8 +46,8 @@ _SHOWN = 8
 _MESSAGE_CHARACTERS = 1000
 _SHORT_MESSAGE_CHARACTERS = 200
 
-# Raised in the main process, these would end a loop or a generator. An exception that is not an
-# ``Exception`` would end a task, the loader, or the program.
+# These become a RuntimeError in the main process, where they would end a loop or a generator. So
+# does an exception that is not an ``Exception``: it would end a task, the loader, or the program.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
 
 # An exception whose pickled class is longer than this becomes a RuntimeError.
@@ -59,12 +59,12 @@ class RemoteError:
     """An exception in a form that can cross to the main process.
 
     Attributes:
-        kind: Name of its class.
+        kind: Name of the exception's class.
         where: Where it was caught, for instance "in DataLoader worker process 3".
         text: The traceback, as text, from the user's first frame on.
         type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
         message: The exception's own text, on one line.
-        own_notes: The notes of :func:`note_sample`, which are no part of the text: that is torch's.
+        own_notes: The notes of :func:`note_sample`. ``text`` is as torch's, without them.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class RemoteError:
         return cls(*pickle.loads(data))
 
     def shortened(self, characters: int) -> Self:
-        """Return the error with a text of about ``characters``.
+        """Return the error with a text of about so many ``characters``.
 
         The traceback and its last line, which begins with the class and the message, keep their
         beginnings and their ends.
@@ -122,8 +122,8 @@ class RemoteError:
         """Raise the exception in this process, with ``note`` added (PEP 678).
 
         Raises:
-            Exception: One of the same class if it can be built from a text, otherwise RuntimeError.
-                Its text begins as torch's does.
+            Exception: An exception of the same class if that can be built from a text, otherwise a
+                RuntimeError. Its text begins as torch's does.
         """
         try:
             self._raise()
@@ -136,7 +136,10 @@ class RemoteError:
             raise
 
     def rebuilt(self, note: str) -> Exception:
-        """Return what :meth:`reraise` would raise. The exception holds no frame of this process."""
+        """Return the exception that :meth:`reraise` would raise, without a traceback.
+
+        So it keeps no frame of this process alive.
+        """
         try:
             self.reraise(note)
         except Exception as error:
@@ -154,11 +157,11 @@ class RemoteError:
     def summarized(self, note: str) -> Exception:
         """Return an exception of the same class whose text is one line, for a list of failures.
 
-        The traceback is in its notes, so Python prints it where the exception is the cause of
-        another one. A RuntimeError if the class cannot be built from a text.
+        If the class cannot be built from a text, a RuntimeError is returned. The traceback is in
+        the exception's notes, so Python prints it where the exception is the cause of another one.
 
         Args:
-            note: Says what was loaded, and by whom.
+            note: A note for the exception, which says what failed, such as a sample in a worker.
         """
         error: Exception = RuntimeError(self.summary)
         kind = self._load_type()
@@ -173,7 +176,7 @@ class RemoteError:
         return error
 
     def _load_type(self) -> Any:
-        """Return the class; None if the main process cannot have it."""
+        """Return the class; None if the main process cannot load it or must not raise it."""
         if self.type_bytes is not None:
             with Suppressed(Exception):  # a module that only the worker has
                 return pickle.loads(self.type_bytes)
@@ -226,15 +229,16 @@ def _build(kind: Any, text: str) -> Any:
 
 
 class _SampleNote(str):
-    """A note of ours, among the notes of an exception."""
+    """A note of :func:`note_sample`, which tells it from other notes of an exception."""
 
     __slots__ = ()
 
 
 def note_sample(error: BaseException, note: str) -> None:
-    """Add a note that says which sample failed to what loading it has raised.
+    """Add a note to an exception of the user's code, such as which sample failed.
 
-    Replaces such a note of an earlier sample: a dataset may raise the same exception twice.
+    The note replaces an earlier one of this function, since a dataset may raise the same exception
+    for two samples.
     """
     with Suppressed(Exception):  # an exception may refuse attributes
         notes = getattr(error, "__notes__", None)
@@ -249,7 +253,7 @@ def describe_bad_index(index: object) -> str:
 
 
 def describe_bad_replacement(index: object) -> str:
-    """Return the note for what ``on_error`` has raised."""
+    """Return the note for an exception that ``on_error`` raised."""
     return f"It was raised by on_error for the sample of index {describe_index(index)}."
 
 
@@ -264,7 +268,7 @@ def describe_bad_number(number: int, *, is_resumed: bool, is_here: bool) -> str:
     Args:
         number: How many samples the iterator had yielded before.
         is_resumed: Whether the dataset had loaded a state.
-        is_here: Whether this is the main process, rather than a worker.
+        is_here: Whether this is the main process rather than a worker.
     """
     where = "" if is_here else " in this worker"
     since = "its state was loaded" if is_resumed else "the epoch began"
@@ -272,7 +276,11 @@ def describe_bad_number(number: int, *, is_resumed: bool, is_here: bool) -> str:
 
 
 def _pickle_type(kind: type[BaseException]) -> bytes | None:
-    """Pickle a class by name or else by value; None if it must not or cannot be pickled."""
+    """Pickle a class by name, or else by value.
+
+    Returns None for a class that the main process must not raise, and for one that cannot be
+    pickled or whose pickle is too long.
+    """
     if issubclass(kind, _CONTROL_FLOW) or not issubclass(kind, Exception):
         return None
     for dumps in (pickle.dumps, cloudpickle.dumps):
@@ -288,7 +296,7 @@ class BadSample:
 
     Attributes:
         index: The sample's key; the key's text if the key could not be pickled.
-        error: What the dataset raised.
+        error: The exception that the dataset raised.
     """
 
     index: object
@@ -331,7 +339,7 @@ class SampleReport:
     Attributes:
         sample_count: How many samples were asked for.
         failed_count: How many of them failed.
-        newest: The last ones that failed, in order, at most ``LISTED``.
+        newest: The last samples that failed, in order; at most ``LISTED``.
     """
 
     sample_count: int = 0

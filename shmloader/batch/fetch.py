@@ -1,4 +1,4 @@
-"""How batches are made of a dataset, and by which fetcher."""
+"""The configuration that says how batches are made of a dataset, and chooses the fetcher."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,16 +27,16 @@ class FetchConfig(NamedTuple):
         may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
             makes a list of batches.
         seed: Seed of the samples' own random number generators; None if they have none.
-        snapshot_every: A stateful dataset's state is saved after every so many batches of a
-            worker; 0 means never.
+        snapshot_every: After how many batches of a worker a stateful dataset's state is saved
+            again. For a map-style dataset, any number but 0 means after every batch. 0 means never.
         is_persistent: Whether workers persist for further epochs.
         concurrency: How many samples of a batch are loaded at once in a worker; None if the
-            worker's own thread loads one after the other.
+            worker's own thread loads them one after the other.
         sample_timeout_s: The longest time that a sample may take, in seconds; None for no limit.
         is_threaded: Whether workers are threads, which share the process's random number
             generators.
-        takes_arrays: Whether indices may be arrays or ranges, and batches may be gathered, since
-            the dataset seems to consist of arrays and no code of the user's runs.
+        takes_arrays: Whether indices may be arrays or ranges, and batches may be gathered: the
+            dataset seems to consist of arrays, and loading samples runs no code of the user's.
     """
 
     is_iterable: bool
@@ -69,7 +69,7 @@ class FetchConfig(NamedTuple):
         where: str = "in the main process",
         sample_loader: "SampleLoader | None" = None,
     ) -> Any:
-        """Return a fetcher. For an iterable dataset, torch's fetcher calls ``iter(dataset)`` now.
+        """Return a fetcher. For an iterable dataset, this calls ``iter(dataset)``.
 
         Args:
             dataset: The dataset.
@@ -78,7 +78,8 @@ class FetchConfig(NamedTuple):
                 :class:`TolerantFetcher`. Ignored for an iterable dataset, since an iterator that
                 has raised yields nothing more.
             where: Where this runs, for the texts of errors.
-            sample_loader: Loads several samples at once; None loads one after the other.
+            sample_loader: Loads several samples at once. With None, samples are loaded one after
+                the other.
         """
         if on_error != "raise" and not self.is_iterable:
             return TolerantFetcher(self, dataset, collate_fn, on_error, where, sample_loader)

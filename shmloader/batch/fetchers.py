@@ -23,11 +23,15 @@ from shmloader.sampling.steps import is_sharded
 
 
 class EmptyBatchError(Exception):
-    """All samples of a batch failed and none was replaced. Never reaches the user."""
+    """All samples of a batch failed, and none was replaced. Never reaches the user."""
 
 
 def one_by_one(dataset: Any) -> Callable[[Any], Any]:
-    """Return a function that loads a sample by ``__getitem__``, or ``__getitems__`` without it."""
+    """Return a function that loads the sample of an index.
+
+    It uses the dataset's ``__getitem__``, or ``__getitems__`` if the dataset has no
+    ``__getitem__``.
+    """
     if _gives_lists_alone(dataset):
         return functools.partial(_get_by_list, dataset)
     return functools.partial(operator.getitem, dataset)
@@ -49,8 +53,8 @@ class SampleLoader:
 
     Args:
         concurrent_fetcher: Loads the samples.
-        begins: Called for each sample, in order, in the sample's context; to seed its generators,
-            for instance.
+        begins: Functions that are called for each sample, in order, in the sample's context, for
+            instance to seed its generators.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class ConcurrentSamples:
 
 
 class SwitchingDataset:
-    """A map-style dataset that may step aside for a batch, so that its samples cost no more."""
+    """A wrapper of a map-style dataset that a fetcher may bypass for a batch, to save time."""
 
     def for_batch(self) -> Any:
         """Return the dataset from which the samples of the next batch are loaded."""
@@ -144,9 +148,10 @@ class MapFetcher(_MapDatasetFetcher):
 
 
 def list_loader(dataset: Any) -> Any:
-    """Return a dataset's ``__getitems__``; None if it has none, or loads one by one by it.
+    """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
 
-    torch's ``Subset`` does so if the dataset in it has no ``__getitems__``.
+    The ``__getitems__`` of torch's ``Subset`` loads samples one by one if the dataset in the subset
+    has no ``__getitems__``.
     """
     getitems = getattr(dataset, "__getitems__", None)
     if not getitems:

@@ -5,10 +5,10 @@ delivered before. That is exact only if the dataset yields the same samples agai
 known beforehand. So the loader's state keeps a checksum over the fingerprints of the delivered
 batches, and a resumed dataset is compared with it.
 
-A fingerprint covers up to four samples of a batch, the first and the last among them; of each, some
-40 numbers, texts or arrays; and of each array, at most a few hundred bytes. It takes 2 to 40 µs a
-batch. A missing or repeated sample shifts the samples of all later batches, so a difference remains
-unnoticed only if the samples are alike in all these bytes.
+A fingerprint covers up to four samples of a batch, the first and the last among them. Of each
+sample it covers some 40 numbers, texts or arrays, and of each array at most a few hundred bytes. It
+takes 2 to 40 µs a batch. A missing or repeated sample shifts the samples of all later batches, so a
+difference remains unnoticed only if the samples are alike in all these bytes.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ import torch
 
 from shmloader.interruptions import is_interruption
 
-# The most samples of a batch, leaves of a sample, and containers around a leaf that are covered.
+# A fingerprint covers at most so many samples of a batch, leaves of a sample, and containers around
+# a leaf.
 _SAMPLES = 4
 _LEAVES = 40
 _DEPTH = 16
 
-# Elements at either end of a long container, and bytes of a long array: at either end, and spread
-# over its length.
+# How much of a long container or array is covered: elements at either end of a container; bytes at
+# either end of an array, and bytes spread over its length.
 _END_ELEMENTS = 12
 _END_BYTES = 256
 _SPREAD_BYTES = 251
@@ -51,10 +52,10 @@ _MODULES_SHOWN_BY_REPR = frozenset({"datetime", "decimal", "fractions", "pathlib
 class FingerprintingCollate:
     """A fetcher's collate function that takes the fingerprint of each batch first.
 
-    Runs on the thread that loads.
+    Runs on the thread that loads samples.
 
     Attributes:
-        value: Fingerprint of the present or the last batch; None until its samples were read.
+        value: Fingerprint of the newest batch; None until its samples were read.
 
     Args:
         collate_fn: The collate function.
@@ -95,7 +96,7 @@ def fingerprint(sample: object, check: int = 0) -> int:
 
     Args:
         sample: The sample.
-        check: Checksum of what comes before it.
+        check: Checksum over what precedes the sample in its batch.
     """
     if type(sample) is torch.Tensor:
         return _of_tensor(sample, check)
@@ -105,7 +106,7 @@ def fingerprint(sample: object, check: int = 0) -> int:
 
 
 class _Walk:
-    """A walk over the leaves of a sample, up to their limit.
+    """A walk over the leaves of a sample. It ends at the limit of leaves.
 
     Attributes:
         check: The checksum so far.
@@ -146,7 +147,7 @@ def _parts_of(sample: object) -> Iterable[object] | None:
         items = dict.items(cast("dict[object, object]", sample))
         parts += [len(items), *itertools.chain(*itertools.islice(items, _END_ELEMENTS * 2))]
     elif issubclass(kind, set | frozenset):
-        # Regardless of the order, which differs from process to process.
+        # A sum, since the order of a set differs from process to process.
         some = itertools.islice(cast("Iterable[object]", sample), _LEAVES)
         parts.append(sum(fingerprint(part) for part in some) if len(sample) <= _LEAVES else 0)  # type: ignore[arg-type]
     elif issubclass(kind, np.ndarray):
@@ -209,7 +210,7 @@ def _of_leaf(sample: object, check: int) -> int:
 
 def _of_int(number: int, check: int) -> int:
     bits = number.bit_length()
-    if bits < 64:  # noqa: PLR2004 - what struct takes
+    if bits < 64:  # noqa: PLR2004 - the size of a machine word
         return zlib.crc32(b"i%d" % number, check)
     return zlib.crc32(number.to_bytes(bits // 8 + 1, "little", signed=True)[:_WHOLE_BYTES], check)
 
@@ -252,7 +253,7 @@ def _of_array(array: "np.ndarray[Any, Any]", check: int) -> int:
     if not array.nbytes or array.dtype.hasobject:
         return check
     if not array.flags.c_contiguous:
-        # In memory order, an image whose channels were moved to the front is contiguous.
+        # With its axes in memory order, an image whose channels were moved is contiguous.
         array = array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array[tuple(map(_some_of, array.shape))])
@@ -270,7 +271,7 @@ def _of_bytes(data: "np.ndarray[Any, Any]", check: int) -> int:
     size = len(data)
     if size <= _WHOLE_BYTES:
         return zlib.crc32(data.data, check)
-    # An odd step, so that not all of the bytes have the same offset in their elements.
+    # The step is odd, so that the bytes have different offsets in their elements.
     spread = data[:: (size // _SPREAD_BYTES) | 1].copy()
     for part in (data[:_END_BYTES], data[-_END_BYTES:], spread):
         check = zlib.crc32(part.data, check)

@@ -2,9 +2,9 @@
 
 Runs where the dataset is: in a worker, or in-process. The state of an iterable dataset is that of
 its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``. Otherwise it is that
-of the dataset, if the dataset has both methods. Otherwise there is none. A dataset's state is
-loaded before ``iter(dataset)``, an iterator's after it. A dataset that is its own iterator counts
-as an iterator.
+of the dataset, if the dataset has both methods. Otherwise there is no state. A dataset's state is
+loaded before ``iter(dataset)`` is called, and an iterator's state after that. A dataset that is its
+own iterator counts as an iterator.
 
 A stream is resumed exactly if its samples depend only on its own state and on the process's global
 random generators. These are set to their states at the stream's beginning, so that an order that is
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     """A dataset's state.
 
     Attributes:
-        of: Whether ``state`` is the iterator's or the dataset's.
+        of: The object that ``state`` belongs to.
         is_short: Whether torch's fetcher has reached the stream's end, and made a short last batch.
         state: What ``state_dict()`` returned.
         position: How many samples the stream has yielded in the epoch, if samples have random
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
 
 
 def save(fetcher: Any) -> Saved | None:
-    """Return the state of an iterable dataset, which torch's fetcher iterates; None without one.
+    """Return the state of the iterable dataset that a fetcher iterates; None if it has no state.
 
     Raises:
         Exception: What ``state_dict()`` raises. A StopIteration, which would end the stream,
@@ -83,7 +83,10 @@ def take_fingerprints(fetcher: Any) -> FingerprintingCollate:
 
 
 def save_dataset(dataset: Any) -> Saved | None:
-    """Return the state of a dataset between two epochs; None if it has none."""
+    """Return the state of a dataset that no fetcher iterates; None if it has no state.
+
+    That is a map-style dataset, or an iterable dataset between two epochs.
+    """
     return _saved("dataset", dataset, is_short=False) if has_own_state(dataset) else None
 
 
@@ -128,7 +131,7 @@ def replay(
     Args:
         fetcher: torch's fetcher of the dataset, at the snapshot.
         checkpoint: Where the stream is resumed.
-        indices: What the index sampler yields; only its length counts.
+        indices: A ticket's indices, of which only the number counts.
         collate: The fetcher's collate function.
         only_reads: Whether batches are not collated, since collating draws no random numbers and
             keeps no state.
@@ -183,7 +186,8 @@ def dump_here(saved: Saved, *, by_value: bool) -> bytes:
 
     Args:
         saved: The state.
-        by_value: Whether the dataset was pickled by cloudpickle, which its state may need, too.
+        by_value: Whether the dataset was pickled by cloudpickle, so that its state may need that,
+            too.
 
     Raises:
         Exception: What pickling the user's state raises.

@@ -2,8 +2,8 @@
 
 A batch maker holds the parts of a loader that make batches: the dataset, torch's fetcher or one of
 ours, the collate function, the samples' random number generators, the policy for bad samples, and a
-timer. It is put together here alone: the callers differ in what they give the constructor. The
-caller puts the batch into a slot or a queue, or returns it to the user.
+timer. Only its constructor puts these parts together, and callers differ only in the arguments that
+they pass. The caller puts the batch into a slot or a queue, or returns it to the user.
 """
 
 import contextlib
@@ -44,14 +44,16 @@ class BatchMaker:
         where: Where this runs, in words, for the texts of failures.
         timer: The timer that measures the work.
         worker_id: Number of the worker that loads; 0 in the main process and in threads.
-        epoch: Number of the epoch that begins; None if the first ticket tells it.
+        epoch: Number of the epoch that begins; None if it becomes known with the first ticket.
         restores_rngs: Whether the process's random number generators are put back after each
             batch for which ``config.seed`` has set them.
-        find_gatherer: Returns what gathers the next batch of a dataset of arrays, or None. It is
+        find_gatherer: Returns the gatherer of the next batch of a dataset of arrays, or None. It is
             called only with ``config.takes_arrays``.
-        concurrent_fetcher: Loads several samples at once; None loads one after the other.
+        concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
+            the other.
         sample_watch: Watches how long samples take; None if they may take any time.
-        watch_samples: Wraps the dataset last; the fetcher loads samples from the result.
+        watch_samples: A function that wraps the dataset after all other wrappers. The fetcher loads
+            samples from its result. None for no such wrapper.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class BatchMaker:
                 restores_global=restores_rngs,
             )
         # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
-        # seeding a sample's, so the collate function does that only where it does not pack.
+        # seeding a sample's, so the collate function seeds only where it does not pack.
         begins_collate = True
         if rng is not None and not config.is_iterable and packs(collate_fn):
             begins_collate, collate_fn.before = False, rng.begin_default_collate
@@ -139,11 +141,17 @@ class BatchMaker:
         return batch
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
-        """Set the position of a ticket's samples in a ``with`` block, which gets plain indices."""
+        """Return a context manager that sets the position of a ticket's samples.
+
+        Its ``with`` block gets the plain indices.
+        """
         return loading(self.rng, indices)
 
     def take_report(self) -> SampleReport | None:
-        """Return the report on samples since the last call; None where bad samples are raised."""
+        """Return the report on the samples since the last call.
+
+        Returns None if bad samples are neither skipped nor replaced.
+        """
         fetcher = self.fetcher
         return fetcher.take_report() if isinstance(fetcher, TolerantFetcher) else None
 
@@ -161,14 +169,14 @@ def describe_coroutines(source: str) -> str:
 
 
 def _refusing_coroutines(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a collate function so that samples that it does not await are a TypeError.
+    """Wrap a collate function so that coroutines that it does not await raise a TypeError.
 
     A collate function that awaits its samples works as with torch.
     """
 
     def collate(samples: Any) -> Any:
         first = samples[0] if isinstance(samples, list) and samples else samples
-        # What inspect.iscoroutine() tells, without a call for each batch.
+        # The same test as inspect.iscoroutine(), without a call for each batch.
         if type(first) is not CoroutineType:
             return collate_fn(samples)
         # Copied now, since collate_fn may change the list.

@@ -6,9 +6,11 @@ is ready. Here the pickle lies in shared memory. Each worker gets a handle and s
 all of them load at the same time. Arrays and tensors lie beside the pickle, and workers map them
 copy-on-write: their memory is shared until a worker writes to it.
 
-A worker gets the handle when it is started, except for the first one under spawn: that is started
-before anything is pickled, so that it imports torch meanwhile, and gets the handle through its
-socket. If the kernel does not take the message at once, the pool starts that worker again.
+A worker gets the handle when it is started. The first worker under spawn is an exception: it is
+started before anything is pickled, so that it imports torch meanwhile, and gets the handle through
+its socket. If the kernel does not take the message at once, the pool starts that worker again.
+
+:func:`shmloader.share_on_host` sends its objects to the other ranks of the host in the same way.
 """
 
 import contextlib
@@ -48,7 +50,7 @@ from shmloader.shared.arrays import reduce_tensor
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
-# One message takes 253 on Linux (SCM_MAX_FD, <linux/net/scm.h>).
+# The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
 
 # Sent before the handle, with descriptors that do not fit beside the handle.
@@ -56,7 +58,7 @@ _MORE = b"."
 
 
 class _Descriptor:
-    """A descriptor within a payload, as multiprocessing's reducers expect it in a child."""
+    """A descriptor in a payload. Multiprocessing's reducers call its ``detach`` in a child."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -75,7 +77,7 @@ class _Descriptor:
 
 
 class _Recorder:
-    """Stands for the child that multiprocessing pickles for, and notes the descriptors it needs.
+    """Stands for the child that multiprocessing pickles for, and notes the child's descriptors.
 
     A lock, queue or tensor that is shared with the workers pickles to a descriptor. Here it pickles
     to an index into the list of descriptors, which is the same for every worker.
@@ -93,7 +95,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _spawning(popen: Any) -> Iterator[None]:
-    """Make multiprocessing's reducers work in this block as for a child that is started."""
+    """Make multiprocessing's reducers work in this block as if a child were being started."""
     before = multiprocessing.context.get_spawning_popen()
     multiprocessing.context.set_spawning_popen(popen)
     try:
@@ -103,7 +105,9 @@ def _spawning(popen: Any) -> Iterator[None]:
 
 
 def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
-    """Reduce an array or tensor so that its data lie beside the pickle; else NotImplemented.
+    """Reduce an array or tensor so that its data lie beside the pickle.
+
+    Returns NotImplemented for any other value.
 
     A tensor that the user has moved to shared memory stays there, as with torch's loader: all
     processes see what is written to it.
@@ -166,8 +170,8 @@ def main_is_importable() -> bool:
 def unimportable_main_hidden() -> Iterator[None]:
     """Keep children started in this block from importing a ``__main__`` that is not a file.
 
-    With ``python < program``, multiprocessing passes the name "<stdin>" on, which a child cannot
-    find.
+    With ``python < program``, multiprocessing tells children to import the file "<stdin>", which
+    they cannot find.
     """
     main: Any = sys.modules.get("__main__")
     if main_is_importable() or not hasattr(main, "__file__"):
@@ -182,10 +186,10 @@ def unimportable_main_hidden() -> Iterator[None]:
 
 
 class Payload:
-    """The objects that all workers of a pool get, pickled in shared memory. The pool owns it.
+    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it.
 
     Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
-    for what that cannot pickle (lambdas, closures), and if ``__main__`` is not a file.
+    if standard pickle fails (lambdas, closures), and if ``__main__`` is not a file.
 
     Attributes:
         by_value: Whether cloudpickle was used; a worker's batches and states may need it, too.
@@ -194,8 +198,8 @@ class Payload:
         objects: What the workers get.
 
     Raises:
-        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects. It is
-            cloudpickle's, which can pickle all that standard pickle can.
+        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects. The
+            exception is cloudpickle's, which can pickle all that standard pickle can.
         Exception: What the objects' own methods raise.
     """
 
@@ -232,13 +236,13 @@ class Payload:
         return self._segment.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the payload of a worker that multiprocessing starts with this argument."""
+        """Pickle for a worker that multiprocessing starts with this payload as an argument."""
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
         """Yield the messages, with their descriptors, for a worker that is already running.
 
-        The worker receives them by :func:`receive_payload`.
+        The worker receives them with :func:`receive_payload`.
         """
         for at in range(0, len(self._descriptors), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
@@ -251,11 +255,11 @@ class Payload:
 
 
 def pickling_error(value: object, file: Any) -> Exception | None:
-    """Return what pickling a value for workers raises; None if it can be pickled.
+    """Return the exception that pickling a value for workers raises; None if it can be pickled.
 
     Args:
         value: The value.
-        file: Has a method ``write``, whose exceptions are returned, too.
+        file: An object whose ``write`` gets the pickle. Its exceptions are returned, too.
     """
     try:
         with _spawning(_Recorder()):
@@ -263,7 +267,7 @@ def pickling_error(value: object, file: Any) -> Exception | None:
     except Exception as error:
         if is_interruption(error):
             raise
-        # Its traceback would keep the value's parts alive.
+        # The exception's traceback would keep the value's parts alive.
         return error.with_traceback(None)
     return None
 
@@ -281,7 +285,7 @@ class ForkedPayload:
         return self._objects
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, since there is nothing to close."""
 
 
 def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
@@ -290,11 +294,14 @@ def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
 
 
 def receive_payload(channel: socket.socket) -> "ReceivedPayload":
-    """Wait for a payload that is being pickled. Called in a worker, before it receives tasks.
+    """Wait for a payload that is sent by :meth:`Payload.messages`.
+
+    Called in a worker before it receives tasks, and in a rank that gets an object from
+    ``share_on_host``.
 
     Raises:
-        OSError: If there are too few descriptors left.
-        ConnectionResetError: If the main process is gone, or has closed the loader.
+        OSError: If this process has too few descriptors left.
+        ConnectionResetError: If the sender is gone, or has closed the loader.
     """
     receiver = PayloadReceiver(channel)
     while (payload := receiver.receive()) is None:
@@ -306,7 +313,7 @@ class PayloadReceiver:
     """Receives the messages of one payload.
 
     Args:
-        channel: The socket that they come through.
+        channel: The socket that the messages come through.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -321,7 +328,7 @@ class PayloadReceiver:
             flags: Further flags of the socket's receive, such as MSG_DONTWAIT.
 
         Raises:
-            BlockingIOError: If none is there, with MSG_DONTWAIT.
+            BlockingIOError: With MSG_DONTWAIT, if no message is there.
             OSError, ConnectionResetError: As :func:`receive_payload`.
         """
         data, some, got, _ = socket.recv_fds(
@@ -334,7 +341,7 @@ class PayloadReceiver:
         if data == _MORE:
             return None
         if self._is_short:
-            # The process lives on, to report this.
+            # Closed, since the process continues, to report this error.
             for descriptor in self._descriptors:
                 os.close(descriptor)
             raise OSError(

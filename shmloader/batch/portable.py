@@ -1,10 +1,10 @@
 """Carries the dataset and the functions to processes that this one did not start.
 
-An executor's processes may be on this machine or on others. Nothing but bytes reaches them for
-sure: no descriptor, and no object of multiprocessing. So a payload is pickled once into a sealed
-segment, and named by the digest of its contents. A process of this machine opens the segment
-through ``/proc`` and maps it copy-on-write: all of them share the one copy. A process that cannot
-says so (:class:`MissingPayloadError`), gets the contents as bytes, and makes a segment of its own.
+An executor's processes may be on this machine or on others. Only bytes are sure to reach them:
+descriptors and objects of multiprocessing may not. So a payload is pickled once into a sealed
+segment, and named by the digest of its contents. The processes of this machine open the segment
+through ``/proc`` and map it copy-on-write, so they share one copy. A process that cannot open it
+raises :class:`MissingPayloadError`, gets the contents as bytes, and makes its own segment of them.
 """
 
 import functools
@@ -36,11 +36,11 @@ _DIGEST_BYTES = 16
 
 
 class MissingPayloadError(Exception):
-    """A process has no payload, and cannot open the segment. Never reaches the user."""
+    """A process cannot open a payload's segment, and got no contents. Never reaches the user."""
 
 
 class PayloadHandle(NamedTuple):
-    """What each task says of its payload: some hundred bytes.
+    """Names a payload in each task. It takes some hundred bytes.
 
     Attributes:
         digest: Digest of the contents.
@@ -56,9 +56,10 @@ class PayloadHandle(NamedTuple):
 
 
 def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
-    """Reduce an array or tensor so that its data lie beside the pickle; else NotImplemented.
+    """Reduce an array or tensor so that its data lie beside the pickle.
 
-    Shared memory of torch's is copied: its descriptors reach no other machine.
+    Returns NotImplemented for any other value. Tensors in torch's shared memory are copied, since
+    its descriptors cannot reach another machine.
     """
     if type(value) is np.memmap:
         return reduce_memory_map(value)
@@ -68,7 +69,7 @@ def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
 
 
 class _PicklerBeside:
-    """A pickler that leaves large buffers beside the pickle. The other base class pickles."""
+    """A base class that leaves large buffers beside the pickle. The second base class pickles."""
 
     def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
         pickler: Any = super()
@@ -78,14 +79,14 @@ class _PicklerBeside:
 
 
 class _PlainPickler(_PicklerBeside, pickle.Pickler):
-    """Standard pickle. Without multiprocessing's reducers, whose descriptors would stay behind."""
+    """Standard pickle without multiprocessing's reducers, whose descriptors cannot be sent."""
 
     def reducer_override(self, value: Any) -> Any:
         return _reduce_bulk(value, self._parts)
 
 
 class _ClosurePickler(_PicklerBeside, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle, in the same way."""
+    """cloudpickle without multiprocessing's reducers."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = _reduce_bulk(value, self._parts)
@@ -101,14 +102,14 @@ def _dump(pickler: Callable[[io.BytesIO, OutOfBand], Any], objects: object) -> t
 class PortablePayload:
     """Objects pickled for any process. Its owner closes it.
 
-    Standard pickle is tried first. cloudpickle is used for what that cannot pickle, and for what
-    the main file defines: an executor's processes run another main file.
+    Standard pickle is tried first. cloudpickle is used if standard pickle fails, and if the pickle
+    refers to the main file, since an executor's processes run another main file.
 
     Attributes:
-        handle: What each task says of it.
+        handle: The :class:`PayloadHandle` that each task carries.
 
     Args:
-        objects: The objects.
+        objects: Any object, such as a tuple of the dataset and the functions.
 
     Raises:
         TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects.
@@ -142,7 +143,7 @@ class PortablePayload:
         return self._segment.nbytes
 
     def contents(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Return a copy of the segment, to be sent to another machine."""
+        """Return a copy of the segment's bytes, which can be sent to another machine."""
         with self._mapped() as mapping:
             return np.frombuffer(mapping[:], np.uint8)
 
@@ -160,6 +161,9 @@ def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
     Args:
         handle: The payload's handle.
         contents: The segment's bytes, if they were sent; else None.
+
+    Returns:
+        The objects, as new copies.
 
     Raises:
         MissingPayloadError: If there are no contents, and the segment cannot be opened.

@@ -1,8 +1,8 @@
 """Explains the error for samples that cannot be collated, since they differ.
 
 For samples that differ in shape, torch names two places in the batch. The explanation names the
-samples' indices, all shapes, and where in the samples the tensors are. For those that differ in
-type, or lack a key, torch names neither; there a note does.
+samples' indices, all shapes, and where in the samples the tensors are. For samples that differ in
+type, or that lack a key, torch names no place. A note on its exception then names the same things.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ from shmloader.batch.failures import describe_indices, note_sample
 from shmloader.interruptions import Suppressed
 from shmloader.tracebacks import without_ours
 
-# What torch's default_collate and torch.stack say, and numpy.stack.
+# How errors of torch's default_collate, torch.stack and numpy.stack begin.
 _BEGINNINGS = (
     "stack expects each tensor to be equal size",
     "each element in list of batch should be of equal size",
     "all input arrays must have the same shape",
 )
 
-# What torch says of samples of several types.
+# How torch's errors for samples of several types begin.
 _OF_TYPES = (
     "expected Tensor as element",
     "default_collate: batch must contain",
@@ -36,7 +36,7 @@ _OF_TYPES = (
 # How many shapes the text names.
 _SHAPES_SHOWN = 4
 
-# How deep in a sample the tensors are looked for.
+# How deep in a sample a difference is looked for.
 _DEPTH = 8
 
 
@@ -46,7 +46,7 @@ class _Difference(NamedTuple):
     Attributes:
         path: Where it is in a sample, such as "sample['image']".
         what: In what they differ: "shape", "length" (of lists), "type" or "keys".
-        values: The shape, and so on, in each sample.
+        values: The shape, length, type or keys in each sample, as text.
     """
 
     path: str
@@ -55,7 +55,7 @@ class _Difference(NamedTuple):
 
 
 def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any:
-    """Return ``collate_fn(samples)``.
+    """Return ``collate_fn(samples)``; explain its error if the samples differ.
 
     Args:
         collate_fn: The collate function.
@@ -63,8 +63,10 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
         indices: The samples' indices; None for those of an iterable dataset.
 
     Raises:
-        RuntimeError, ValueError: As ``collate_fn``, with a longer text, if samples differ in shape.
-        BaseException: What ``collate_fn`` raises; with a note, if samples differ otherwise.
+        RuntimeError, ValueError: The error of ``collate_fn`` with a longer text, if samples differ
+            in shape or length.
+        BaseException: The exception of ``collate_fn``. It gets a note if samples differ in type or
+            in keys.
     """
     try:
         return collate_fn(samples)
@@ -79,14 +81,14 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
             raise
         explained = _explain(error, difference, indices)
     try:
-        # Not in the except block: the other one would be printed as well.
+        # Not in the except block, where Python would print the first exception as well.
         raise explained
     finally:
-        del explained  # its traceback holds this frame
+        del explained  # its traceback refers to this frame
 
 
 def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
-    """Return the difference between samples that an error is about; None for any other error."""
+    """Return the difference between samples that caused an error; None for any other error."""
     if not isinstance(samples, list) or not samples:
         return None
     kind = type(error)
@@ -94,7 +96,7 @@ def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
     if kind is KeyError:
         wanted = (("keys",),)
     elif kind in (RuntimeError, ValueError) and str(error).startswith(_BEGINNINGS):
-        # A number among arrays is stacked as an array without dimensions.
+        # Type, too, since a number among arrays is stacked as an array without dimensions.
         wanted = ("shape", "length"), ("type",)
     elif kind in (RuntimeError, TypeError, ValueError) and str(error).startswith(_OF_TYPES):
         wanted = (("type",),)
@@ -105,7 +107,7 @@ def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
 
 
 def _explain(error: Exception, difference: _Difference, indices: Any) -> Exception:
-    """Return an error of the same class that says which samples differ in shape."""
+    """Return an error of the same class that says which samples differ in shape or length."""
     path, what, values = difference
     explained = type(error)(
         f"{error}\nThe samples of this batch have different {what}s of {path}: "
@@ -117,7 +119,7 @@ def _explain(error: Exception, difference: _Difference, indices: Any) -> Excepti
 
 
 def _describe(shapes: list[str], indices: Any) -> str:
-    """Return "[3] for indices 0, 2; [4] for index 1"."""
+    """Return which samples have which shape: "[3] for indices 0, 2; [4] for index 1"."""
     is_known = isinstance(indices, Sequence) and len(indices) == len(shapes)
     keys = list(indices) if is_known else list(range(len(shapes)))
     if is_known and all(key is None for key in keys):  # of an iterable dataset
@@ -140,13 +142,13 @@ def _describe(shapes: list[str], indices: Any) -> str:
 def _find(
     parts: Sequence[Any], path: str, depth: int, wanted: tuple[str, ...]
 ) -> _Difference | None:
-    """Return the first part of the samples in which they differ.
+    """Return the first part of the samples in which they differ; None if there is none.
 
     Args:
         parts: The same part of each sample.
-        path: Where it is in a sample.
-        depth: How much deeper to look.
-        wanted: The differences to look for.
+        path: Where the part is in a sample.
+        depth: How many levels deeper to look.
+        wanted: The kinds of difference to look for; see ``what`` of :class:`_Difference`.
     """
     first = parts[0]
     found = _compare(parts)
@@ -177,7 +179,7 @@ def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
     if isinstance(first, torch.Tensor | np.ndarray):
         what, values = "shape", [str(list(part.shape)) for part in parts]
     elif isinstance(first, Mapping):
-        # Further keys than those of the first sample are left out.
+        # torch ignores keys that the first sample does not have.
         if all(set(first) <= set(part) for part in parts):
             return None
         what, values = "keys", [str(list(part)) for part in parts]
@@ -189,7 +191,7 @@ def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
 
 
 def _kind_of(part: Any) -> str:
-    """Return the name of a part's type; one name for the types that are stacked alike."""
+    """Return the name of a part's type. Types that are stacked alike get the same name."""
     if isinstance(part, torch.Tensor | np.ndarray):
         return "Tensor" if isinstance(part, torch.Tensor) else "ndarray"
     if isinstance(part, Mapping):

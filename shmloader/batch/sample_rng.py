@@ -1,7 +1,8 @@
 """Seeds random number generators for each sample, with ``seed=``.
 
-A sample's random numbers depend only on the loader's seed and the sample's position. This module
-runs where samples are loaded: in a worker process, in a worker thread, or in the main process.
+A sample's random numbers depend only on the loader's seed, the epoch and the sample's position.
+This module runs where samples are loaded: in a worker process, in a worker thread, or in the main
+process.
 
 ::
 
@@ -23,28 +24,30 @@ a sample that runs the user's code     9 µs: 4.5 for ``random``, 2 for ``numpy.
 a batch that runs the user's code in   18 µs, since the user's own generators are saved before
 the main process                       its first sample and restored after its last
 the samples of a dataset that cannot   nothing: no generator is saved, seeded or restored
-draw (``drawing``): no code of the
-user's runs, or it only looks up
+draw random numbers (``drawing``): no
+code of the user's runs, or it only
+looks up
 a batch of look-ups in the main        15 µs, for its position, for comparing what was read, and for
 process                                looking at the samples before they are collated
 any batch                              4 µs for its position in the epoch
 collating by the user's function       as much as one sample
 =====================================  ==========================================================
 
-The first two are the price of ``random``, ``numpy.random`` and torch's generator: each has a state
-of 624 words, all of which depend on the seed, and none of them tells when it is used, so they are
-seeded for all samples whose code may draw, even if they turn out to draw nothing. With
+The first two are the price of ``random``, ``numpy.random`` and torch's generator. Each of these has
+a state of 624 words, all of which depend on the seed, and none tells when it is used. So they are
+seeded for all samples whose code may draw, even if the code then draws nothing. With
 ``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, a sample costs about 1 µs:
 its digest is made only if it calls :func:`sample_rng`.
 
 Guarantees:
-    * The random numbers of one sample, however many, do not affect those of another.
+    * The random numbers that one sample draws do not affect those of another.
     * A sample or batch that is loaded inside another (by a dataset that iterates a loader of its
       own) leaves the outer one's :func:`sample_rng` as it was. An in-process iterator also restores
       the global generators, if it has seeded them.
 
-Assumes that where the global generators are seeded, one thread at a time uses them. Threads share
-them, so only :func:`sample_rng` is reproducible there.
+Assumes:
+    * Where the global generators are seeded, one thread at a time uses them. Worker threads share
+      them, so only :func:`sample_rng` is reproducible there.
 """
 
 import contextlib
@@ -86,7 +89,7 @@ class _Current:
 
     Attributes:
         begun: The begun digest that seeds its generator.
-        numbers: The two numbers that end it.
+        numbers: The two numbers that complete the digest.
         rng: The generator; None until it is asked for.
     """
 
@@ -98,22 +101,23 @@ class _Current:
         self.rng: np.random.Generator | None = None
 
 
-# One for each context, not for each thread: tasks of one event loop may each load a sample, and
-# what they call by asyncio.to_thread belongs to them.
+# One for each context, not for each thread: each task of one event loop may load a sample, and a
+# function that the task calls by asyncio.to_thread belongs to the same sample.
 _CURRENT: ContextVar[_Current | None] = ContextVar("shmloader_sample", default=None)
 
 
 def sample_rng() -> np.random.Generator:
     """Return the random number generator of the sample that is being loaded.
 
-    Its numbers depend only on the loader's ``seed``, the epoch, and the sample's position in the
-    global order; in ``collate_fn``, on the position of the batch's first sample. For an iterable
-    dataset they depend on the worker's number and on the sample's number in that worker's stream.
+    The generator's numbers depend only on the loader's ``seed``, the epoch, and the sample's
+    position in the global order. In ``collate_fn`` the position is that of the batch's first
+    sample. For an iterable dataset, the worker's number and the sample's number in that worker's
+    stream take the place of the position.
 
     All calls for one sample return the same generator. With ``thread_pool=True``, a seed affects
     this generator only, since all threads share the generators of ``random``, ``numpy.random`` and
     torch. A thread that you start does not belong to the sample, unless ``asyncio.to_thread``
-    started it: call this function before, and pass the generator to the thread.
+    started it: call this function before you start the thread, and pass the generator to it.
 
     Returns:
         A ``numpy.random.Generator`` over Philox.
@@ -138,15 +142,15 @@ class SampleRng:
     """Seeds the generators of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
-        position: Number of the sample that an iterable dataset is asked for next, in the epoch and
-            this worker's stream, from 0. Set where the dataset is resumed.
+        position: Number of the next sample of an iterable dataset, in the epoch and in this
+            worker's stream, from 0. It is set from outside when the dataset is resumed.
 
     Args:
         seed: The loader's seed.
-        worker_id: Number of the worker that loads; 0 in-process.
-        epoch: The epoch that begins, if it is known before the first ticket.
+        worker_id: Number of the worker that loads; 0 in-process and in threads.
+        epoch: Number of the epoch that begins, if it is known before the first ticket.
         sets_global: Whether the generators of ``random``, ``numpy.random`` and torch are seeded,
-            too: not in threads, and not where several samples are loaded at once.
+            too. False in threads, and where several samples are loaded at once.
         restores_global: Whether these generators are restored after each batch that has seeded
             them. True in the main process, where the user uses them, too.
     """
@@ -168,15 +172,15 @@ class SampleRng:
             self._begin_epoch(epoch)
         self._sets_global = sets_global
         self._restores_global = restores_global
-        # The process's own states, while a sample's seed has replaced them.
+        # The states of the process's own generators, while a sample's seed has replaced them.
         self._own: GlobalState | None = None
         self.position = 0
         self._positioned = PositionedIndices(None, 0, 0)
-        # Samples of the ticket that were begun, and those of them before the batch in work.
+        # How many samples of the ticket were begun, and how many of these before the batch in work.
         self._count = 0
         self._batch_start = 0
         self._dataset: object = None
-        # That samples of the dataset draw nothing; None if they may draw.
+        # The proof that samples of the dataset draw nothing; None if they may draw.
         self._proof: Proof | None = None
         # Whether the samples of the ticket draw nothing, and whether those of the batch in work are
         # loaded from the dataset itself, so that they are counted afterwards.
@@ -184,7 +188,10 @@ class SampleRng:
         self._counts_later = False
 
     def at(self, positioned: PositionedIndices) -> contextlib.AbstractContextManager[Any]:
-        """Set the position of the samples that are loaded in this block; yields plain indices."""
+        """Return a context manager that sets the position of the samples loaded in its block.
+
+        The block gets the plain indices.
+        """
         return _Loading(self, positioned)
 
     def begin_ticket(self, positioned: PositionedIndices) -> None:
@@ -213,7 +220,7 @@ class SampleRng:
         begins_collate: bool = True,
         collates_plainly: bool = False,
     ) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a dataset and a collate function for a fetcher, which seed before they run.
+        """Return a dataset and a collate function for a fetcher. Both seed before the user's code.
 
         Args:
             dataset: The dataset.
@@ -222,9 +229,9 @@ class SampleRng:
             may_replace: Whether a function of the user's replaces bad samples.
             begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
                 calls :meth:`begin_sample`.
-            begins_collate: Whether ``collate_fn`` is called with its generators seeded; otherwise
-                ``collate_fn`` calls :meth:`begin_default_collate` where it may draw. Always for an
-                iterable dataset.
+            begins_collate: Whether generators are seeded before each call of ``collate_fn``;
+                otherwise ``collate_fn`` calls :meth:`begin_default_collate` where it may draw. For
+                an iterable dataset they are always seeded.
             collates_plainly: Whether ``collate_fn`` is torch's own ``default_collate``, which draws
                 nothing where it runs no code of the user's.
         """
@@ -247,7 +254,10 @@ class SampleRng:
             self._set(Use.SAMPLE, *self._positioned.key(number))
 
     def may_step_aside(self) -> bool:
-        """Whether samples of the next batch need not be begun, as they draw nothing."""
+        """Return whether the next batch is loaded from the dataset itself, as it draws nothing.
+
+        Its samples are then counted when they are collated.
+        """
         self._counts_later = self._draws_nothing
         return self._draws_nothing
 
@@ -292,12 +302,12 @@ class SampleRng:
                 self.begin_default_collate(samples)
             elif begins:
                 self.begin_collate()
-            # Without batching, this is the ticket's only sample, which may have no length.
+            # Without batching, ``samples`` is the ticket's only sample, which may have no length.
             if self._counts_later and isinstance(samples, list):
                 self._count += len(samples)
             self._counts_later = False
             batch = collate_fn(samples)
-            self._batch_start = self._count  # the step's next shard, if any, comes next
+            self._batch_start = self._count  # the ticket's next shard, if any, begins here
             return batch
 
         return collate
@@ -325,7 +335,10 @@ class SampleRng:
 
 
 class _Loading:
-    """The block in which a ticket's samples are loaded. A generator would take longer."""
+    """The context manager of the block that loads a ticket's samples.
+
+    It is a class, since a generator function would take longer.
+    """
 
     __slots__ = ("_before", "_positioned", "_rng")
 
@@ -344,5 +357,8 @@ class _Loading:
 
 
 def loading(rng: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
-    """Set the position of a ticket's samples for a block, where needed; yields plain indices."""
+    """Return a context manager for the block that loads a ticket's samples.
+
+    It sets the samples' position, if ``rng`` is given. The block gets the plain indices.
+    """
     return contextlib.nullcontext(indices) if rng is None else rng.at(indices)

@@ -1,14 +1,16 @@
 """Watches how long samples take (``sample_timeout=``), where they are loaded.
 
-Code that hangs cannot be interrupted from outside, so a sample that takes too long costs the worker
-that loads it. A :class:`SampleWatch` publishes the number of the sample in work and its deadline.
-The engine, which reads both, ends the worker after the deadline and has the batch loaded again by a
-new worker. It sends along the numbers of the samples that hung, and the new watch raises
-``SampleTimeoutError`` in their places. So the error is handled as ``on_error`` says, as others are.
+Code that hangs cannot be interrupted from outside, so the worker whose sample takes too long is
+replaced. A :class:`SampleWatch` publishes the number of the sample in work and its deadline. The
+engine reads both. After the deadline it ends the worker (a thread is left behind instead), and a
+new worker loads the batch again. The engine sends the new worker the numbers of the samples that
+hung, and the new watch raises ``SampleTimeoutError`` in their places. So ``on_error`` handles this
+error like any other error of a sample.
 
-Samples of a batch are numbered in the order in which they are asked for. What one call of
-``__getitems__`` loads counts as one, with as many times the limit as it has indices. The batches
-that a resumed stream reads again have the numbers -2, -3 and so on.
+Samples of a batch are numbered from 0 in the order in which they are asked for. The samples of one
+call of ``__getitems__`` have one number, and their limit is that of one sample times the number of
+indices. In the batches that a resumed stream reads again, samples have the numbers -2, -3 and so
+on.
 
 A watch costs about 2 µs a sample, and exists only where ``sample_timeout`` is given.
 """
@@ -28,7 +30,7 @@ NO_SAMPLE = -1
 
 _FIRST_REPLAYED = -2
 
-# The number of a sample that is loaded along with others, in the context of that sample.
+# The number of a sample that is loaded at the same time as others, in the context of that sample.
 _NUMBER: ContextVar[int | None] = ContextVar("shmloader_sample_number", default=None)
 
 
@@ -39,8 +41,9 @@ class SampleWatch:
 
     Args:
         timeout_s: The longest time for one sample, in seconds.
-        publish: Called with the number of the sample whose deadline is next, and that deadline by
-            ``time.monotonic_ns()``; with NO_SAMPLE and 0 while no sample is in work.
+        publish: Called with the number of the sample whose deadline is next, and that deadline in
+            nanoseconds of ``time.monotonic_ns()``. Called with NO_SAMPLE and 0 when no sample is in
+            work any more.
     """
 
     def __init__(self, timeout_s: float, publish: Callable[[int, int], None]) -> None:
@@ -56,22 +59,28 @@ class SampleWatch:
         """Begin a batch, or the batches that a resumed stream reads again.
 
         Args:
-            hung: The samples that hung before: by number, what their worker was doing.
-            is_replay: Whether batches are read again that were delivered before.
+            hung: The samples that hung before: for each number, a text that says what the sample's
+                worker was doing.
+            is_replay: Whether batches that were delivered before are read again.
         """
         self._hung = hung or {}
         self._next, self._step = (_FIRST_REPLAYED, -1) if is_replay else (0, 1)
 
     def begin_sample(self) -> None:
-        """Number a sample that is loaded along with others. Called in the sample's context."""
+        """Number a sample that is loaded at the same time as others.
+
+        Called in the sample's context.
+        """
         _NUMBER.set(self._take_number())
 
     def load(self, get: Callable[[Any], Any], index: Any, count: int | None = None) -> Any:
-        """Return ``get(index)``, watched. If that is a coroutine, awaiting it is watched.
+        """Call ``get(index)``, watch it, and return its result.
+
+        If the result is a coroutine, awaiting it is watched, too.
 
         Args:
             get: Loads the sample.
-            index: The sample's index.
+            index: The sample's index, or the indices of one call of ``__getitems__``.
             count: How many samples one call of ``__getitems__`` loads; None for a single sample.
 
         Raises:
@@ -94,7 +103,7 @@ class SampleWatch:
         return sample
 
     def load_next(self, iterator: Iterator[Any]) -> Any:
-        """Return ``next(iterator)``, watched; raises as :meth:`load`."""
+        """Call ``next(iterator)``, watch it, and return its result. Raises as :meth:`load` does."""
         number = self._take_number()
         text = self._hung.get(number)
         if text is not None:
@@ -155,7 +164,7 @@ class WatchedSamples:
 
     @property
     def __getitems__(self) -> Any:
-        """The dataset's own, watched, if it has one."""
+        """The dataset's own ``__getitems__``, watched; None if it has none."""
         get = list_loader(self._dataset)
         if get is None:
             return None
@@ -170,7 +179,7 @@ class WatchedSamples:
 class WatchedIterator:
     """An iterable dataset's iterator whose samples are watched.
 
-    After a sample that hung, it yields nothing more, as a generator does that has raised.
+    After a sample that hung it yields nothing more, like a generator that has raised.
 
     Attributes:
         source: The dataset's own iterator.

@@ -1,4 +1,4 @@
-"""Datasets that have random generators seeded before each of their samples."""
+"""Wrappers of datasets that seed random number generators before each sample."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from shmloader.batch.fetchers import SwitchingDataset, one_by_one
 
 if TYPE_CHECKING:
-    from shmloader.batch.sample_rng import SampleRng  # which makes these
+    from shmloader.batch.sample_rng import SampleRng  # that module imports this one
 
 
 class BegunSamples(SwitchingDataset):
-    """A map-style dataset that seeds or counts before each sample.
+    """A map-style dataset that seeds before each sample, or only counts it if it draws nothing.
 
-    It has no ``__getitems__``, which would load many samples by one call.
+    It has no ``__getitems__``, since one call of that would load many samples.
     """
 
     def __init__(self, rng: "SampleRng", dataset: Any) -> None:
@@ -21,7 +21,7 @@ class BegunSamples(SwitchingDataset):
         self._dataset = dataset
 
     def for_batch(self) -> Any:
-        """Return the dataset itself where its samples draw nothing."""
+        """Return the dataset itself if its samples draw no random numbers, otherwise this one."""
         return self._dataset if self._rng.may_step_aside() else self
 
     @functools.cached_property
@@ -48,7 +48,9 @@ class SeededStream:
 
 
 class SeededIterator:
-    """Iterates an iterable dataset. It calls ``iter(dataset)`` once the epoch is known.
+    """Iterates an iterable dataset, and seeds before each sample.
+
+    :meth:`begin` calls ``iter(dataset)``. It is called as soon as the epoch is known.
 
     Attributes:
         source: The dataset's own iterator; None until :meth:`begin`.
@@ -63,7 +65,7 @@ class SeededIterator:
 
     @property
     def position(self) -> int:
-        """The number of samples that the dataset has yielded in the epoch."""
+        """The number of samples that were asked for in the epoch, in this worker's stream."""
         return self._rng.position
 
     def resume(self, position: int, state: Any) -> None:
@@ -71,7 +73,7 @@ class SeededIterator:
 
         Args:
             position: How many samples were yielded before.
-            state: The argument of the source's ``load_state_dict``; None if it is not called.
+            state: The argument for the source's ``load_state_dict``; None to not call that.
         """
         self._rng.position = position
         self._state = state

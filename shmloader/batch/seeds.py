@@ -1,8 +1,8 @@
 """Computes the seeds of workers, ranks and samples.
 
-With ``seed=``, every seed comes from one hash, BLAKE2b, of five decimal numbers: the use, the
-loader's seed, the epoch, and two more (see :class:`Use`). So it does not depend on the number of
-workers, or on when, where and how often a sample is loaded.
+With ``seed=``, the seeds of workers and samples come from one hash, BLAKE2b, of five decimal
+numbers: the use, the loader's seed, the epoch, and two more (see :class:`Use`). So a seed does not
+depend on the number of workers, or on when, where and how often a sample is loaded.
 """
 
 import enum
@@ -17,20 +17,24 @@ _DIGEST_BYTES = 64
 
 
 class Use(enum.IntEnum):
-    """What a digest is for, and which two numbers follow the epoch. These numbers never change.
+    """What a digest is for. The comments say which two numbers follow the epoch in its text.
 
-    A sample of a map-style dataset has its position and 0; in a batch that a batch sampler made,
-    it has the batch's number and its own in the batch. A batch has those of its first sample.
+    The values of the members never change between versions.
     """
 
+    #: A sample of a map-style dataset: its position and 0. If a batch sampler made the batch: the
+    #: number of the batch, and the number of the sample in the batch.
     SAMPLE = 0
+    #: Collating a batch of a map-style dataset: the two numbers of its first sample.
     COLLATE = 1
-    #: Of an iterable dataset: the worker's number, and the sample's in the worker's stream.
+    #: A sample of an iterable dataset: the number of the worker, and the number of the sample in
+    #: the worker's stream.
     STREAM_SAMPLE = 2
+    #: Collating a batch of an iterable dataset: the two numbers of its first sample.
     STREAM_COLLATE = 3
-    #: iter(dataset): the worker's number, and 0.
+    #: ``iter(dataset)``: the number of the worker, and 0.
     STREAM = 4
-    #: The workers' base seed, in place of torch's: 0, and 0.
+    #: The workers' base seed, in place of torch's: 0 and 0.
     BASE_SEED = 5
 
 
@@ -41,7 +45,7 @@ def begin_digest(use: Use, seed: int, epoch: int) -> "hashlib.blake2b":
 
 
 def end_digest(begun: "hashlib.blake2b", first: int, second: int) -> bytes:
-    """Return a digest of 64 bytes, of the begun one and two more numbers."""
+    """Complete a digest with two more numbers. Returns its 64 bytes."""
     # A copy, since beginning a digest takes three times as long as the rest.
     whole = begun.copy()
     whole.update(b"%d,%d" % (first, second))
@@ -49,7 +53,7 @@ def end_digest(begun: "hashlib.blake2b", first: int, second: int) -> bytes:
 
 
 def base_seed(seed: int, epoch: int) -> int:
-    """Return the base seed of workers that start in this epoch, which torch would draw."""
+    """Return the base seed of the workers that start in this epoch. torch would draw one."""
     digest = end_digest(begin_digest(Use.BASE_SEED, seed, epoch), 0, 0)
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -57,8 +61,8 @@ def base_seed(seed: int, epoch: int) -> int:
 def seed_worker(base_seed: int, worker_id: int) -> int:
     """Seed ``random``, ``torch`` and ``numpy.random`` of this process, as torch does in a worker.
 
-    The first two get the sum of both numbers; ``numpy.random`` gets four words that torch mixes
-    from them, so that the libraries do not draw alike.
+    ``random`` and ``torch`` get the sum of both numbers. ``numpy.random`` gets four words that
+    torch mixes from the two, so that it does not draw the same numbers.
 
     Returns:
         The worker's seed, as ``get_worker_info().seed`` shows it.
@@ -73,8 +77,8 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 def seed_of_rank(seed: int, rank: int) -> int:
     """Return the seed of 128 bits that replaces ``seed`` for the samples of one rank.
 
-    For loaders whose positions are those in a rank's own share of the samples. The result never
-    changes between versions, like the digests.
+    It is for loaders that count positions within the rank's own share of the samples. Like the
+    digests, the result never changes between versions.
     """
     digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
     return int.from_bytes(digest.digest(), "little")

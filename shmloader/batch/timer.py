@@ -13,7 +13,7 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class Timer:
-    """Timer of one worker, or of a loader without workers. One thread uses it."""
+    """Measures the batches of one worker, or of a loader without workers. One thread uses it."""
 
     __slots__ = ("_began_ns", "_collate_ns", "_fetched_ns", "_sample_count")
 
@@ -47,7 +47,7 @@ class Timer:
 
     @property
     def elapsed_ns(self) -> int:
-        """Time since the batch was begun."""
+        """Nanoseconds since the batch was begun."""
         return _now_ns() - self._began_ns
 
     def count(self, sample_count: int) -> None:
@@ -59,23 +59,23 @@ class Timer:
         self._fetched_ns = _now_ns()
 
     def read(self) -> tuple[int, int, int, int, int]:
-        """Return the times of the batch, which is encoded now.
+        """Return the times of the batch. Called when the batch has been encoded.
 
-        They are the fields of :class:`~shmloader.insight.measurements.WorkTimes`, in a plain tuple,
-        which is made and pickled faster.
+        They are the fields of :class:`~shmloader.insight.measurements.WorkTimes`: times in
+        nanoseconds, and the number of samples. A plain tuple is made and pickled faster.
         """
         ended_ns = _now_ns()
         began_ns, fetched_ns, collate_ns = self._began_ns, self._fetched_ns, self._collate_ns
         fetch_ns = fetched_ns - began_ns - collate_ns
-        if fetch_ns < 0:  # noqa: PLR1730 - a call costs more
+        if fetch_ns < 0:  # noqa: PLR1730 - a call of max() costs more
             fetch_ns = 0
         return began_ns, fetch_ns, collate_ns, ended_ns - fetched_ns, self._sample_count
 
 
 def bytes_of(batch: object) -> int:
-    """Count the bytes of a batch's tensors and arrays, in Python's own containers.
+    """Count the bytes of a batch's tensors and arrays, also inside lists, tuples and dicts.
 
-    A container that contains itself is counted once.
+    A container that occurs more than once, even inside itself, is counted once.
     """
     if type(batch) is torch.Tensor and batch.layout is torch.strided:
         return batch.nbytes

@@ -24,7 +24,7 @@ from shmloader.interruptions import Suppressed
 from shmloader.sampling.steps import is_sharded
 
 if TYPE_CHECKING:
-    from shmloader.batch.fetch import FetchConfig  # which makes these fetchers
+    from shmloader.batch.fetch import FetchConfig  # that module imports this one
 
 # Stands for a sample that failed and was not replaced.
 _SKIPPED = object()
@@ -35,6 +35,15 @@ class TolerantFetcher:
 
     A sample is bad if loading it raises an ``Exception``. Other exceptions of the dataset
     (``SystemExit``, ``KeyboardInterrupt``) and those of ``collate_fn`` are raised.
+
+    Args:
+        config: How batches are fetched.
+        dataset: The map-style dataset.
+        collate_fn: Makes a batch of samples.
+        on_error: "skip", or a function that returns a replacement; see :data:`OnError`.
+        where: Where this runs, in words, for the texts of failures.
+        sample_loader: Loads several samples at once. With None, samples are loaded one after the
+            other.
     """
 
     def __init__(
@@ -60,11 +69,14 @@ class TolerantFetcher:
         return report
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of an index list, or of one key without batching, or shards' batches.
+        """Return a batch, or a list of the shards' batches.
+
+        Args:
+            index: An index list, one key without batching, or a list of the shards' index lists.
 
         Raises:
-            EmptyBatchError: If all samples failed and were to be skipped; with ``keep_size``, if
-                that is so for any shard.
+            EmptyBatchError: If all samples failed and were to be skipped. With ``keep_size``, also
+                if all samples of one shard did.
             BaseException: What ``collate_fn`` or ``on_error`` raises.
         """
         if self._config.may_shard and is_sharded(index):
@@ -72,7 +84,7 @@ class TolerantFetcher:
         return self._fetch_batch(index)
 
     def _fetch_batches(self, shards: Iterable[Any]) -> list[Any]:
-        """Return the batches of those shards that are not empty."""
+        """Return the batches of the shards of which at least one sample is left."""
         batches = []
         for shard in shards:
             try:
@@ -103,7 +115,7 @@ class TolerantFetcher:
         return self._dataset[index]
 
     def _load_at_once(self, sample_loader: SampleLoader, indices: Iterable[Any]) -> list[Any]:
-        """Do as :meth:`_load_each`, several samples at once."""
+        """Load samples as :meth:`_load_each` does, but several at once."""
         samples = []
         for result in sample_loader.load(one_by_one(self._dataset), indices, wants_all=True):
             self._report.sample_count += 1
@@ -117,7 +129,10 @@ class TolerantFetcher:
         return samples
 
     def _replacement(self, index: Any, error: Exception) -> Any:
-        """Note a bad sample, whose exception is being handled; return another or ``_SKIPPED``."""
+        """Note a bad sample, and return its replacement or ``_SKIPPED``.
+
+        Called while the sample's exception is being handled.
+        """
         self._report.note(BadSample.caught(index, self._where))
         if self._replace is None:
             return _SKIPPED
@@ -129,7 +144,7 @@ class TolerantFetcher:
             raise
 
     def _load_by_getitems(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
-        """Load all samples by one call, or by one call for each if that fails."""
+        """Load all samples by one call. If that fails, load each by a call of its own."""
         if isinstance(indices, Iterator):
             indices = list(indices)  # it may be read twice
         try:
@@ -172,10 +187,12 @@ class TolerantFetcher:
         return samples
 
     def _without_skipped(self, samples: list[Any]) -> list[Any]:
-        """Return the samples without skipped ones, which ``keep_size`` replaces by a good one.
+        """Return the samples without skipped ones.
+
+        With ``keep_size``, copies of the first good sample take the places of skipped ones.
 
         Raises:
-            EmptyBatchError: If all were skipped.
+            EmptyBatchError: If all samples were skipped.
         """
         good = [sample for sample in samples if sample is not _SKIPPED]
         if len(good) == len(samples):
@@ -188,10 +205,10 @@ class TolerantFetcher:
 
 
 def _only_one(samples: Any) -> Any:
-    """Return the sample in what ``__getitems__`` returned for one index.
+    """Return the one sample in the list that ``__getitems__`` returned for one index.
 
     Raises:
-        TypeError: If that is not a sequence of one sample.
+        TypeError: If ``samples`` is not a sequence of one sample.
     """
     if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
         raise TypeError(
@@ -203,7 +220,7 @@ def _only_one(samples: Any) -> Any:
 
 
 def _copy(sample: Any) -> Any:
-    """Copy a sample, since collate may change it: remove a field, or scale it in place."""
+    """Copy a sample, since collate may change samples in place, for instance remove a field."""
     with Suppressed(Exception):  # a sample that cannot be copied is used twice
         return copy.deepcopy(sample)
     return sample

@@ -1,8 +1,8 @@
 """Finds the part of a dataset or a function that cannot be pickled.
 
-Runs in the main process, and only after pickling has failed. pickle says what type it could not
-pickle, but not where that is. So the parts of the objects are pickled one by one, and then the
-parts of the first one that fails, and so on.
+Runs in the process that pickles, and only after pickling has failed. pickle says what type it could
+not pickle, but not where that object is. So the objects are pickled one by one, then the parts of
+the first one that fails, and so on.
 """
 
 import copyreg
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from shmloader.batch.payload import PICKLE_ERRORS, pickling_error
 from shmloader.interruptions import is_interruption
 
-# How long the search may take. It ends with what it has found by then.
+# How long the search may take. After that it returns the part that it has found so far.
 _SEARCH_S = 3.0
 
 # How deep the search goes. A path of more steps would say little.
@@ -32,7 +32,7 @@ class Unpicklable(NamedTuple):
     """A part that cannot be pickled.
 
     Attributes:
-        path: Where it is, such as "dataset.transforms[2].client".
+        path: Where the part is, such as "dataset.transforms[2].client".
         value: The part.
     """
 
@@ -62,13 +62,13 @@ def find_unpicklable(
     """Return the innermost part that cannot be pickled, as far as it is found in time.
 
     Args:
-        objects: What the workers get.
+        objects: The objects that could not be pickled together.
         names: What the user calls each of the objects.
         search_s: The longest search, in seconds.
 
     Returns:
-        None if each of the objects can be pickled by itself, or if the time is up before that is
-        known of the first one.
+        None if each of the objects can be pickled by itself, or if the time was up before any of
+        them failed.
     """
     sink = _Sink(time.monotonic() + search_s)
     found: Unpicklable | None = None
@@ -77,7 +77,7 @@ def find_unpicklable(
         try:
             inner = next((part for part in parts if _fails(part[1], sink)), None)
         except Exception as error:
-            # Either the time is up, or the object's own methods fail when it is asked for parts.
+            # Either the time is up, or methods of the object failed when its parts were listed.
             if is_interruption(error):
                 raise
             break
@@ -125,7 +125,10 @@ def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the variables that a function uses, which are pickled with one that has no name."""
+    """Yield the variables that a function uses, and its defaults and attributes.
+
+    cloudpickle pickles them with a function that cannot be imported by name.
+    """
     names = inspect.getclosurevars(function)
     for variables in (names.nonlocals, names.globals):
         yield from ((f"variable {name!r} of", value) for name, value in variables.items())
@@ -135,14 +138,14 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _reduced(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the parts that an object's own way of pickling names."""
+    """Yield the parts that an object's reducer or its ``__reduce_ex__`` returns."""
     kind = type(value)
     reducers: Any = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined]
     reduce = reducers.get(kind)
     reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
     if isinstance(reduced, str):  # the name of a global
         return
-    # It may end after the first two.
+    # The tuple may have only its first two items.
     every: list[Any] = [*reduced, None, None, None]
     function, args, state, items, pairs = every[:5]
     if state is not None:
@@ -182,12 +185,12 @@ def explain(error: Exception, found: Unpicklable | None, receiver: str, remedy: 
     Args:
         error: What pickling raised.
         found: The part that cannot be pickled, if it was found.
-        receiver: To whom the pickle was to be sent.
+        receiver: What the pickle was to be sent to, in words.
         remedy: What to do, as sentences.
 
     Returns:
-        An exception of the same of pickle's three classes, whose text begins with that of
-        ``error``. ``error`` itself, with a note, if it is of another class.
+        If ``error`` is an instance of a class in ``PICKLE_ERRORS``, a new exception of that class,
+        whose text begins with the text of ``error``. Otherwise ``error`` itself, with a note.
     """
     if found is None:
         where = "A part of the dataset, or of a function given to the loader,"

@@ -1,6 +1,7 @@
 """Background threads, and protection against forks and Ctrl-C at a bad moment.
 
-``background`` starts and ends every background thread of the package. ``fork_safety`` parks them
-while the process forks a worker. ``uninterruptible`` completes a step that Ctrl-C must not leave
-half done. ``wakeup`` is an event that any code may set, even a finalizer.
+``background`` has the base class of the package's background threads. ``fork_safety`` parks these
+threads while the process forks a worker, and at the interpreter's exit. ``uninterruptible``
+completes a step that Ctrl-C must not leave half done. ``wakeup`` has an event that any code may
+set, even a finalizer.
 """

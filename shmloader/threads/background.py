@@ -1,19 +1,24 @@
 """The base class of background threads: starts, parks, ends and joins one.
 
-These threads are not derived from it: one that runs an event loop while its starter waits
-(:mod:`shmloader.batch.concurrent_fetcher`), those that call an executor
-(:mod:`shmloader.pipeline.executors`) or Ray Client (:mod:`shmloader.cluster`), which may not
-return, and in a worker the one that ends it with the main process
-(:mod:`shmloader.pools.parent_death`).
+Four kinds of threads of the package are not derived from it:
 
-It keeps these rules for every other thread of the package:
+* a thread that runs an event loop while its starter waits
+  (:mod:`shmloader.batch.concurrent_fetcher`);
+* threads that check an executor, or finish the tasks of a broken one
+  (:mod:`shmloader.pipeline.executors`);
+* the thread that calls Ray Client (:mod:`shmloader.cluster`), since a call may not return;
+* in a worker, the thread that ends the worker with the main process
+  (:mod:`shmloader.pools.parent_death`).
+
+Every other thread of the package keeps these rules:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
   At the exit they are parked for good (:mod:`shmloader.threads.fork_safety`).
-* No thread waits for one that is parked for good. A background thread never waits for another one,
-  nor does a thread that forks; the garbage collector may run a finalizer on either of these.
-* The end is an event, since an interrupted ``Thread.join()`` takes the thread for one that has
-  ended (Python 3.11).
+* No thread waits for a thread that is parked for good. Neither a background thread nor a thread
+  that forks waits for a background thread, not even in a finalizer that the garbage collector runs
+  on it.
+* The end of a thread is an event, since in Python 3.11 an interrupted ``Thread.join()`` marks the
+  thread as ended although it runs.
 * A thread that cannot be waited for closes what it uses when it ends. Either the thread or the
   caller closes, never both.
 """
@@ -35,8 +40,8 @@ class BackgroundThread(Parkable):
         super().__init__()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Whether the thread or the caller closes what the thread uses. The first of them to set
-        # this decides; dict.setdefault() is atomic.
+        # Whether the thread or the caller closes what the thread uses. The first of the two that
+        # sets this decides; dict.setdefault() is atomic.
         self._closer: dict[str, str] = {}
 
     @abc.abstractmethod
@@ -44,15 +49,18 @@ class BackgroundThread(Parkable):
         """Do the thread's work. Runs on the thread."""
 
     def begin(self) -> None:
-        """Prepare the thread, before it can be parked. Does nothing by default."""
+        """Prepare, before the thread can be parked. Runs on it. Does nothing by default."""
 
     def close_what_it_uses(self) -> None:
-        """Close on the thread what :meth:`leave_closing` left to it. Does nothing by default."""
+        """Close what the thread uses, after :meth:`leave_closing`. Does nothing by default.
+
+        Runs on the thread.
+        """
 
     def depart(self) -> None:
-        """Finish on the thread, when it can no longer be parked. Does nothing by default.
+        """Finish, when the thread can no longer be parked. Does nothing by default.
 
-        Unlike :meth:`work`, it may wait for other background threads.
+        Runs on the thread. Unlike :meth:`work`, it may wait for other background threads.
         """
 
     def start(self) -> None:
@@ -87,7 +95,7 @@ class BackgroundThread(Parkable):
 
     @property
     def system_id(self) -> int | None:
-        """The kernel's id of the thread, or None when it does not run."""
+        """The kernel's id of the thread; None while the thread does not run."""
         thread = self._thread
         return None if self._is_over.is_set() else thread.native_id
 

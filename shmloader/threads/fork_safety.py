@@ -1,13 +1,14 @@
 """Parks our threads while this process forks, and when it ends.
 
-A fork copies only the forking thread, and all locks as they are. A thread that is inside torch or
-the GPU's driver at that moment leaves their locks held for ever in the child. So each of our
-threads registers here, and while a worker is forked, it waits at a point where it holds no lock: it
-is parked.
+A fork copies only the forking thread, and all locks as they are. If a thread is inside torch or the
+GPU's driver at that moment, the locks that it holds stay locked for ever in the child. So each of
+our threads registers here. While a worker is forked, the thread waits at a point where it holds no
+lock: it is parked.
 
-At the interpreter's exit all threads are parked for good: a daemon thread that takes the GIL then
-is ended wherever it is, even inside torch's C++ code, which aborts the process. This includes
-threads that run the user's code (:mod:`shmloader.pools.thread`), for which a fork does not wait.
+At the interpreter's exit all threads are parked for good. A daemon thread that takes the GIL then
+is ended wherever it is, even inside torch's C++ code, which aborts the process. At the exit this
+includes threads that run the user's code, such as those of :mod:`shmloader.pools.thread`. A fork
+does not wait for these (``parks_for_forks``).
 """
 
 import contextlib
@@ -24,7 +25,7 @@ _PARK_S = 5.0
 
 
 class Parkable:
-    """A thread that can be parked. It often calls :meth:`pause`, where it holds no lock.
+    """A thread that can be parked. It often calls :meth:`pause` at points where it holds no lock.
 
     While the thread waits for another thread of this process, it is in a :meth:`resting` block,
     where it counts as parked.
@@ -45,20 +46,20 @@ class Parkable:
         self._ident = 0
 
     def enter(self) -> None:
-        """Register the thread. Called on it when it begins."""
+        """Register the thread. Called on the thread when it begins."""
         self._ident = threading.get_ident()
         with PROCESS.threads.lock:
             PROCESS.threads.live.add(self)
             PROCESS.threads.unwilling.add(self._ident)
             if not PROCESS.threads.is_watching_exit:
                 PROCESS.threads.is_watching_exit = True
-                # Before the pools are closed.
+                # This runs before the pools are closed: their priority is lower.
                 multiprocessing.util.Finalize(None, _park_for_good, exitpriority=110)
         with self._changed:
             self._wait_for_go()
 
     def leave(self) -> None:
-        """Unregister the thread. Called on it when it ends."""
+        """Unregister the thread. Called on the thread when it ends."""
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()
@@ -67,14 +68,14 @@ class Parkable:
             PROCESS.threads.unwilling.discard(self._ident)
 
     def pause(self) -> None:
-        """Stay parked while the process forks. Called on the thread."""
+        """Stay parked while the thread is asked to. Called on the thread."""
         if self._requests:
             with self.resting():
                 pass
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Count as parked in this block, and until no fork is under way. Called on the thread."""
+        """Count as parked in this block, and after it while asked to park. Called on the thread."""
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()
@@ -90,7 +91,7 @@ class Parkable:
         self._is_parked = False
 
     def request(self) -> None:
-        """Park the thread at its next pause. Called on the thread that forks."""
+        """Ask the thread to park at its next pause. Called on the thread that forks or exits."""
         with self._changed:
             self._requests += 1
         self.wake()
@@ -105,14 +106,14 @@ class Parkable:
                 self._changed.wait(left)
 
     def release(self) -> None:
-        """Let the thread continue."""
+        """Take back one :meth:`request`. Without any request left, the thread continues."""
         with self._changed:
             self._requests -= 1
             self._changed.notify_all()
 
     @property
     def is_parked_for_good(self) -> bool:
-        """Whether the interpreter exits and the thread will never continue."""
+        """Whether the interpreter is exiting, so that the parked thread will never continue."""
         return PROCESS.threads.is_exiting and self._is_parked
 
 
@@ -141,14 +142,14 @@ def all_parked() -> Iterator[None]:
 def may_wait_here() -> bool:
     """Return whether the calling thread may wait for one of our threads to end.
 
-    It may not if it is one of them, or if it is forking: the other thread may be parked because of
-    that. The garbage collector may run a finalizer, which asks this, on any thread.
+    It may not if it is one of our threads itself, or if it is forking: the other thread may be
+    parked for that fork. Finalizers ask this, and the garbage collector may run one on any thread.
     """
     return threading.get_ident() not in PROCESS.threads.unwilling
 
 
 def is_exiting() -> bool:
-    """Return whether the interpreter exits, so that our threads are parked for good."""
+    """Return whether the interpreter is exiting, so that our threads are parked for good."""
     return PROCESS.threads.is_exiting
 
 

@@ -6,7 +6,7 @@ open would stay open, because a second ``close()`` does nothing.
 
 from collections.abc import Callable
 
-# Enough for several interruptions, and a limit for an error of the step itself.
+# Enough for several interruptions. It limits how often a step with an error of its own is run.
 _TRIES = 5
 
 
@@ -18,7 +18,7 @@ def uninterruptible(step: Callable[[], object]) -> None:
             dropped.
 
     Raises:
-        BaseException: The first exception, after the step has been completed.
+        BaseException: The first exception, after the step was completed or has raised five times.
     """
     interruption: BaseException | None = None
     for _ in range(_TRIES):

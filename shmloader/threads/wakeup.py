@@ -1,7 +1,7 @@
 """An event that one thread waits for, and that any code may set, even a finalizer.
 
-``threading.Event.set`` takes a lock. While the lock is held, the garbage collector may run a
-finalizer, which would then wait for its own thread for ever.
+``threading.Event.set`` takes a lock. While a thread holds the lock, the garbage collector may run a
+finalizer on that thread. If the finalizer set the event, it would wait for its own thread for ever.
 """
 
 import math
@@ -17,7 +17,7 @@ SIGNAL_S = 0.5
 
 
 class Wakeup:
-    """An event for one waiting thread. A wait clears it."""
+    """An event for one waiting thread. :meth:`wait` clears it."""
 
     def __init__(self) -> None:
         self._unset = threading.Lock()
