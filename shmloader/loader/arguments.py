@@ -1,6 +1,7 @@
 """Checks of the arguments that torch's loader does not have, and the reasons for their defaults.
 
-Torch's own arguments are checked by torch's constructor. The module is long because all texts about
+torch's constructor checks torch's own arguments. Only their types are checked here as well, where
+torch does not check them or its message is unclear. The module is long because all texts about
 wrong arguments stand in it, one function for each argument.
 """
 
@@ -40,7 +41,7 @@ from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import NOT_TAIL, LastBatch
 
-#: Whose the workers are: each rank's own, or those of all ranks of a host.
+#: Whether each rank has its own workers, or all ranks of a host share workers.
 WorkerScope = Literal["rank", "host"]
 
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
@@ -55,7 +56,7 @@ LEND_LIMIT = LOOP_HOLDS + 2
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
-# What users may call the values of ``last_batch``.
+# Other names that users may give for values of ``last_batch``; the error suggests the right one.
 _LAST_BATCHES = {
     "drop": "discard",
     "drop_last": "discard",
@@ -68,7 +69,7 @@ NOT_TRANSFORM = (
     "device_transform= is called with each batch on the device; transform samples in the dataset"
 )
 
-# Arguments that are read only by the constructor, beside those that torch knows.
+# Arguments that only the constructor reads, in addition to those that torch refuses to set later.
 _FIXED = ("last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size")
 
 #: With a smaller share, not even the message about a failure would fit in a slot.
@@ -90,7 +91,7 @@ def is_data_pipe(dataset: object) -> bool:
 
 
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
-    """Return how many batches may be lent at once: on a device, the copied ones and the next."""
+    """Return how many batches may be lent at once; at least ``device_prefetch + 2`` on a device."""
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
 
 
@@ -99,7 +100,7 @@ def check_settable(kind: type, name: str) -> None:
 
     Raises:
         AttributeError: If it is an argument's old name, or ``epoch``.
-        ValueError: If only the constructor reads it, in torch's words.
+        ValueError: If only the constructor reads it. The text is torch's.
     """
     if name == "transform":
         raise AttributeError(f"transform is not an argument: {NOT_TRANSFORM}")
@@ -118,8 +119,8 @@ def check_dataset(dataset: object) -> None:
     """Check that samples can be loaded from ``dataset``, as far as its class shows.
 
     Raises:
-        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not iterable as
-            torch wants it.
+        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not an
+            ``IterableDataset``.
     """
     if isinstance(dataset, IterableDataset) or hasattr(type(dataset), "__getitem__"):
         return
@@ -152,14 +153,14 @@ def check_torchs_arguments(
     worker_init_fn: object,
     generator: object,
 ) -> None:
-    """Check the types of arguments that torch's constructor does not check, or unclearly.
+    """Check types that torch's constructor does not check, or for which its message is unclear.
 
-    torch raises a TypeError for each of these as well: later, or in words about operators.
+    torch raises a TypeError for each of these as well, but later, or with a text about operators.
 
     Raises:
         TypeError: If an argument is of a wrong type.
     """
-    # None is left to torch, whose constructor refuses it in words that people search for.
+    # None is left to torch's constructor, which refuses it with a text that people search for.
     if num_workers not in (None, "auto") and not _is_whole(num_workers):
         raise TypeError(
             f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
@@ -223,7 +224,7 @@ def warn_of_random_numbers(dataset: object, given: str) -> None:
 
     Args:
         dataset: The dataset. There is no warning if loading its samples runs no code of the user's.
-        given: The argument by which any worker may take the next batch.
+        given: Text of the argument that lets any worker take the next batch, as the user wrote it.
     """
     if prove(dataset) is None:
         warnings.warn(
@@ -262,7 +263,7 @@ def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
     """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
         return "Set the epoch in the data pipe itself."
-    if callable(probe(dataset, "set_epoch")):  # as those of Hugging Face have it
+    if callable(probe(dataset, "set_epoch")):  # as Hugging Face's datasets have
         return "The dataset has a set_epoch() of its own: call that before iter()."
     return f"Give seed={' in place of generator=' if has_generator else ''}."
 
@@ -278,8 +279,8 @@ def check_last_batch(
 ) -> None:
     """Check ``last_batch``: what happens to samples that do not fill the last batch.
 
-    A batch sampler decides that itself. One that says how, by its ``drop_last``, is accepted, since
-    frameworks make a loader anew from its attributes and such a batch sampler.
+    A batch sampler decides that itself. One with ``drop_last`` is accepted together with
+    ``last_batch``, since frameworks rebuild a loader from its attributes and such a batch sampler.
 
     Raises:
         ValueError: If it is none of the four, or cannot be combined with the other arguments.
@@ -331,7 +332,7 @@ def check_last_batch(
 
 
 def _drop_last_of(batch_sampler: object) -> bool | None:
-    """Return ``drop_last`` of a batch sampler, or of the one that it wraps; None without one."""
+    """Return ``drop_last`` of a batch sampler, or of the one that it wraps; None if unknown."""
     for each in (batch_sampler, probe(batch_sampler, "batch_sampler")):
         drops = probe(each, "drop_last")
         if isinstance(drops, bool):
@@ -344,8 +345,8 @@ def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, wha
 
     Args:
         order: The order of the epochs.
-        samples: Something as long as the order, if no sampler of the user's decides that.
-        what: What the samples have to fill.
+        samples: The sampler or dataset, whose length is the number of samples, if it has one.
+        what: What the samples have to fill, such as "a batch of 8".
     """
     with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length
         sample_count = len(samples) if isinstance(samples, Sized) else 0
@@ -414,8 +415,8 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
 def _check_not_async(loader: Any) -> None:
     """Raise TypeError for an ``async def __getitem__`` that nothing can await.
 
-    A collate function of the user's may await its samples, as with torch's loader. Where the
-    samples come from another dataset inside this one, the first batch raises.
+    A collate function of the user's may await its samples, as with torch's loader. If the samples
+    come from another dataset inside this one, this is not seen here: the first batch raises.
     """
     kind = type(loader.dataset)
     is_async = inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
@@ -549,8 +550,9 @@ def check_may_have_workers(dataset: object) -> None:
     """Check that this process may have worker processes; called when an iterator begins.
 
     Raises:
-        AssertionError: If the process is a daemon. multiprocessing raises the same, without the
-            remedy, unless Python runs without assertions: then a daemon may have children.
+        AssertionError: If the process is a daemon. multiprocessing raises the same error without
+            the remedy. If Python runs without assertions, neither raises: a daemon may then have
+            children.
     """
     process = multiprocessing.current_process()
     if __debug__ and process.daemon:
@@ -571,10 +573,11 @@ def check_worker_scope(
     multiprocessing_context: Any,
     saves_dataset: bool,
 ) -> None:
-    """Check ``worker_scope``, and what cannot be combined with workers of a host.
+    """Check ``worker_scope``, and the arguments that cannot be combined with "host".
 
     Raises:
-        ValueError: If it is neither "rank" nor "host", or cannot be combined with the others.
+        ValueError: If it is neither "rank" nor "host", or "host" cannot be combined with another
+            argument.
     """
     got = f"but got worker_scope={worker_scope!r}"
     if worker_scope not in get_args(WorkerScope):

@@ -1,7 +1,7 @@
 """torch's own iterators, for what ours cannot load: data pipes, and systems without memfd or pidfd.
 
 They load as torch does, with torch's own workers. This module adds what the loader promises:
-statistics, as far as they can be seen from outside, and ``close()``.
+``close()``, and the statistics that can be measured from outside the workers.
 """
 
 import contextlib
@@ -119,11 +119,11 @@ class TorchIterator(_BaseDataLoaderIter):
 
 
 class TorchInProcessIterator(TorchIterator, _SingleProcessDataLoaderIter):
-    """Loads on the consumer's thread."""
+    """torch's iterator without workers, which loads on the consumer's thread."""
 
 
 class TorchWorkerIterator(TorchIterator, _MultiProcessingDataLoaderIter):
-    """Loads in torch's worker processes."""
+    """torch's iterator with worker processes."""
 
     def close(self) -> None:
         """End the epoch and the workers. May be called again."""
@@ -140,11 +140,12 @@ def torch_iterator(loader: Any, plan: EpochPlan, parts: LoaderParts) -> TorchIte
 
 
 def samples_of(batch: Any, batch_size: int | None) -> int:
-    """Return the number of samples of a batch that was not made here, as far as it can be seen.
+    """Return the number of samples of any loader's batch, as the batch's first tensor shows it.
 
     Args:
         batch: The batch.
-        batch_size: The loader's; None if a batch is one sample.
+        batch_size: The loader's batch size, for a batch without tensors; None if a batch is one
+            sample.
     """
     if batch_size is None:
         return 1

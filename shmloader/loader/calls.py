@@ -1,7 +1,7 @@
-"""Calls of ``next()``, each of which counts its batch at its very end, or not at all.
+"""The base of iterators whose ``next()`` counts its batch as its last step, or not at all.
 
 A signal handler may raise between any two instructions. If a batch or a ticket was in transit at
-that point, continuing would silently leave it out. So the iterator is closed, and the count taken
+that point, continuing would silently leave it out. So the iterator is closed, and the count goes
 back: the loader's state is that of the last batch that ``next()`` returned. If nothing was in
 transit, the exception is raised and the next call continues.
 
@@ -124,4 +124,4 @@ class CountingIterator(_BaseDataLoaderIter):
 
     @abc.abstractmethod
     def _give_up(self, error: BaseException, mark: Any) -> None:
-        """Close, since an exception came from outside, and undo what was counted."""
+        """Close the iterator after an exception from outside, and go back to the mark."""

@@ -17,8 +17,8 @@ from shmloader.shared.counting import describe_many, estimate_objects
 def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
     """Initialize an iterator by torch's base class, which reads the loader and draws a seed.
 
-    The seed of a resumed epoch was drawn when the epoch began. So torch's global generator is put
-    back afterwards: a user may have restored its state, which must not change.
+    The seed of a resumed epoch was drawn when the epoch first began. So torch's global generator is
+    set back afterwards: a user may have restored its state, and that must not change.
     """
     before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
     _BaseDataLoaderIter.__init__(iterator, loader)
@@ -27,7 +27,7 @@ def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
 
 
 def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> float:
-    """Return the base seed of an iterator's workers: from the loader's seed, or as drawn."""
+    """Return the base seed of an iterator's workers: from ``seed=``, or else ``drawn`` by torch."""
     if config.fetch.seed is None:
         return drawn
     assert plan.epoch is not None

@@ -1,4 +1,4 @@
-"""What an iterator knows of its loader: the arguments, and what all its iterators share.
+"""What an iterator gets from its loader: the arguments, and the parts that its iterators share.
 
 Users may set the attributes of a loader between epochs. So each iterator makes a
 :class:`LoaderConfig` of them when it begins, and passes it on. Worker processes get the settings
@@ -92,14 +92,14 @@ class LoaderConfig:
 
     @property
     def first_worker(self) -> int:
-        """The worker that this rank prefers, of those that the ranks of a host share."""
+        """The worker that this rank prefers, where ranks share the workers; otherwise 0."""
         if self.worker_scope == "rank":
             return 0
         return self.host_rank * self.num_workers // self.host_ranks % self.num_workers
 
     @property
     def kind(self) -> str:
-        """What loads, as statistics name it."""
+        """The kind of workers, by its name in the statistics."""
         if self.executor is not None:
             return "executor"
         return "threads" if self.fetch.is_threaded else "processes"
@@ -116,12 +116,13 @@ class LoaderConfig:
         return self.worker_restarts > 0 or is_auto or self.fetch.sample_timeout_s is not None
 
     def window_of(self, worker_count: int) -> int:
-        """Return how many batches are in flight with so many workers.
+        """Return how many batches are in flight with ``worker_count`` workers.
 
-        Of workers that the ranks of a host share, each rank has as many as with its share of them
-        for its own, so that the ranks together do not take much more memory, and one more. With
-        that, a rank whose samples are five times as expensive needs 0.58 of the time with its own
-        share, or less, rather than 0.6 or more (8 of 64 workers, ``prefetch_factor=2``).
+        If ranks share the workers, each rank has as many batches in flight as its share of the
+        workers would have, so that the ranks together do not take much more memory. A rank has one
+        more if that is fewer than the workers. With it, a rank whose samples are five times as
+        expensive needs 0.58 or less of the time that its share of the workers alone would need;
+        without it, 0.6 or more (8 of 64 workers, ``prefetch_factor=2``).
         """
         if self.fixed_window:
             return self.fixed_window
@@ -157,7 +158,7 @@ class LoaderConfig:
         return slot_share(self.shm_bytes, self.most_window + self.lend_limit)
 
     def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:
-        """Return the watch that records failures in ``failures``; None if the first raises."""
+        """Return the watch that records in ``failures``; None if the first failure is raised."""
         if self.on_error == "raise" or self.fetch.is_iterable:
             return None
         return FailureWatch(
@@ -170,16 +171,16 @@ class LoaderConfig:
 
 @dataclass(slots=True)
 class LoaderParts:
-    """What all iterators of a loader share. A copy or a pickle of the loader has its own.
+    """The parts that all iterators of a loader share. A copy or a pickle of the loader has its own.
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         failures: The samples that failed.
-        host_pool: The workers that the ranks of this host share; None for workers of its own.
+        host_pool: The workers that the ranks of this host share; None if it has its own workers.
         statistics: The records of all epochs.
-        destination: The devices, as the first iterator opened them.
+        destination: The opened devices; None before the first iterator that copies to a device.
         streams: Positions or states of the workers' datasets in the newest epoch.
-        resume_streams: The ones from which the next new iterator resumes; None to begin anew.
+        resume_streams: Those from which the next new iterator resumes; None to begin anew.
         executor_key: Identifies the loader in processes of an executor.
         process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.

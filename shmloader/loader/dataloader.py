@@ -73,10 +73,10 @@ class DataLoader(MeasuredLoader[_T_co]):
     """A drop-in for ``torch.utils.data.DataLoader`` whose batches lie in shared memory.
 
     It takes torch's arguments, in torch's order and with torch's meaning, and yields the same
-    batches. Workers collate straight into shared-memory slots that are used again and again. A
-    large tensor of a batch is a view of its slot, which is free again when the last view is
-    dropped. You may keep batches for as long as you like: beyond four, they are copied out of
-    their slots.
+    batches. Worker processes collate straight into shared-memory slots that are used again and
+    again. A large tensor of a batch is a view of its slot. The slot is free again when the last
+    view is dropped. You may keep batches for as long as you like: if you keep more than four, the
+    further ones are copied out of their slots.
 
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
@@ -87,83 +87,87 @@ class DataLoader(MeasuredLoader[_T_co]):
 
         batch_size: Number of samples in a batch; None to load samples without batching.
         collate_fn: Makes a batch of a list of samples. ``default_collate`` writes straight into
-            the slot, also where a function of your own calls it, and so does a function that
-            writes into :func:`shmloader.empty`.
+            the slot, even when your own function calls it. Your function can do the same: it
+            writes into a tensor that :func:`shmloader.empty` returns.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
             "rollover" puts them first in the next epoch, once the epoch is complete: an epoch that
             is left early neither loses nor repeats the samples that it began with. "pad" is for
-            :class:`shmloader.ShardedDataLoader`. A ``batch_sampler`` decides that itself, by its
-            ``drop_last``; it cannot be combined with one that has no such attribute.
+            :class:`shmloader.ShardedDataLoader`. With a ``batch_sampler``, its ``drop_last``
+            decides, and another ``last_batch`` only warns. ``last_batch`` cannot be combined with
+            a batch sampler that has no ``drop_last``.
 
         **Order and seed**
 
         shuffle: Whether each epoch has a random order of its own.
-        sampler: Yields indices.
-        batch_sampler: Yields lists of indices.
-        in_order: Whether batches are delivered in the sampler's order.
+        sampler: Yields the indices of an epoch.
+        batch_sampler: Yields a list of indices for each batch.
+        in_order: Whether batches are delivered in the sampler's order; otherwise, as soon as they
+            are made.
         generator: Random generator for shuffling and for the base seed of the workers.
-        seed: A whole number on which all randomness depends, together with the epoch and a
-            sample's position in the order, and not on which worker loads what, or when.
-            ``shuffle=True`` orders by the seed in place of torch's global generator. A ``sampler``
-            or ``batch_sampler`` is drawn with generators of ``random``, ``numpy.random`` and torch
-            that depend on the seed; its ``set_epoch``, if any, is called with the epoch. These
-            generators are set anew before each sample and before each collate, and
-            :func:`shmloader.sample_rng` returns a generator of the sample's own. Samples are
-            fetched one by one, even if the dataset has ``__getitems__``. Setting the generators
-            takes 9 µs a sample, and up to 35 µs after large transforms. It is left out for what
-            cannot draw: tensors, arrays, lists, a dataset whose ``__getitem__`` only looks up
-            (``return self.items[index]``), and torch's ``TensorDataset``, ``Subset``,
-            ``ConcatDataset`` and ``StackDataset`` of these. With ``thread_pool=True``, only
-            ``sample_rng()`` is set. With ``num_workers=0``, the state of the process's generators
-            is restored after each batch that has set them, which takes about 18 µs. A position is
-            one in this loader's order: with a sampler that is cut for ranks
-            (``DistributedSampler``), random numbers depend on the rank as well, so give all ranks
-            the same seed. Where the dataset is cut for ranks, give each rank its own seed. Samples
-            of an iterable dataset depend on the worker's number and the position in its stream.
-            Without a sampler of yours, ``loader.sampler`` and ``loader.batch_sampler`` are the
-            order that is delivered, for frameworks that read, wrap or iterate a loader's samplers.
-            Their ``set_epoch`` sets the number of the next epoch, or of the present one until its
-            first batch is asked for. Cannot be combined with ``generator``. None: all randomness is
-            as with torch.
+        seed: A whole number, 0 or more. With it, a sample's random numbers depend on the seed, the
+            epoch and the sample's position in the order alone, and not on which worker loads what,
+            or when. ``shuffle=True`` orders by the seed in place of torch's global generator. A
+            ``sampler`` or ``batch_sampler`` is drawn with generators of ``random``,
+            ``numpy.random`` and torch that depend on the seed and the epoch; its ``set_epoch``, if
+            it has one, is called with the epoch. These generators are set anew before each sample
+            and before each collate, and :func:`shmloader.sample_rng` returns a generator of the
+            sample's own. Samples are fetched one by one, even if the dataset has ``__getitems__``.
+            Setting the generators takes 9 µs a sample, and up to 35 µs after large transforms. This
+            is left out for samples that cannot draw: those of tensors, arrays, lists, a dataset
+            whose ``__getitem__`` only looks up (``return self.items[index]``), and torch's
+            ``TensorDataset``, ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. With
+            ``thread_pool=True``, only ``sample_rng()`` is set. With ``num_workers=0``, the state of
+            the process's generators is restored after each batch that has set them, which takes
+            about 18 µs. Positions are counted in this loader's order. So with a sampler that is cut
+            for ranks (``DistributedSampler``), random numbers depend on the rank as well: give all
+            ranks the same seed. If the dataset itself is cut for ranks, give each rank its own
+            seed. The random numbers of an iterable dataset's samples depend on the worker's number
+            and the position in that worker's stream. If you give no sampler, ``loader.sampler`` and
+            ``loader.batch_sampler`` yield the order that is delivered, for frameworks that read,
+            wrap or iterate a loader's samplers. Calling ``set_epoch`` of these sets the number of
+            the next epoch, or that of the present epoch before its first batch is asked for. Cannot
+            be combined with ``generator``. None: all randomness is as with torch.
 
         **Workers**
 
         num_workers: Number of worker processes; 0 loads in this process. "auto" begins with half
-            of the cores and changes the number while it runs: it adds a worker as long as batches
-            come faster for it and removes one that is not missed, up to twice the cores. The
-            attribute is the present number, and ``get_worker_info().num_workers`` the maximum.
-            Batches are the same if samples do not depend on their worker: with ``seed``, or if the
-            dataset draws no random numbers; without ``seed``, a warning says so. "auto" is for
-            map-style datasets and processes only.
+            of the cores and changes the number while it runs, up to twice the cores: it adds a
+            worker as long as batches then come faster, and removes one that is not needed. The
+            attribute ``num_workers`` is the present number, and ``get_worker_info().num_workers``
+            the maximum. The batches do not depend on the number if samples do not depend on their
+            worker: with ``seed``, or if the dataset draws no random numbers. Without ``seed``, a
+            warning says so. "auto" is for map-style datasets and worker processes only.
         thread_pool: Whether workers are threads of this process. For map-style datasets that wait
             or release the interpreter, and are safe to use from several threads. Nothing is
-            copied, ``get_worker_info()`` is None, and no random generator is seeded: the threads
-            use those of this process. Cannot be combined with ``multiprocessing_context``,
-            ``shm_size`` or ``worker_restarts``.
-        executor: A ``concurrent.futures.Executor`` whose processes make the batches in place of
-            workers of the loader's own: of Dask (``client.get_executor()``), of Ray
-            (:class:`shmloader.cluster.RayExecutor`), of MPI, or a ``ProcessPoolExecutor``; here or
-            on other machines. For map-style datasets. ``num_workers`` is the number of batches in
-            flight there (times ``prefetch_factor``, which is 1 if None). The dataset is sent once
-            to each process and kept there, and ``worker_init_fn`` is called once in it, whatever
-            ``persistent_workers`` says. A process makes one batch at a time. Any process makes the
-            next batch, so give ``seed``; in Dask's workers, whose own threads draw from Python's
-            ``random``, samples repeat only if they draw from :func:`shmloader.sample_rng`, numpy or
-            torch. The executor is never shut down. Cannot be combined with ``thread_pool``,
-            ``multiprocessing_context`` or ``sample_timeout``.
+            copied, and ``get_worker_info()`` is None. The threads use the random generators of
+            this process and do not seed them. Cannot be combined with
+            ``multiprocessing_context``, ``shm_size`` or ``worker_restarts``.
+        executor: A ``concurrent.futures.Executor`` whose processes, on this or other machines, make
+            the batches in place of the loader's own workers. It can be Dask's
+            (``client.get_executor()``), Ray's (:class:`shmloader.cluster.RayExecutor`), MPI's, or
+            a ``ProcessPoolExecutor``. For map-style datasets. ``num_workers`` is the number of
+            batches in flight there (times ``prefetch_factor``, which is 1 if None). The dataset is
+            sent once to each process and kept there, and ``worker_init_fn`` is called once in each
+            process, whatever ``persistent_workers`` is. A process makes one batch at a time. Any
+            process makes the next batch, so give ``seed``. In Dask's workers, whose own threads
+            draw from Python's ``random``, samples repeat only if they draw from
+            :func:`shmloader.sample_rng`, numpy or torch. The executor is never shut down. Cannot be
+            combined with ``thread_pool``, ``multiprocessing_context`` or ``sample_timeout``.
         fetch_concurrency: How many samples of a batch of a map-style dataset each worker (or this
             process, with ``num_workers=0``) loads at once. If ``__getitem__`` is an ``async def``,
-            they are coroutines on an event loop that a worker keeps for its life; otherwise
-            threads, which call ``__getitem__`` at the same time. Samples are fetched one by one,
-            even if the dataset has ``__getitems__``. If samples fail, those under way are waited
-            for, and the exception of the first in order is raised. With ``seed``, only
-            ``sample_rng()`` is set. None: one after the other.
-        prefetch_factor: Number of batches in flight for each worker; 2 if None.
+            the samples are coroutines on an event loop that lasts as long as the worker. Otherwise
+            threads call ``__getitem__`` at the same time. Samples are fetched one by one, even if
+            the dataset has ``__getitems__``. If samples fail, the loader waits for the others that
+            are being loaded, and raises the exception of the first failed sample in order. With
+            ``seed``, only ``sample_rng()`` is set. None: one after the other.
+        prefetch_factor: Number of batches in flight for each worker; None for 2, or for 1 with
+            ``executor``.
         persistent_workers: Whether workers persist after an epoch.
-        worker_init_fn: Called in each worker with the worker's number.
-        multiprocessing_context: Name of a start method, or a context.
+        worker_init_fn: Called in each worker with the worker's number, from 0.
+        multiprocessing_context: Name of a start method ("fork", "forkserver" or "spawn"), or a
+            context of ``multiprocessing``; None for the system's default.
 
         **Memory and device**
 
@@ -171,58 +175,68 @@ class DataLoader(MeasuredLoader[_T_co]):
             divided equally among ``prefetch_factor * num_workers + 4`` slots (with a device,
             ``device_prefetch + 2`` in place of the 4 if that is more). A batch that needs more
             than its share raises ``SharedMemoryError``. None: no maximum.
-        pin_memory: Whether tensors are copied into page-locked memory.
+        pin_memory: Whether tensors are copied into page-locked memory, by a thread if there are
+            workers.
         pin_memory_device: Deprecated by torch.
-        device: Where batches arrive: ``"cuda:0"``, an index or a ``torch.device``. A thread copies
-            them there from page-locked slots, on a stream of its own; the current stream of the
-            thread that calls ``next()`` waits for them. None or ``"cpu"``: no copy.
-        device_transform: Called with each batch on the device, on that thread and stream.
-        device_prefetch: Number of batches that may be ready on the device.
+        device: Where batches arrive: ``"cuda:0"``, an index or a ``torch.device``. With workers, a
+            thread of the loader copies them there on its own stream, from page-locked slots if
+            workers are processes. The current stream of the thread that calls ``next()`` waits for
+            the copy. With ``num_workers=0``, the thread that calls ``next()`` copies them. None or
+            ``"cpu"``: no copy.
+        device_transform: Called with each batch on the device, on the thread and the stream that
+            copy it, before ``next()`` returns the result. With ``device="cpu"``, it is called on
+            the thread that calls ``next()``.
+        device_prefetch: Number of batches that may be ready on the device; only with workers.
 
         **Failures and resuming**
 
-        timeout: Seconds to wait for a batch; 0 waits forever.
+        timeout: Seconds that ``next()`` waits for a batch before it raises
+            ``LoaderTimeoutError``; 0 waits forever. No batch is lost: the next call waits on.
         sample_timeout: Seconds that one sample may take; None for no limit. While a batch is waited
             for, a worker that takes longer is killed and replaced, and its batch is loaded again,
-            with a ``SampleTimeoutError`` in place of that sample: raised at its batch's place, or
-            handled as ``on_error`` says. The error names the index and has the Python stack where
-            the worker was killed. A thread cannot be killed (``thread_pool=True``): it is left
-            behind and another one takes its place, but what it uses and holds, such as locks,
-            stays so until its code returns. One call of ``__getitems__`` may take as many times
-            the limit as it has indices. The stream of an iterable dataset ends with the sample
-            that hung, as after any exception of its iterator. Not for ``collate_fn``, and not with
-            ``num_workers=0``, where nothing could be replaced. Does not count for
-            ``worker_restarts``, but a new worker's random generators start anew as there.
+            with a ``SampleTimeoutError`` in place of that sample. The error is raised at its
+            batch's place, or handled as ``on_error`` says. It names the index and has the Python
+            stack where the worker was killed. A thread cannot be killed (``thread_pool=True``): it
+            is left behind and another thread takes its place. Whatever the old thread holds, such
+            as a lock, stays held until its code returns. One call of ``__getitems__`` may take as
+            many times the limit as it has indices. The stream of an iterable dataset ends with the
+            sample that hung, as after any exception of its iterator. The limit does not apply to
+            ``collate_fn``. It is not possible with ``num_workers=0``, where nothing could be
+            replaced. These replacements do not count for ``worker_restarts``, but here, too, a new
+            worker's random generators start anew.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
-            were loading are loaded again, in order. With 0, a death raises ``WorkerDiedError``, as
-            does a second death over the same batch. With ``executor``, how many batches that it
-            has lost are submitted again in an epoch, counting each time for a batch that is lost
-            more than once; what the executor makes again by itself does not count. The random
-            generators of a new worker start anew (with ``seed``, those of each sample are the same
-            as before). An iterable dataset resumes from its last state, see
-            ``snapshot_every_n_steps``; without one it is iterated anew, past the samples that were
-            already delivered.
+            were loading are loaded again, in order. If no replacement is left, a death raises
+            ``WorkerDiedError``, and a second death over the same batch always does. With
+            ``executor``, this is how many batches that the executor has lost are submitted again in
+            an epoch. A batch that is lost more than once counts each time, and what the executor
+            makes again by itself does not count. The random generators of a new worker start anew
+            (with ``seed``, those of each sample are the same as before). An iterable dataset
+            resumes from its last state, see ``snapshot_every_n_steps``. Without a state, it is
+            iterated again from the start, and the samples that were already delivered are
+            discarded.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
-            "raise": the batch raises it. "skip": the batch is delivered without the sample, or not
-            at all if no sample is left. A function ``(index, exception) -> sample``, called in the
-            worker, returns a sample to take its place; the batch raises what it raises. With a
-            ``DistributedSampler`` of several replicas, "skip" puts a copy of the batch's first
-            good sample in place of a bad one, so that ranks stay equal, and a batch without any
-            good sample raises ``TooManyFailures``. Where ``__getitems__`` fails for a batch, it is
-            called again for each index by itself. What collate raises is always raised, as is what
-            the iterator of an iterable dataset raises: there, only "raise" is possible.
+            "raise": ``next()`` raises it in place of the batch. "skip": the batch is delivered
+            without the sample, or is left out if no sample remains. A function
+            ``(index, exception) -> sample`` is called in the worker and returns a sample to take
+            its place; what the function raises, ``next()`` raises. With a ``DistributedSampler``
+            of several replicas, "skip" puts a copy of the batch's first good sample in place of a
+            bad one, so that ranks stay equal, and a batch without any good sample raises
+            ``TooManyFailures``. If ``__getitems__`` fails for a batch, it is called again for each
+            index separately. Exceptions of ``collate_fn`` are always raised, and so are those of an
+            iterable dataset's iterator: with such a dataset, only "raise" is possible.
         max_failures: How many samples may fail in an epoch: an int, or a share of the samples tried
             so far, judged from the 100th on and at the epoch's end. A share is a float or a
-            ``fractions.Fraction``, above 0 and at most 1. More raise
-            ``TooManyFailures``, with the last failure as its cause, and end the iterator. None:
-            any number, but with "skip" an epoch in which all samples failed raises it as well.
+            ``fractions.Fraction``, above 0 and at most 1. If more fail, ``next()`` raises
+            ``TooManyFailures``, with the last failure as its cause, and the iterator ends. None:
+            any number may fail, but with "skip" an epoch in which all samples failed raises
+            ``TooManyFailures`` as well.
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
             that has ``state_dict()`` and ``load_state_dict(state)``, or whose iterator has them; 0
             or None for never. (Methods of these names that need other arguments are not called.)
             When the loader is resumed, or the worker replaced, an iterable dataset resumes from its
             last saved state: what was delivered since then is read again and discarded. The batches
             do not depend on this number; save large states rarely. The state of a map-style dataset
-            is saved after every batch, unless never.
+            is saved after every batch, whatever the number is; 0 or None means never here, too.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,
@@ -230,14 +244,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             ``traceback`` (its traceback, as text) and ``worker`` (its number; None without
             workers). ``failures.total`` counts them all. A failure is recorded when its batch is
             delivered, in the order of batches.
-        epoch: Number of the epoch that is being iterated, from 0; between epochs, of the one that
-            the next ``iter()`` begins. It is the number in states and that of :meth:`set_epoch`.
-            With several iterators, the newest counts. An epoch that is left early is over when its
-            iterator is dropped or closed. (With ``persistent_workers=True`` the loader keeps the
-            iterator, so such an epoch is over when the next one begins.)
+        epoch: Number of the epoch that is being iterated, from 0. Between epochs, it is the number
+            of the epoch that the next ``iter()`` begins. States and :meth:`set_epoch` use the same
+            number. With several iterators, the newest counts. An epoch that is left early is over
+            when its iterator is dropped or closed. (With ``persistent_workers=True`` the loader
+            keeps the iterator, so such an epoch is over when the next one begins.)
 
     Raises:
-        ValueError, TypeError: If an argument does not fit, in torch's words.
+        ValueError, TypeError: If an argument has a wrong value or type, or cannot be combined with
+            another one. Where torch checks an argument, the text is torch's.
     """
 
     worker_init_fn: Any = ReadByFrameworks()  # as torch has it, which declares no type
@@ -278,7 +293,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        # torch's constructor warns of too many processes.
+        # Set first: torch's constructor warns of too many processes, and reads them for that.
         self.thread_pool, self.executor = thread_pool, executor
         check_torchs_arguments(
             num_workers=num_workers,
@@ -295,7 +310,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         if isinstance(num_workers, AutoCount) and (
             thread_pool or executor is not None or not is_map_style(dataset)
         ):
-            num_workers = int(num_workers)  # the number of another loader, which this cannot adapt
+            num_workers = int(num_workers)  # another loader's number, which this one cannot adapt
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             is_seeded = seed is not None or self._may_shard
             has_executor = executor is not None
@@ -309,7 +324,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             prefetch_factor = 1
         self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)
         if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
-            # A framework makes the loader anew, with the batch sampler of another such loader.
+            # A framework builds this loader with the batch sampler of another rollover loader.
             sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
             batch_sampler = None
         check_last_batch(
@@ -365,15 +380,15 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     @property
     def failures(self) -> FailureList[FailedSample]:
-        """The newest samples that failed; see the class."""
+        """The newest 100 samples that failed, oldest first; the class describes them."""
         return self._parts.failures
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute, of which most are read when an epoch begins, as torch does.
+        """Set an attribute. Most are read when an epoch begins, as with torch's loader.
 
         Raises:
-            AttributeError, ValueError: If it would have no effect. (A subclass may have attributes
-                of its own of the same name.)
+            AttributeError, ValueError: If setting it would have no effect. (A user's subclass may
+                have its own attributes of these names.)
         """
         if self._plan is not None and type(self).__module__.partition(".")[0] == "shmloader":
             check_settable(type(self), name)
@@ -398,7 +413,7 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     @property
     def _is_in_ranks(self) -> bool:
-        """Whether other loaders have to deliver as many samples as this one."""
+        """Whether the loaders of other ranks have to deliver as many samples as this one."""
         return any(map(is_cut_for_ranks, self._all_samplers))
 
     @property
@@ -411,13 +426,13 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _seed_of_samples(self) -> int | None:
         """The seed of the samples' random numbers, which differ between ranks; None without one.
 
-        The order depends on the loader's own seed: ranks have to agree on what they share.
+        The order depends on the user's seed alone, since ranks must agree on it.
         """
         seed, rank = self._sample_seed, rank_of(self._all_samplers)
         return seed if seed is None or rank is None else seed_of_rank(seed, rank)
 
     def _wanted_devices(self) -> list[Any]:
-        """Return where the batches of a step are to arrive, as the user said it."""
+        """Return the devices of a step's batches, as the user gave them."""
         return [self.device]
 
     @property
@@ -426,7 +441,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         return False
 
     def _scope_config(self) -> dict[str, Any]:
-        """Return the fields of the configuration that say whose the workers are."""
+        """Return the fields of the configuration about workers that ranks share."""
         return {}
 
     @property
@@ -435,7 +450,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         return 1
 
     def _window_wanted(self) -> int | None:
-        """Return the number of batches in flight, if ``prefetch_factor`` does not say it."""
+        """Return the number of batches in flight; None if ``prefetch_factor`` decides it."""
         return None
 
     # Iterators -------------------------------------------------------------------------------
@@ -446,7 +461,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
-        # The iterator takes what its epoch begins with from the loader, so one thread at a time.
+        # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
         with self._begin_lock.held():
             if self._is_closed:
                 raise ClosedLoaderError(LOADER_CLOSED)
@@ -466,7 +481,7 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         """Return an iterator over a new epoch; torch's ``__iter__`` calls this."""
-        check_thread_pool(self)  # attributes may have been set since
+        check_thread_pool(self)  # users may have set attributes since the constructor's check
         check_executor(self)
         plan, parts = self._present_plan, self._parts
         if is_data_pipe(self.dataset):
@@ -520,7 +535,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Return the arguments as they are now, for an iterator that begins.
 
         Raises:
-            TypeError, ValueError: If an attribute was set to what cannot be an argument.
+            TypeError, ValueError: If an attribute was set to a value that an argument cannot have.
         """
         check_on_error(self.on_error)  # any other word would skip bad samples
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -585,10 +600,11 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     @property
     def _dispatches_dynamically(self) -> bool:
-        """Whether any worker may take the next batch, and there are several.
+        """Whether any worker may take the next batch (dynamic dispatch).
 
-        A worker that ranks share has no more tasks of each than it has room for: else it would wait
-        for a rank that is stopped to take its answers.
+        One worker is enough only with "auto" and where ranks share workers. A shared worker has no
+        more tasks of a rank than it has room for, so that it never waits for a stopped rank to take
+        its answers.
         """
         may = not self.in_order or self._sample_seed is not None
         may = may and (self.num_workers > 1 or self._shares_workers)
@@ -598,7 +614,8 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _snapshot_interval(self, *, is_iterable: bool) -> int:
         """Return after how many batches a worker saves its dataset's state; 0 for never.
 
-        A map-style dataset cannot re-read what it delivered since: its state is saved each time.
+        A map-style dataset cannot re-read the batches since its last state, so its state is saved
+        after each batch.
         """
         if is_iterable:
             return operator.index(self.snapshot_every_n_steps or 0)
@@ -617,7 +634,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             for iterator in list(self._open_iterators):
                 stack.callback(iterator.close)
         self._parts.host_pool = None
-        # Last: an exception in an iterator that is freed as garbage would not be raised.
+        # Last, since no exception is raised from an iterator that is freed as garbage.
         self._iterator = None
 
     def __enter__(self) -> Self:

@@ -39,15 +39,15 @@ class ExecutorIterator(SlotIterator):
             locker=locker,
             admission=MemoryAdmission(memory),
         )
-        # A worker for each batch in flight.
+        # To the engine, each batch in flight is a worker.
         self._engine = self._make_engine(self._pool, config.most_window)
 
 
 def _make_payload(config: LoaderConfig, slot_bytes: int) -> PortablePayload:
-    """Pickle what the executor's processes get.
+    """Pickle the parts of the loader that the executor's processes get.
 
     Raises:
-        TypeError, AttributeError, pickle.PicklingError: If it cannot be pickled; names the part.
+        TypeError, AttributeError, pickle.PicklingError: If a part cannot be pickled; names it.
     """
     objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
     try:

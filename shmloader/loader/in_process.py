@@ -42,8 +42,8 @@ from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
     """Makes batches on the consumer's thread, when they are asked for.
 
-    ``seed=`` sets the process's random number generators for each sample; they are put back after
-    each batch.
+    ``seed=`` sets the process's random number generators for each sample. Their earlier states are
+    restored after each batch.
     """
 
     _pool: InlinePool
@@ -58,15 +58,15 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         self._resumed: tuple[DatasetCheckpoint, Saved | None] | None = (checkpoint, saved)
 
     def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
-        """Do nothing: the maker knows where the dataset is."""
+        """Do nothing: the maker tracks the dataset's position."""
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
         """Return no stage: batches are pinned and moved to a device on the consumer's thread."""
         config = self._config
         self._step = "build"
         self._transform = transform_here(config)
-        # None of these may refer to the iterator: in a reference cycle, only the garbage collector
-        # could free it.
+        # No transform may refer to the iterator: in a reference cycle, only the garbage collector
+        # could free the iterator.
         if config.has_device or config.has_steps:
             self._step = "device"
             self._transform = _after(functools.partial(_move, config), self._transform)
@@ -138,7 +138,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
             return False
         if source.delivery is None or is_interruption(error):
             return True
-        # It came in place of the batch: torch's warning of a wrong length, for instance, where
+        # The error came in place of the batch. It may be torch's warning of a wrong length, if
         # warnings are errors.
         source.raised_id = id(error)
         return False
@@ -158,15 +158,15 @@ class LocalMaker:
     Attributes:
         streams: The checkpoint of the dataset; None if states of the loader contain none.
         fetcher: torch's fetcher, or one of ours.
-        take_report: Returns how many of a batch's samples failed; None where errors are raised.
+        take_report: Returns the report on a batch's samples; None with ``on_error="raise"``.
 
     Args:
         config: The loader's arguments.
-        checkpoint: Where the dataset is resumed.
-        saved: The state in it, which the dataset has loaded already; None if there is none.
+        checkpoint: The checkpoint from which the dataset resumes.
+        saved: The state in ``checkpoint``, which the dataset has loaded already; None without one.
         epoch: Number of the epoch.
         timer: Times the work.
-        concurrent_fetcher: Loads several samples at once; None loads one after the other.
+        concurrent_fetcher: Loads several samples at once; None to load one after the other.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class LocalMaker:
         saved: Saved | None,
         rng: dict[str, Any] | None,
     ) -> None:
-        """Prepare to resume an iterable dataset from a checkpoint."""
+        """Begin an iterable dataset's stream where a checkpoint says, and track its position."""
         # Set until the first batch after resuming is made.
         self._resumed: DatasetCheckpoint | None = None
         if checkpoint.rng is not None or checkpoint.skip:
@@ -234,10 +234,11 @@ class LocalMaker:
 
     @property
     def make(self) -> Callable[[Any], Any]:
-        """What makes the batch of a ticket's indices.
+        """The function that makes the batch of a ticket's indices.
 
-        Not an attribute: with a method of its own, the maker would be garbage for the collector,
-        and so would the iterator of an iterable dataset, with the files that this has open.
+        It is not stored in an attribute: that would be a reference cycle, and only the garbage
+        collector could free the maker, an iterable dataset's iterator, and the files that this
+        iterator has open.
         """
         if isinstance(self.streams, StreamHere):
             return self._make_of_stream
@@ -279,7 +280,7 @@ class LocalMaker:
     def _replay(
         self, indices: Any, checkpoint: DatasetCheckpoint, rng: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """Re-read and discard what was delivered since the snapshot; return the generators' states.
+        """Re-read and discard the batches since the snapshot; return the generators' states.
 
         Raises:
             ResumeError: If the batches cannot be read again, or differ.
@@ -301,7 +302,7 @@ class LocalMaker:
 
 
 def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Set the global generators to earlier states in a ``with`` block, and restore them after."""
+    """Return a context in which the global generators have earlier states; None changes nothing."""
     return contextlib.nullcontext() if rng is None else with_global_rng_state(rng)
 
 
@@ -330,4 +331,4 @@ def _to_device(batch: Any, device: torch.device | None) -> Any:
 
 
 def _do_nothing() -> None:
-    """Close nothing, where no threads help to load samples."""
+    """Do nothing; used as a close function where there is nothing to close."""

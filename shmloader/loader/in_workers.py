@@ -1,4 +1,4 @@
-"""The iterator whose batches are made by worker processes, of its own or of all ranks here."""
+"""The iterator over batches of worker processes: its own, or those that a host's ranks share."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class WorkerIterator(SlotIterator):
         workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
         config = self._config
         lent, slot_bytes = config.lend_limit, config.slot_bytes
-        # The worker count that the engine was told in this epoch; None before.
+        # The worker count that the engine was last told in this epoch; None if it was told none.
         self._wanted: int | None = None
         try:
             self._pool = ProcessPool(
@@ -94,7 +94,7 @@ class WorkerIterator(SlotIterator):
             pool.note_kept()
             wanted = pool.wanted_count  # another iterator's thread may change it
             if wanted is not None:
-                # Those of the rank that has begun the pool, and what became of them.
+                # The rank that began the pool decides the maximum; the pool adapts the number.
                 self._config = dataclasses.replace(
                     config, num_workers=wanted, most_workers=pool.worker_count
                 )

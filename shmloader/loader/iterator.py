@@ -37,8 +37,9 @@ from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
 
-# An engine that has moved to its thread stays there for so many batches. A move takes some 0.3 ms,
-# and a pause of the user's, while the engine runs on the user's thread, looks like a long batch.
+# An engine that has moved to its own thread stays there for at least so many batches. A move takes
+# some 0.3 ms, and while the engine runs on the user's thread, it takes a pause of the user's for a
+# long batch.
 _BATCHES_BETWEEN_MOVES = 1_000
 
 
@@ -74,8 +75,8 @@ class EngineIterator(CountingIterator):
         Args:
             loader: The loader, for torch's base class and the number of workers with "auto".
             config: The loader's arguments.
-            plan: The loader's epochs, of which one has begun.
-            parts: What the iterators of the loader share.
+            plan: The plan of the loader's epochs, which has begun one.
+            parts: The objects that all iterators of the loader share.
         """
         begin_ns = time.monotonic_ns()
         resumed = parts.take_resumed()
@@ -93,9 +94,10 @@ class EngineIterator(CountingIterator):
             self._open(locker)
             config = self._config
             self._begin_record(config.num_workers, begin_ns)
-            # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It
-            # must not hold the sampler, which may hold the loader and this iterator. An engine
-            # without a thread of its own holds the sampler.
+            # The finalizer ends the workers when the iterator is garbage, but not at the
+            # interpreter's exit. It must not hold the sampler, which may hold the loader and this
+            # iterator. An engine without its own thread holds the sampler, so there the finalizer
+            # closes the pool instead.
             self._source: EngineBase | StagedEngine = self._engine
             self._staged: StagedEngine | None = None
             is_optional = stage is None and self._needs_thread
@@ -109,7 +111,7 @@ class EngineIterator(CountingIterator):
                 self._source = self._staged
                 self._finalize_by(self._staged.owner.end)
             self._has_optional_thread = is_optional and self._adapter is None
-            # Not before so many batches of the epoch does the engine move once more.
+            # The engine does not move again before this many batches of the epoch.
             self._stays_until = 0
             self._is_exhausted, self._is_fresh = False, True
             self._iterate_again(loader)
@@ -127,10 +129,10 @@ class EngineIterator(CountingIterator):
         """Do nothing: workers load the states of their own datasets."""
 
     def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
-        """Note where the workers' datasets are, if states of the loader contain that.
+        """Begin to track the workers' datasets, if states of the loader contain theirs.
 
         Args:
-            resumed: Where they are resumed; None for their beginnings.
+            resumed: The checkpoints from which they resume; None for their beginnings.
         """
         self._streams: DatasetCheckpoints | None = None
         config = self._config
@@ -153,7 +155,7 @@ class EngineIterator(CountingIterator):
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         stage, locker = _device_stage(config, self._parts.open_destination(config))
-        # Without a device (or "cpu") it runs here.
+        # Without a device, or with "cpu", the device_transform runs on this thread.
         self._transform = transform_here(config) if stage is None else no_transform
         if stage is None and self._pin_memory:
             kind = self._pin_memory_device
@@ -165,7 +167,7 @@ class EngineIterator(CountingIterator):
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
     def _finalize_by(self, end: Callable[[], object]) -> None:
-        """Set what is called when the iterator is garbage, in place of what was."""
+        """Set the function that is called when the iterator is garbage, in place of another."""
         before = getattr(self, "_finalizer", None)
         self._finalizer = weakref.finalize(self, end)
         self._finalizer.atexit = False
@@ -174,12 +176,12 @@ class EngineIterator(CountingIterator):
 
     @property
     def _needs_thread(self) -> bool:
-        """Whether a thread looks after the workers while the user's thread is elsewhere."""
+        """Whether a thread has to serve the workers while the user's thread does other things."""
         engine = self._engine
         return engine.needs_thread or (engine.is_dynamic and self._adapter is not None)
 
     def _ender(self) -> Callable[[], object]:
-        """Return what ends the workers when the iterator is garbage; must not hold the sampler."""
+        """Return the function that ends the workers; it must not refer to the sampler."""
         return self._pool.close
 
     def _iterate_again(self, loader: Any) -> None:
@@ -240,12 +242,13 @@ class EngineIterator(CountingIterator):
         raise StopIteration
 
     def _place_engine(self) -> None:
-        """Have the engine run on a thread of its own while that is needed, and else on this one.
+        """Run the engine on a thread of its own while that is needed, and otherwise on this one.
 
-        Where tickets never wait for a worker, the thread would have nothing to do between two
-        calls, and each batch costs the switches to it and back. A seeded loader of single ints
-        with two workers takes 0.45 (0.33 to 0.46) of the time without it, and 0.34 (0.25 to 0.42)
-        of this process's CPU (five rounds in turns, two idle cores of an AMD EPYC, 2026-11-25).
+        If tickets never wait for a worker, the thread would have nothing to do between two calls,
+        and each batch would cost the switches to it and back. Without the thread, a seeded loader
+        of single ints with two workers takes 0.45 (0.33 to 0.46) of the time, and 0.34 (0.25 to
+        0.42) of this process's CPU (five rounds in turns, two idle cores of an AMD EPYC,
+        2026-11-25).
         """
         staged, is_needed = self._staged, self._engine.needs_thread
         assert staged is not None
@@ -255,7 +258,7 @@ class EngineIterator(CountingIterator):
             self._move_engine(staged, to_thread=is_needed)
 
     def _move_engine(self, staged: StagedEngine, *, to_thread: bool) -> None:
-        """Have the engine run on its thread, or on this one, if that is possible now."""
+        """Move the engine to its thread, or to this one, if that is possible now."""
         engine = self._engine
         if engine.is_closed or self._pool.is_inherited:
             return
@@ -278,7 +281,7 @@ class EngineIterator(CountingIterator):
             raise
 
     def _leave_beginning(self) -> None:
-        """Draw the epoch again if the loader's sampler was told another number since ``iter()``."""
+        """Draw the epoch again if its number was set to another one since ``iter()``."""
         self._is_fresh = False
         if self._plan.leave_beginning(self._progress):
             self._progress = self._plan.progress
@@ -304,7 +307,7 @@ class EngineIterator(CountingIterator):
 
     def _note_end(self) -> None:
         source = self._source
-        source.in_transit = True  # an interrupt here would leave out ends of streams
+        source.in_transit = True  # an interrupt here would leave ends of streams uncounted
         self._note_streams_ended()
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
@@ -314,7 +317,7 @@ class EngineIterator(CountingIterator):
         if self._streams is not None:
             self._streams.note(self._engine.take_stream_ends())
 
-    def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - its note tells
+    def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - the workers note it
         delivery = self._source.delivery
         if delivery is not None:
             seq, left_out, streams, _ = delivery
@@ -330,7 +333,7 @@ class EngineIterator(CountingIterator):
         streams = self._streams
         return self._progress.mark(), None if streams is None else streams.mark()
 
-    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - its delivery tells
+    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - the delivery has it
         ended_ns = time.monotonic_ns()
         source = self._source
         delivery = source.delivery
@@ -389,7 +392,7 @@ class EngineIterator(CountingIterator):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed: by ``close``, the epoch's end, a death, or too many failures."""
+        """Whether ``close``, the epoch's end, a worker's death or too many failures closed it."""
         return self._engine.is_closed
 
     def _shutdown_workers(self) -> None:

@@ -1,4 +1,4 @@
-"""The part of a loader that reports where the time goes, and batches that take no time to load."""
+"""The part of a loader that reports where the time goes, and :class:`CachedBatches`."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,16 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     _root = "/"
 
     def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
-        """Return where the time has gone so far. At any time, on any thread, after ``close()`` too.
+        """Return where the time has gone so far.
+
+        May be called at any time, on any thread, and after ``close()``.
 
         ``print(loader.stats())`` shows a table. ``loader.stats().verdict`` is a sentence that says
         what limits the speed and what to change.
 
-        A call takes some milliseconds for each living worker, to measure its memory. Where torch's
-        own iterator loads (data pipes, or a system without memfd and pidfd), only the batches and
-        the waits for them are known.
+        A call takes some milliseconds for each living worker, to measure its memory. If torch's own
+        iterator loads (data pipes, or a system without memfd and pidfd), only the batches and the
+        waits for them are known.
 
         Args:
             of: "epoch": the newest epoch, running or over. "total": all epochs since the loader
@@ -43,7 +45,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             A frozen snapshot.
 
         Raises:
-            ValueError: If ``of`` is neither.
+            ValueError: If ``of`` is neither "epoch" nor "total".
         """
         if of not in ("epoch", "total"):
             raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
@@ -68,15 +70,14 @@ class MeasuredLoader(ResumableLoader[_T_co]):
         The file opens in ui.perfetto.dev, and ``shmloader report`` makes a page of it. It has the
         batches of all iterators of this loader that were delivered inside the block, and the
         statistics of just these batches and of the waits for them. Recording takes about half a
-        kilobyte of memory per batch.
-        The file is also written if the block raises.
+        kilobyte of memory per batch. The file is also written if the block raises.
 
         Args:
             path: Path of the file, which is overwritten.
 
         Raises:
-            OSError: If the file cannot be written; at the beginning of the block, if that can be
-                known then.
+            OSError: If the file cannot be written: at the beginning of the block if it cannot be
+                opened, otherwise at the end.
             RuntimeError: If a trace of this loader is being recorded already.
         """
         statistics, target = self._parts.statistics, Path(path)
@@ -98,16 +99,16 @@ class MeasuredLoader(ResumableLoader[_T_co]):
 class CachedBatches(Generic[_T]):
     """Yields the first batches of a loader again and again, endlessly.
 
-    Train on it for a while: the speed is that of a loader that takes no time, and so the most that
-    a faster loader could gain. Your loop has to end by itself:
+    Train on it for a while: you see the speed with a loader that takes no time, and so the most
+    that a faster loader could gain. Your loop has to end by itself:
     ``for step, batch in zip(range(1_000), CachedBatches(loader, 8))``.
 
     The same objects are yielded each time, so a change made in place stays.
 
     Args:
-        loader: Any iterable of batches. Of a ``DataLoader``, one epoch is begun and left, and its
-            workers end unless they are persistent.
-        n: Number of batches to keep; fewer if the loader has fewer.
+        loader: Any iterable of batches. With a ``DataLoader``, the constructor begins an epoch and
+            leaves it early, and the workers end unless they are persistent.
+        n: Number of batches to keep; if the loader has fewer, all of them are kept.
 
     Raises:
         TypeError: If ``n`` is not a whole number.

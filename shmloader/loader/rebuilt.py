@@ -1,11 +1,12 @@
-"""What frameworks make of our loaders: warnings, and a correction.
+"""Warnings for users of frameworks that rebuild our loaders, and a correction for Lightning.
 
-Some frameworks read the arguments of a loader and make another one of torch's class with them. That
-one runs without shmloader, and without the arguments that torch does not have. All that can be seen
-of it is the reading: of ``worker_init_fn``, which nothing else in these modules reads.
+Some frameworks read the arguments of a loader and build another one of torch's class from them. The
+new loader runs without shmloader, and without the arguments that torch does not have. Our loader
+can see only that a module of such a framework reads ``worker_init_fn``. These modules do that for
+no other purpose.
 
-Lightning saves the state of a loader, and begins its epochs, as only the callback for it can make
-right. Whether a call comes from Lightning is seen by the module of its caller.
+Lightning saves the state of a loader and begins its epochs in ways that only our callback for
+Lightning can correct. The module of a caller shows whether a call comes from Lightning.
 """
 
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from shmloader.probing import probe
 from shmloader.sampling.seeded_samplers import SeededShardSampler
 
-# The modules that read, with the framework's name and its adapter.
+# The modules that rebuild loaders, each with its framework's name and the adapter for it.
 _ACCELERATE = ("accelerate", "shmloader.integrations.accelerate.prepare(accelerator, loader)")
 _RAY = ("Ray Train", "shmloader.integrations.ray.prepare_data_loader(loader)")
 _READERS = {
@@ -32,7 +33,7 @@ class RebuiltLoaderWarning(UserWarning):
 class ReadByFrameworks:
     """An attribute of a loader that is read where a framework builds another loader.
 
-    The value is an entry of the loader's ``__dict__``, as without this descriptor.
+    The value is kept in the loader's ``__dict__``, as without this descriptor.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -67,13 +68,13 @@ class ReadByFrameworks:
             )
 
 
-# Both packages of Lightning, and where they combine the loaders of a Trainer.
+# Lightning's two packages, and their modules that combine the loaders of a Trainer.
 _PACKAGES = ("lightning", "pytorch_lightning")
 _COMBINING = (
     "lightning.pytorch.utilities.combined_loader",
     "pytorch_lightning.utilities.combined_loader",
 )
-# An overriding method of the user's may stand between Lightning's call and ours.
+# Between Lightning's frame and ours there may be frames of a user's overriding methods.
 _MOST_FRAMES = 4
 
 _CALLBACK = "shmloader.integrations.lightning.LoaderCallback()"
@@ -100,9 +101,9 @@ def warn_of_lightning_states(loader: Any) -> None:
 
 
 def warn_of_lightning_epochs(loader: Any) -> None:
-    """Warn, once for each loader that rolls over, if Lightning would cut its epochs.
+    """Warn, once for each loader that rolls over, if Lightning would cut its later epochs short.
 
-    Called where the loader begins an epoch.
+    Called when the loader begins an epoch.
     """
     if vars(loader).get("_is_begun_by_lightning"):
         if _is_called_by_lightning(loader):
@@ -119,7 +120,10 @@ def warn_of_lightning_epochs(loader: Any) -> None:
 
 
 def _is_called_by_lightning(loader: Any) -> bool:
-    """Whether Lightning has called the function that called this module's, without the callback."""
+    """Whether Lightning called the loader's method that called this module.
+
+    False if the callback for Lightning takes care of the loader.
+    """
     if vars(loader).get("_has_lightning_callback"):
         return False
     frame = sys._getframe(2)
@@ -139,15 +143,15 @@ def _warn_once(loader: Any, flag: str, text: str) -> None:
 
 
 def leave_out_repeats(batch_sampler: Any) -> None:
-    """Make a sharded loader by which Lightning predicts deliver each sample once.
+    """Make the sharded loader with which Lightning predicts deliver each sample once.
 
-    To train, ranks need as many batches as the others, and the order of a sharded loader is padded.
-    To predict, Lightning makes a loader with an object of a class of its own, which has the
-    attributes of a batch sampler over that order, and that batch sampler. It would have a
-    prediction for each of the samples that were added.
+    For training, all ranks need equally many batches, so the order of a sharded loader is padded
+    with repeated samples. For predicting, Lightning builds another loader. Its batch sampler wraps
+    one over the padded order, so Lightning would predict the repeated samples twice. This function
+    leaves them out of that order.
 
     Args:
-        batch_sampler: The batch sampler of a loader, or None.
+        batch_sampler: The batch sampler of the new loader, or None.
     """
     if type(batch_sampler).__module__.partition(".")[0] not in _PACKAGES:
         return

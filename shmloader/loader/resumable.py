@@ -47,7 +47,7 @@ _log = logging.getLogger("shmloader")
 
 
 class _BeginLock:
-    """Lock of the thread that begins an epoch. In a forked child it is free again."""
+    """Lock that a thread holds while it begins an epoch. In a forked child it is free again."""
 
     def __init__(self) -> None:
         self._pid, self._lock = os.getpid(), threading.RLock()
@@ -55,7 +55,7 @@ class _BeginLock:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock inside the block."""
-        if self._pid != os.getpid():  # a thread may have held it that the child does not have
+        if self._pid != os.getpid():  # it may be held by a thread that the child does not have
             self._pid, self._lock = os.getpid(), threading.RLock()
         with self._lock:
             yield
@@ -72,7 +72,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     """A loader whose state can be saved and loaded. Used on the user's thread.
 
     The order of the samples and the position in it belong to the :class:`EpochPlan`. This class
-    makes the plan, and adds the states of the dataset and the check whether a state fits.
+    makes the plan, saves the states of the dataset as well, and checks whether a state fits.
     """
 
     thread_pool: bool
@@ -82,7 +82,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
-    #: The seed that samples and order depend on. Users may set ``seed``, which changes nothing.
+    #: The seed that samples and order depend on, as the constructor got it.
     _sample_seed: int | None
     #: Set at the end of the constructor.
     _plan: EpochPlan | None = None
@@ -121,7 +121,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Set the plan; called by the constructor with the user's samplers, or None."""
         if self.last_batch == "rollover" and batch_sampler is None:
             assert self.batch_size is not None
-            # Set past torch's guard, which is there for users.
+            # Set in __dict__, since torch's __setattr__ refuses to change this attribute.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
         seed, counter = self._sample_seed, None
         if seed is not None and sampler is None and batch_sampler is None:
@@ -156,13 +156,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         )
 
     def _last_batch_of(self, batch_sampler: object) -> LastBatch:
-        """Return what happens to samples that do not fill a batch that this loader makes."""
+        """Return what happens to samples that do not fill the last batch of this loader."""
         if self.drop_last:
             return "discard"
         return "keep" if batch_sampler is not None else self.last_batch or "keep"
 
     def _set_plan(self, plan: EpochPlan) -> None:
-        """Set the plan; the batch sampler begins with what the plan's order carries over."""
+        """Set the plan, and make the batch sampler begin with the samples that it carries over."""
         self._plan = plan
         carry_over = plan.order.carry_over
         if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):
@@ -178,7 +178,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return counter
 
     def _set_own_sampler(self, sampler: SeededSampler) -> None:
-        """Set ``sampler``, and the batch sampler over it, past torch's guard."""
+        """Set ``sampler`` and the batch sampler over it, which torch's __setattr__ refuses."""
         own = self.__dict__
         own["sampler"] = sampler
         batches = own["batch_sampler"]
@@ -187,7 +187,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         elif isinstance(batches, RolloverBatchSampler):
             batches.sampler = sampler
         if own["batch_sampler"] is not None:
-            # Of the instance, since frameworks treat a subclass of torch's as one of the user's.
+            # Set on the instance: frameworks take a subclass of torch's for one of the user's.
             own["batch_sampler"].set_epoch = sampler.set_epoch
 
     # Epochs --------------------------------------------------------------------------------
@@ -200,15 +200,23 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         An epoch that is being iterated keeps its number.
 
-        With a ``seed``, order and random numbers are those of that epoch. The ``set_epoch`` of a
-        sampler or batch sampler is called with the number: at each epoch with a seed, otherwise
-        now. A loaded state of that epoch is kept, and one of another epoch is discarded.
+        With a ``seed``, order and random numbers are those of that epoch. If a sampler or batch
+        sampler has ``set_epoch``, that is called with the number: at the beginning of each epoch
+        with a ``seed``, otherwise now. A loaded state of that epoch is kept, and a state of another
+        epoch is discarded.
 
         With a ``seed``, calling ``set_epoch`` of the sampler itself sets the number of the next
-        epoch as well, if the sampler has an attribute ``epoch`` with that number. Until the first
-        batch of the present epoch is asked for, it sets the number of that one.
+        epoch as well, if the sampler has an attribute ``epoch`` with that number. Before the first
+        batch of the present epoch is asked for, that call sets the number of the present epoch.
 
         Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
+
+        Args:
+            epoch: The number, 0 or more.
+
+        Raises:
+            TypeError: If it is not a whole number.
+            ValueError: If it is negative.
         """
         plan = self._present_plan
         plan.set_epoch(epoch)
@@ -274,19 +282,21 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # States --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the newest epoch: of delivered batches, not of prefetched ones.
+        """Return the loader's state: its position after the batches delivered so far.
 
-        May be called between any two batches, on the thread that takes them. Once the epoch has
-        ended with StopIteration, the state is that of the beginning of the next epoch.
+        Batches that are only prefetched do not count. May be called between any two batches, on the
+        thread that takes them. Once the epoch has ended with StopIteration, the state is that of
+        the beginning of the next epoch.
 
         Returns:
-            Plain values, of a few hundred bytes plus the states of generators, which can go
-            through ``json``, ``pickle`` and ``torch.save`` and never change. If the dataset has
-            ``state_dict`` and ``load_state_dict``, also what its ``state_dict`` returned.
+            A dict of plain values that never change: a few hundred bytes, and the states of random
+            generators. ``json``, ``pickle`` and ``torch.save`` can save it. If the dataset has
+            ``state_dict`` and ``load_state_dict``, the dict also has what its ``state_dict``
+            returned.
 
         Raises:
-            RuntimeError: If torch's own iterator loads: for a data pipe, or where worker
-                processes of shmloader cannot be had.
+            RuntimeError: If torch's own iterator loads: for a data pipe, or with worker processes
+                on a system without memfd and pidfd.
         """
         self._check_has_state()
         warn_of_lightning_states(self)
@@ -323,8 +333,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _warn_of_dataset(self) -> None:
         """Warn that a state lacks the map-style dataset's own, unless the user wants that.
 
-        Threads share one dataset, which is ahead of what was delivered. With "auto", resuming from
-        the states of all workers would need the same number of workers again.
+        Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
+        from the states of all workers would need the same number of workers again.
         """
         if self.snapshot_every_n_steps:
             how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
@@ -357,7 +367,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._present_plan.load_state_dict(loaded)
 
     def _check_streams(self, loaded: dict[str, Any]) -> None:
-        """Raise ValueError if what a state contains of the workers' datasets does not fit."""
+        """Raise ValueError if the states of the workers' datasets in a state do not fit."""
         if "streams" in loaded:
             if not self._saves_dataset:
                 raise ValueError(
@@ -400,7 +410,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
 
     def _facts(self) -> dict[str, Any]:
-        """Return what a state and its loader must have in common."""
+        """Return the values that a state and its loader must have in common."""
         length: int | None = None
         if not isinstance(self.dataset, IterableDataset):
             with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
@@ -410,10 +420,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # Copies --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but iterators and failures: a copy or a pickle has no workers."""
+        """Return the attributes for a copy or a pickle: no iterators, failures or statistics."""
         plan = self._present_plan
         if plan.progress.is_ended:
-            plan.commit()  # a copy begins with what was left over
+            plan.commit()  # a copy begins with the samples that were left over
         state = self.__dict__.copy()
         state["_iterator"] = None
         for name in ("_parts", "_open_iterators", "_begin_lock"):
@@ -429,7 +439,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._unshare_plan()
 
     def _unshare_plan(self) -> None:
-        """Copy the plan and the samplers: copy.copy() passes on the objects of the original."""
+        """Copy the plan and the samplers, which copy.copy() has shared with the original."""
         plan = self._present_plan
         order, counter = copy.copy(plan.order), copy.copy(plan.counter)
         if isinstance(self.batch_sampler, RolloverBatchSampler):

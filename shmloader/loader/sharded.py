@@ -40,7 +40,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Indexable(Protocol[_T_co]):
-    """Whatever samples are loaded from by index: a dataset, an array, a tensor or a sequence."""
+    """An object whose samples are loaded by index: a dataset, an array, a tensor, a sequence."""
 
     def __getitem__(self, index: Any, /) -> _T_co:
         """Return the sample of an index."""
@@ -51,22 +51,23 @@ class ShardedDataLoader(DataLoader[_T_co]):
     """A loader for several GPUs: in one process, in several, or both.
 
     All ranks follow one global order of the samples, which depends on ``seed`` and the epoch
-    alone. Global batch b is the b-th run of ``batch_size * shards * world_size`` samples in it.
-    Rank r takes the r-th part of each global batch, and shard i of a rank the i-th part of that.
-    So the batches of all ranks and shards, one after the other, are the same sequence for any
-    number of ranks, as long as the global batch has the same size.
+    alone. Global batch b is the b-th run of ``batch_size * shards * world_size`` samples in this
+    order, where ``shards`` is the number of batches in a step. Rank r takes the r-th part of each
+    global batch, and shard i of a rank the i-th part of that. So the batches of all ranks and
+    shards, one after the other, are the same sequence for any number of ranks, as long as the
+    global batch has the same size.
 
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
     Args:
-        dataset: Map-style; a NumPy array, a tensor or a sequence will do.
+        dataset: Map-style dataset, NumPy array, tensor or sequence.
 
         **Batches**
 
-        batch_size: Number of samples in each batch: of a rank, or of each shard of a rank. None
-            only with ``batch_sampler``.
+        batch_size: Number of samples in a rank's batch, or in each shard's batch if a step has
+            several. None only with ``batch_sampler``.
         collate_fn: Makes a batch of a list of samples.
-        batchify_fn: GluonNLP's name for ``collate_fn``; give one of the two.
+        batchify_fn: GluonNLP's name for ``collate_fn``; the two cannot be combined.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last global batch. "pad" (the
             default) adds samples from the start of the epoch, so that all batches of all ranks are
@@ -76,68 +77,74 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
         **Order and seed**
 
-        shuffle: Whether each epoch has a random order of its own. It takes no memory.
-        sampler: Yields the order instead. Each rank draws all of it, with random generators
-            (``random``, ``numpy.random``, torch) that depend on ``seed`` and the epoch. If it has
-            ``set_epoch``, that is called with the epoch. With ``thread_pool=True``, samples that
-            draw from these generators at the same time change the order: give the sampler a
-            generator of its own then.
-        batch_sampler: Yields lists of indices, or lists of index lists. A step of the second kind
-            is a **list** of batches, one for each index list, all in one slot. The two kinds may
-            be mixed. Steps are distributed whole: step s of rank r is number
-            ``s * world_size + r``.
-        seed: Orders the epoch, and sets the random generators for each sample by its position in
-            the global order, as ``seed`` of :class:`shmloader.DataLoader` does. So a run is the
-            same on any number of ranks, as long as the global batch has the same size. Samples are
-            fetched one by one, even if the dataset has ``__getitems__``. With
-            ``thread_pool=True``, only :func:`shmloader.sample_rng` is set, not the generators of
-            ``random``, ``numpy.random`` and torch.
+        shuffle: Whether each epoch has a random order of its own. The order is computed as needed
+            and takes no memory.
+        sampler: Yields the indices of all ranks, in the global order. Each rank draws all of them,
+            with random generators (``random``, ``numpy.random``, torch) that depend on ``seed`` and
+            the epoch. If the sampler has ``set_epoch``, that is called with the epoch. With
+            ``thread_pool=True``, samples that draw from these generators at the same time change
+            the order, so give the sampler its own generator then.
+        batch_sampler: Yields the steps of all ranks: each is a list of indices, or a list of index
+            lists. A step of the second kind is a **list** of batches, one for each index list, all
+            in one slot. The two kinds may be mixed. Steps are distributed whole: step s of rank r
+            is number ``s * world_size + r``.
+        seed: A whole number, 0 or more. Orders the epoch, and sets the random generators for each
+            sample by its position in the global order, as ``seed`` of
+            :class:`shmloader.DataLoader` does. So a run is the same on any number of ranks, as long
+            as the global batch has the same size. Samples are fetched one by one, even if the
+            dataset has ``__getitems__``. With ``thread_pool=True``, only
+            :func:`shmloader.sample_rng` is set, not the generators of ``random``, ``numpy.random``
+            and torch.
         generator: Random generator for shuffling, as with torch; for one rank only, since several
             could not agree on an order.
 
         **Ranks, shards and devices**
 
-        rank: Number of this process, from 0. If ``world_size`` is None, rank and world size are
-            those of the default group of ``torch.distributed``, or else of torchrun's ``RANK`` and
-            ``WORLD_SIZE``, or else of a step of Slurm's (``SLURM_PROCID`` and
-            ``SLURM_STEP_NUM_TASKS``, which ``srun`` sets), or else 0 of 1. They are resolved when
-            the first epoch begins, so a loader may be made before the processes of a run are
-            launched. Until then, ``len()``, ``state_dict()``, ``load_state_dict()`` and the
-            samplers go by what they are at that moment, and raise ValueError where only one of two
-            variables is set.
+        rank: Number of this process, from 0. Give both ``rank`` and ``world_size``, or neither. If
+            both are None, they are those of the default group of ``torch.distributed``. Without a
+            group, they are torchrun's ``RANK`` and ``WORLD_SIZE``, or else Slurm's
+            ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, which ``srun`` sets. Without these, this
+            is rank 0 of 1. They are resolved when the first epoch begins, so a loader may be made
+            before the processes of a run are launched. Until then, ``len()``, ``state_dict()``,
+            ``load_state_dict()`` and the samplers use the values of that moment, and raise
+            ValueError if only one of two variables is set, or a value is wrong.
         world_size: Number of ranks.
-        num_shards: Number of batches in a step, which is a list then. Cannot be combined with
-            ``batch_sampler``, which makes the steps itself.
-        devices: Each step is a list of batches, one for each of these devices, where it arrives;
-            "cpu" leaves a batch on the CPU. With ``batch_sampler``, whose steps have to be lists
-            then, this says only where they arrive.
+        num_shards: Number of batches in a step. Each step is then a list of batches, even for 1.
+            Cannot be combined with ``batch_sampler``, which makes the steps itself.
+        devices: Devices of a step's batches. Each step is a list of batches, and batch i arrives on
+            device i; "cpu" leaves a batch on the CPU. With ``batch_sampler``, this says only where
+            batches arrive, and each step has to be a list of at most as many index lists.
 
         **Workers**
 
         num_workers: Number of worker processes; 0 loads in this process; "auto" as for
             :class:`DataLoader`.
         thread_pool: Whether workers are threads.
-        worker_scope: "host" if all ranks of a host share one pool of workers: ``num_workers`` then
-            counts for the host. Each worker makes the batch whose rank has waited for it longest.
-            They are started by a process of their own, have the dataset once each, and persist
-            until the loaders of all ranks are gone. Ranks must have the same dataset, and begin
-            their loaders in the same order. Loaders with the same dataset object share a pool.
-            Linux only. "rank" (the default) for workers of this loader's own.
+        worker_scope: "rank" (the default) if this loader has its own workers. "host" if all ranks
+            of a host share one pool of workers: ``num_workers`` is then the number of workers of
+            the host. Each of them first makes the batch whose rank has waited for it longest. A
+            separate process starts these workers. Each has the dataset once, and they persist until
+            the loaders of all ranks are gone. Ranks must have the same dataset, and begin their
+            loaders in the same order. Loaders of a process share a pool if they have the same
+            dataset object, ``num_workers`` and ``worker_init_fn``. Linux only.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
-        prefetch: GluonNLP's name for the number of steps in flight; ``2 * num_workers`` if None.
+        prefetch: GluonNLP's name for the number of steps in flight; None for
+            ``prefetch_factor * num_workers``.
 
         **As for** :class:`shmloader.DataLoader`
 
         fetch_concurrency: How many samples of a batch each worker loads at once.
-        prefetch_factor: Number of steps in flight for each worker, in place of ``prefetch``.
-        in_order: Whether steps are delivered in the order's sequence.
+        prefetch_factor: Number of steps in flight for each worker; None for 2, or for 1 with
+            ``executor``. Cannot be combined with ``prefetch``.
+        in_order: Whether steps are delivered in the epoch's order; otherwise, as soon as they are
+            made.
         persistent_workers: Whether workers persist after an epoch.
         worker_init_fn: Called in each worker with the worker's number.
         multiprocessing_context: Name of a start method, or a context.
         shm_size: Maximum shared memory of one iterator.
         pin_memory_device: Deprecated by torch.
-        device: Where batches arrive; in place of ``devices``.
+        device: Where all batches arrive; cannot be combined with ``devices``.
         device_transform: Called with each batch on the device.
         device_prefetch: Number of steps that may be ready on the device.
         timeout: Seconds to wait for a step; 0 waits forever.
@@ -145,17 +152,20 @@ class ShardedDataLoader(DataLoader[_T_co]):
         worker_restarts: How many workers that die are replaced in an epoch.
         on_error: What happens to a sample that raises an ``Exception``.
         max_failures: How many samples may fail in an epoch, or what share of them.
-        snapshot_every_n_steps: 0 or None if the state of the dataset is never saved.
+        snapshot_every_n_steps: Whether the state of a dataset with ``state_dict()`` is saved after
+            each step: 1 or more for yes, 0 or None for never.
 
     Attributes:
-        rank: The rank; until the first epoch begins, as it is known now, or None.
+        rank: The rank. Until the first epoch begins, it is that of the present environment; None if
+            the environment variables are incomplete or wrong.
         world_size: The number of ranks, in the same way.
-        sampler, batch_sampler: Unless you give one, this rank's share of the order, batch after
-            batch, for what reads or iterates a loader's samplers. ``sampler`` counts as torch's
-            ``DistributedSampler``.
+        sampler, batch_sampler: If you give neither, these yield this rank's share of the order,
+            batch after batch, for frameworks that read or iterate a loader's samplers. ``sampler``
+            is then an instance of torch's ``DistributedSampler``.
 
     Raises:
-        ValueError, TypeError: If an argument does not fit.
+        ValueError, TypeError: If an argument has a wrong value or type, or cannot be combined with
+            another one.
     """
 
     _may_shard = True
@@ -214,7 +224,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
-        # Of the order that another loader has divided already, nothing is left to handle.
+        # An order that another loader has divided leaves no samples over.
         is_cut = any(map(_is_own_share, (sampler, batch_sampler, probe(batch_sampler, "sampler"))))
         check_last_batch(
             last_batch,
@@ -260,8 +270,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,
         )
-        # All public attributes are arguments. These cannot be set any more, and the properties of
-        # the rank and the world size tell what was found out.
+        # All arguments are readable as attributes. These bypass __setattr__, which refuses them by
+        # now. The properties rank and world_size return the resolved values instead.
         self.__dict__.update(
             num_shards=num_shards,
             rank=rank,
@@ -323,13 +333,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def rank(self) -> int | None:
-        """The rank, from 0; None while the environment does not say it."""
+        """The rank, from 0; None while the environment variables are incomplete or wrong."""
         known = self._ranks.known
         return None if known is None else known[0]
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks; None while the environment does not say it."""
+        """The number of ranks; None while the environment variables are incomplete or wrong."""
         known = self._ranks.known
         return None if known is None else known[1]
 
@@ -392,12 +402,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     @property
     def padding(self) -> int:
-        """Number of samples that are repeats in the batch or step that ``next()`` returned last.
+        """Number of repeated samples in the batch or step that ``next()`` returned last.
 
-        They are the last ones in it. 0 before the first batch.
+        They are the last samples in it. 0 before the first batch.
 
         Raises:
-            RuntimeError: With ``in_order=False``, where it is not known which batch that is.
+            RuntimeError: With ``in_order=False``, where the number of that batch is not known.
         """
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
@@ -426,7 +436,7 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
 
 
 def _is_own_share(sampler: object) -> bool:
-    """Whether it is the sampler of another sharded loader: frameworks make loaders of those."""
+    """Whether this is another sharded loader's sampler, which frameworks build loaders from."""
     return isinstance(sampler, SeededShardSampler)
 
 
@@ -449,10 +459,10 @@ def _check_prefetch(prefetch: object, num_workers: int | str, prefetch_factor: o
 
 
 def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler: bool) -> int:
-    """Return how many batches the loader makes of a step.
+    """Return into how many batches the loader divides a step.
 
     Returns:
-        0 if a step is a single batch, or if the batch sampler makes its batches.
+        0 if a step is a single batch, or if the batch sampler divides it.
     """
     if num_shards is not None:
         if has_batch_sampler:

@@ -13,15 +13,15 @@ from shmloader.pools import Pool
 class SlotIterator(EngineIterator):
     """Delivers batches that lie in slots of this process.
 
-    At its end it frees its memory, except what lies under batches that the user holds.
+    When it ends, it frees its slots, except those under batches that the user holds.
     """
 
     def _memory_config(self, writer_count: int, window: int | None) -> MemoryConfig:
-        """Return how much memory the slots may come to need.
+        """Return the figures by which writers check that there is memory for the slots.
 
         Args:
             writer_count: How many processes write to the slots.
-            window: Batches in flight; None for ``prefetch_factor`` for each of these.
+            window: Batches in flight; None for ``prefetch_factor`` for each writer.
         """
         config, root = self._config, Path(self._config.root)
         has_share = config.slot_bytes is not None

@@ -17,10 +17,10 @@ _short = _shortener.repr
 # Maximum number of batches that may have been delivered ahead of one that is late.
 _MOST_AHEAD = 100_000_000
 
-# Maximum of epoch number, position and so on: a larger number is not a count of batches.
+# Maximum of the epoch number, the position and other counts: a larger number shows damage.
 _LARGEST = 1 << 53
 
-# What a state and the loader that takes it must have in common.
+# Keys whose values a state and the loader that takes it must have in common.
 _FACTS = ("length", "global_batch", "sampler", "tail", "seed")
 
 # Orders by which a loader yields samples if it has no sampler of the user's.
@@ -73,7 +73,7 @@ def check_state(
 
     Args:
         state: What the user passed.
-        facts: ``length`` and so on, of the loader.
+        facts: The loader's values of the keys that a state and a loader must have in common.
         batches: The loader's argument that decides the size of its batches.
 
     Returns:
@@ -124,7 +124,7 @@ def check_state(
 
 
 def _describe(key: str, saved: object, own: object, batches: BatchArgument) -> str:
-    """Say in what a state and a loader differ, and what to set."""
+    """Return a text that says how a state and a loader differ in a key, and what to set."""
     name, remedy = {
         "length": _of_length,
         "global_batch": _of_batches,
@@ -180,7 +180,7 @@ def _of_seed(saved: object, _: BatchArgument) -> tuple[str, str]:
 
 
 def is_whole(state: dict[str, Any]) -> bool:
-    """Return whether a state is as :func:`sealed` returned it, or as JSON made it of that."""
+    """Return whether a state is unchanged since :func:`sealed`, except for a way through JSON."""
     try:
         return bool(_checksum(state) == state.get("checksum"))
     except (TypeError, ValueError, RecursionError):
@@ -206,7 +206,7 @@ def _is_sound(state: dict[str, Any]) -> bool:
 def _is_run(value: object) -> bool:
     return (
         isinstance(value, list | tuple)
-        and len(value) == 2  # noqa: PLR2004 - the first, and that after the last
+        and len(value) == 2  # noqa: PLR2004 - the first number, and the one after the last
         and all(map(_is_number, value))
         and value[0] < value[1]
     )
