@@ -282,8 +282,10 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def _restore(owner: type, name: str) -> None:
     """Put torch's method back, unless other code has replaced ours and may still call it."""
-    original = getattr(getattr(owner, name), "_shmloader", None)
-    if original is not None:
+    method = getattr(owner, name)
+    original = getattr(method, "_shmloader", None)
+    # A wrapper that functools.wraps() made has our attributes, too.
+    if original is not None and not hasattr(method, "__wrapped__"):
         setattr(owner, name, original)
 
 

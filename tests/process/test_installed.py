@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -415,16 +416,23 @@ def test_a_block_inside_another_gives_way_to_the_outer_one():
     assert type(iter(TorchLoader(pairs()))) is _SingleProcessDataLoaderIter
 
 
-def test_code_that_wraps_our_method_still_works_after_uninstall(monkeypatch):
+@pytest.mark.parametrize("decorate", [functools.wraps, lambda _: lambda wrapper: wrapper])
+def test_code_that_wraps_our_method_still_works_after_uninstall(decorate, monkeypatch):
     shmloader.install()
-    ours = TorchLoader.__iter__
+    ours, calls = TorchLoader.__iter__, []
 
+    @decorate(ours)
     def wrapper(self):
+        calls.append(self)
         return ours(self)
 
     monkeypatch.setattr(TorchLoader, "__iter__", wrapper)
+    assert isinstance(iter(TorchLoader(pairs())), EngineIterator)
     shmloader.uninstall()
-    assert type(iter(TorchLoader(pairs()))) is _SingleProcessDataLoaderIter
+    calls.clear()
+    loader = TorchLoader(pairs())
+    assert type(iter(loader)) is _SingleProcessDataLoaderIter
+    assert calls == [loader]
     monkeypatch.undo()
     shmloader.install()
     shmloader.uninstall()
