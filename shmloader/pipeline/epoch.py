@@ -461,7 +461,7 @@ def _make_flow(
                 stage.capacity,
                 in_order=stage.in_order,
                 failure_counter=failure_counter,
-                places=stage.concurrency,
+                concurrency=stage.concurrency,
                 start=start,
             )
         )

@@ -1,10 +1,10 @@
 """Measures the stages of one epoch. Pure: the epoch sets the clock.
 
-A stage has *places*, one for each item that may be in work at once. At each moment a place is in
-work (its item is in the op, or about to be), behind (its results wait for those of an earlier
-item), blocked (its results wait for space in the queue), or free (it waits for an item). The meters
-sum up these times over all places, once for all time and once for the time in which the consumer
-waited.
+A stage has ``concurrency`` *workers*: threads, coroutines, processes or tasks of an executor. At
+each moment a worker is in work (its item is in the op, or about to be), behind (its results wait
+for those of an earlier item), blocked (its results wait for space in the queue), or free (it waits
+for an item). The meters sum up these times over all workers, once for all time and once for the
+time in which the consumer waited.
 
 Summing up at each change would cost more than passing the items on. So the state is measured only
 before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
@@ -40,7 +40,7 @@ class Meter:
     """Measures one stage, or the sink.
 
     Attributes:
-        places: Items that may be in work at once.
+        concurrency: Number of workers: items that may be in work at once.
         in_count: Items taken in.
         out_count: Results passed on.
         failed_count: Calls that failed.
@@ -48,15 +48,15 @@ class Meter:
         calls: Times in the op, one for each call; for the source, one for each item.
         work_ns: Sum of the times of these calls in the op, and before the op was called; 0 for the
             source.
-        working_ns: Time in work, over all places.
+        working_ns: Time in work, over all workers.
         blocked_ns: Time blocked.
         behind_ns: Time behind.
         queued_ns: Number of items in the queue before the stage, over time.
         waited_occupied_ns: Time in work or behind while the consumer waited.
     """
 
-    def __init__(self, places: int) -> None:
-        self.places = places
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
         self.in_count = self.out_count = self.failed_count = self.left_out_count = 0
         self.calls = Histogram()
         self.work_ns = 0
@@ -67,9 +67,9 @@ class Meter:
         """Add a period in which the stage was in one state.
 
         Args:
-            working: Number of places in work.
-            blocked: Number of places blocked.
-            behind: Number of places behind.
+            working: Number of workers in work.
+            blocked: Number of workers blocked.
+            behind: Number of workers behind.
             elapsed_ns: Length of the period.
             waited_ns: For how much of the period the consumer waited.
         """

@@ -97,8 +97,8 @@ class PipeStage:
         clock: The flow's clock.
         capacity: Items that may be in the stage.
         in_order: Whether results leave in the order of the items.
-        places: Items that may be in work at once; further items in the stage are on their way to a
-            worker. None for ``capacity``.
+        concurrency: Items that may be in work at once; further items in the stage are on their way
+            to a worker. None for ``capacity``.
         start: Where the epoch begins; None if items have no checkpoints.
     """
 
@@ -112,14 +112,14 @@ class PipeStage:
         *,
         in_order: bool,
         failure_counter: FailureCounter | None = None,
-        places: int | None = None,
+        concurrency: int | None = None,
         start: Checkpoint | None = None,
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
         self.failure_counter = failure_counter
-        self.meter = Meter(capacity if places is None else places)
+        self.meter = Meter(capacity if concurrency is None else concurrency)
         self.working: dict[Job, None] = {}
         self._clock = clock
         self._start = None if start is None else start.upto(number)
@@ -256,9 +256,9 @@ class PipeStage:
             waited_ns: For how much of the period the consumer waited.
         """
         meter, working = self.meter, len(self.working)
-        places = min(self._capacity, meter.places)  # items that are on their way do not count
-        working = min(working, places)
-        held = min(self._capacity - self.free, places) - working
+        most = min(self._capacity, meter.concurrency)  # items that are on their way do not count
+        working = min(working, most)
+        held = min(self._capacity - self.free, most) - working
         is_blocked = held and self.held and self.held[0].outputs
         blocked = held if is_blocked else 0
         meter.add(working, blocked, held - blocked, elapsed_ns, waited_ns)

@@ -23,10 +23,11 @@ _COLUMNS = (
 class PipelineStageStats:
     """The statistics of the source or of one stage, in one epoch.
 
-    A stage has ``concurrency`` places. At each moment a place is busy, or it waits for one of three
-    reasons: an item, space in the queue after the stage, or the results of an earlier item. The
-    four shares (``busy_share``, ``input_wait_share``, ``output_wait_share`` and
-    ``order_wait_share``) are means over all places and over the time of the epoch, and add up to 1.
+    A stage has ``concurrency`` workers: threads, coroutines, processes or tasks of an executor. At
+    each moment a worker is busy, or it waits for one of three reasons: an item, space in the queue
+    after the stage, or the results of an earlier item. The four shares (``busy_share``,
+    ``input_wait_share``, ``output_wait_share`` and ``order_wait_share``) are means over all workers
+    and over the time of the epoch, and add up to 1.
 
     Attributes:
         name: "the source", "stage 'decode'" or "aggregate(32)".
@@ -44,17 +45,18 @@ class PipelineStageStats:
             the copy, which continues after that. 0 for aggregates.
         op_p50_s: Median of these times in seconds; accurate to 7 %.
         op_p95_s: 95th percentile of these times in seconds; accurate to 7 %.
-        busy_share: Share of the time in which a place had an item in work, including the time until
-            a thread, the loop or a process began with it; 0 to 1.
-        input_wait_share: Share of the time in which a place was free, and there was no item for it.
+        busy_share: Share of the time in which a worker had an item in work, including the time
+            until a thread, the loop or a process began with it; 0 to 1.
+        input_wait_share: Share of the time in which a worker was free, and there was no item for
+            it.
         output_wait_share: Share of the time in which results waited for space in the queue after
             the stage.
         order_wait_share: Share of the time in which results waited for those of an earlier item
             (``output_order="input"``).
         thread_wait_share: Share of the time in work, of calls that are over, before the op was
             called: the wait for a thread, the loop or a worker process; 0 to 1.
-        limit_share: Share of the consumer's waiting time in which a place was busy or waited for an
-            earlier item; 0 to 1. The verdict compares these shares of all stages.
+        limit_share: Share of the consumer's waiting time in which a worker was busy or waited for
+            an earlier item; 0 to 1. The verdict compares these shares of all stages.
         queue_mean: Mean number of items in the queue before the stage; 0 for the source.
         queue_size: Most items that may be in that queue; 0 for the source.
     """
@@ -135,8 +137,8 @@ class PipelineStats:
         lines = [f"shmloader pipeline: {self._headline}", ""]
         for row in rows:
             first, *others = (
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
             lines.append("  ".join([f"  {first}", *others]).rstrip())
         return "\n".join([*lines, "", f"  {self._sink}", "", self.verdict])
@@ -232,10 +234,10 @@ def _stage_stats(
         kind = "aggregate"
     elif stage is not None:
         kind, concurrency = _KINDS[stage.runs_on], stage.concurrency
-    places_ns = meter.places * elapsed_ns
+    workers_ns = meter.concurrency * elapsed_ns
     calls = meter.calls
-    busy, blocked = meter.working_ns / places_ns, meter.blocked_ns / places_ns
-    behind = meter.behind_ns / places_ns
+    busy, blocked = meter.working_ns / workers_ns, meter.blocked_ns / workers_ns
+    behind = meter.behind_ns / workers_ns
     return PipelineStageStats(
         name=config.name_of_stage(number),
         kind=kind,
@@ -252,7 +254,7 @@ def _stage_stats(
         output_wait_share=blocked,
         order_wait_share=behind,
         thread_wait_share=max(0.0, 1 - calls.total_ns / meter.work_ns) if meter.work_ns else 0.0,
-        limit_share=meter.waited_occupied_ns / (meter.places * waited_ns),
+        limit_share=meter.waited_occupied_ns / (meter.concurrency * waited_ns),
         queue_mean=meter.queued_ns / elapsed_ns if number else 0.0,
         queue_size=config.queue_size(number),
     )

@@ -1,7 +1,7 @@
 """Says what limits a pipeline and what to change, by rules over the statistics. Pure.
 
-Only the time in which the consumer waited is judged. During that time, the stage that limits had an
-item in each of its places, and the stages before and after it did not. So the stage with the
+Only the time in which the consumer waited is judged. During that time, each worker of the stage
+that limits had an item, and those of the stages before and after it did not. So the stage with the
 largest share is named. Stages whose share is nearly as large are named with it, since a slightly
 different run must not name another stage.
 """

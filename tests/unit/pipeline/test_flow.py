@@ -308,14 +308,14 @@ def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
         return ready
 
     flow.begin()
-    [source] = at(10)  # both places are free for 10 ms
+    [source] = at(10)  # both workers are free for 10 ms
     flow.yielded(source, "a")
     flow.yielded(source, "b")
     first, second = at(15)  # both in work for 5 ms
     flow.finished(second, "b")
     at(18)  # one in work, the other behind it
     flow.finished(first, "a")
-    at(25)  # "a" fills the sink, "b" is blocked, and a place is free
+    at(25)  # "a" fills the sink, "b" is blocked, and a worker is free
     clock.is_waiting = False
     assert flow.take() == "a"
     clock.is_waiting = True
