@@ -585,7 +585,7 @@ class Engine(EngineBase):
 
     @property
     def present_workers(self) -> int:
-        """The number of workers that get tasks. May be read from any thread."""
+        """The number of workers, without LEAVING and GONE ones. May be read from any thread."""
         return self._scheduler.workers.present_count
 
     def want_workers(self, count: int) -> None:

@@ -9,7 +9,7 @@ pool                workers                                     batches arrive
 ``ProcessPool``     processes that this process started, or     in slots of shared memory
                     that all ranks of a host share
 ``ThreadPool``      threads of this process                     as ordinary objects
-``ExecutorPool``    places for tasks of the user's executor     as buffers, copied to slots here
+``ExecutorPool``    numbers for the tasks of an executor        as buffers, copied to slots here
 ``InlinePool``      the thread that asks for a batch            as ordinary objects
 ==================  ==========================================  ===================================
 

@@ -10,7 +10,7 @@
           ticket's slot, and the message         and the wakeup is set          slot's contents
           is read as a worker's is
 
-A worker of this pool is not a process, but a place: it stands for one task in flight. The executor
+A worker of this pool is not a process, but a number: it stands for one task in flight. The executor
 decides which process makes a batch. So the engine's order, restarts, slots and leases are those of
 worker processes, and only this pool knows the executor.
 
@@ -29,7 +29,7 @@ Guarantees:
       nor to the loader.
 
 The module is long because one object follows a task from ``submit`` to the slot: each way in which
-a task can fail changes what is known of it, of its process and of its place.
+a task can fail changes what is known of it, of its process and of its worker.
 """
 
 import collections
@@ -110,7 +110,7 @@ class _Sent:
         seq: Number of the ticket.
         epoch: Number of its epoch.
         attempt: Number of the call that was submitted last for the ticket.
-        worker_id: Number of the place that the ticket has.
+        worker_id: Number of the worker that the ticket has.
         slot_id: The slot of its batch.
         indices: Its pickled indices.
         number: The worker number that its task offers to the process that runs it.
@@ -260,7 +260,7 @@ class ExecutorPool(SlotReader):
             put(attempt)  # perhaps for the second time
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - reports need none
-        """Give up a place's tasks. Running tasks are left to end."""
+        """Give up a worker's tasks. Running tasks are left to end."""
         for attempt in self._attempts_of(worker_id):
             sent = self._give_up(attempt)
             if sent is not None:
@@ -292,7 +292,7 @@ class ExecutorPool(SlotReader):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all places
+    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
         has_any = False
         while self._reports:
@@ -446,23 +446,23 @@ class ExecutorPool(SlotReader):
         return []
 
     def pid(self, worker_id: int) -> int:
-        """Return the process id, on its machine, of the process that answered last in a place."""
+        """Return the process id, on its machine, of the process that answered last for a worker."""
         return self._pids.get(worker_id, UNKNOWN_PID)
 
     def was_at(self, worker_id: int) -> AtWork:
-        """Return which task a place has."""
+        """Return which task a worker has."""
         sent = self._at_work(worker_id)
         return AtWork(Phase.IDLE, 0, 0, 0.0) if sent is None else _describe(sent)
 
     def ask(self, worker_id: int) -> AtWork:
-        """Return which task a place has, and where the task runs, if the executor knows that.
+        """Return which task a worker has, and where the task runs, if the executor knows that.
 
         Without a stack, which the executor's processes cannot show.
         """
         sent = self._at_work(worker_id)
         if sent is None:
             return AtWork(Phase.IDLE, 0, 0, 0.0)
-        return _describe(sent, self._executor.place_of(self._name_of(sent.attempt)))
+        return _describe(sent, self._executor.location_of(self._name_of(sent.attempt)))
 
     def _at_work(self, worker_id: int) -> _Sent | None:
         for sent in self._tasks.copy().values():
@@ -484,13 +484,13 @@ class ExecutorPool(SlotReader):
         return True
 
     def replace(self, worker_id: int) -> None:
-        """Do nothing: a place is free at once."""
+        """Do nothing: a worker is free at once."""
 
     def start(self, worker_id: int) -> None:
-        """Do nothing: places need no start."""
+        """Do nothing: workers need no start."""
 
     def retire(self, worker_id: int) -> None:
-        """Do nothing: places need no end."""
+        """Do nothing: workers need no end."""
 
     def end_workers(self) -> None:
         """Cancel all tasks that have not begun. May be called again, and from any thread."""
@@ -520,10 +520,10 @@ def _report_dropped(sent: _Sent, events: Events) -> None:
     events.answered(sent.seq, sent.epoch, sent.worker_id, Empty(None))
 
 
-def _describe(sent: _Sent, place: str = "") -> AtWork:
+def _describe(sent: _Sent, location: str = "") -> AtWork:
     """Describe what a task that was sent is doing."""
     elapsed_s = (time.monotonic_ns() - sent.began_ns) / 1e9
-    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, place=place)
+    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, location=location)
 
 
 def _report_loss(sent: _Sent, reason: str, events: Events, *, is_final: bool = False) -> None:

@@ -56,7 +56,7 @@ class AnyExecutor:
         """Put an object into the executor's store. Returns a reference; None without a store."""
         return None if self._share is None else self._share(contents)
 
-    def place_of(self, name: str) -> str:  # noqa: ARG002 - nothing is known
+    def location_of(self, name: str) -> str:  # noqa: ARG002 - nothing is known
         """Say where a call runs, in words; "" if that is not known."""
         return ""
 
@@ -151,7 +151,7 @@ class DaskExecutor(AnyExecutor):
         """Copy an object to all Dask workers, with the fewest transfers. Returns a reference."""
         return self._client.scatter(contents, broadcast=True, hash=False)
 
-    def place_of(self, name: str) -> str:
+    def location_of(self, name: str) -> str:
         """Ask the scheduler which worker has a call."""
         client = self._client
         try:

@@ -345,7 +345,7 @@ class _Maker:
         slot, server = self._slot, self._server
         _, seq, epoch, slot_id, indices = own
         install(server.writer)
-        # For the main process, the last layout of a place may be that of another process.
+        # For the main process, the last layout of a worker may be that of another process.
         server.answers.repeat_layout()
         try:
             with self._as_worker():

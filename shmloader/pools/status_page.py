@@ -88,7 +88,8 @@ class AtWork:
         sample: Number of the sample in work, while LOADING with a ``sample_timeout``; NO_SAMPLE if
             there is none.
         sample_left_s: Seconds until that sample's deadline; negative once it has passed.
-        place: Where the task runs, in words, if it is a task of an executor; "" if that is unknown.
+        location: Where the task runs, in words, if it is a task of an executor; "" if that is
+            unknown.
     """
 
     phase: Phase
@@ -99,7 +100,7 @@ class AtWork:
     is_stopped: bool = False
     sample: int = NO_SAMPLE
     sample_left_s: float = 0.0
-    place: str = ""
+    location: str = ""
 
     @property
     def is_loading(self) -> bool:

@@ -127,7 +127,7 @@ EXECUTORS: list[concurrent.futures.ProcessPoolExecutor] = []
 
 
 def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    # One process more than places: one may be in a task that was left behind.
+    # One process more than workers: one may be in a task that was left behind.
     context = multiprocessing.get_context("fork")
     EXECUTORS.append(concurrent.futures.ProcessPoolExecutor(worker_count + 1, context))
     slot_bytes = uncapped_slot_bytes()
