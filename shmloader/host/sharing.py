@@ -27,7 +27,7 @@ from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.process_state import PROCESS
-from shmloader.sampling.ranks import resolve_ranks
+from shmloader.sampling.ranks import find_ranks
 from shmloader.shared.sharing import share
 from shmloader.threads.background import BackgroundThread
 
@@ -139,8 +139,10 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             if is_interruption(error):
                 raise
             if meeting.has_lost_host:
+                pid = meeting.host_pid
+                process = f"process {pid}" if pid else "a process in another container"
                 raise RuntimeError(
-                    f"process {meeting.host_pid}, the rank that was building the object for this "
+                    f"{process}, the rank that was building the object for this "
                     "host, ended before sharing it. Its own output says why; if it was killed, "
                     "there may have been too little memory."
                 ) from error
@@ -161,7 +163,7 @@ def _world_size() -> int:
             process that Lightning has started and that has not called ``fit`` yet.
     """
     try:
-        return resolve_ranks(None, None)[1]
+        return find_ranks()[1]
     except ValueError as error:
         raise ValueError(
             f"{error}. share_on_host() needs a process that knows its rank; under Lightning, call "

@@ -46,9 +46,10 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
             environment has only one variable of a pair, or values that are not such numbers.
     """
     if rank is None and world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return _ranks_of_environment()
+        try:
+            return find_ranks()
+        except ValueError as error:
+            raise ValueError(f"{error}; rank= and world_size= override the environment") from None
     if rank is None or world_size is None:
         raise ValueError(
             "rank and world_size should be given both or not at all, "
@@ -59,6 +60,18 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if own >= size:
         raise ValueError(f"rank should be below world_size={size}, but got rank={own}")
     return own, size
+
+
+def find_ranks() -> tuple[int, int]:
+    """Return what :func:`resolve_ranks` returns without arguments.
+
+    Raises:
+        ValueError: If the environment has only one variable of a pair, or values that are not such
+            numbers.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return _ranks_of_environment()
 
 
 class Ranks:
@@ -77,7 +90,7 @@ class Ranks:
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         is_given = rank is not None or world_size is not None
-        self._settled = resolve_ranks(rank, world_size) if is_given else None
+        self._resolved = resolve_ranks(rank, world_size) if is_given else None
 
     def find(self) -> tuple[int, int]:
         """Return the rank and the world size.
@@ -85,7 +98,7 @@ class Ranks:
         Raises:
             ValueError: If they are not resolved, and the environment variables are wrong.
         """
-        return resolve_ranks(None, None) if self._settled is None else self._settled
+        return resolve_ranks(None, None) if self._resolved is None else self._resolved
 
     def resolve(self) -> None:
         """Fix the ranks as they are now.
@@ -93,7 +106,7 @@ class Ranks:
         Raises:
             ValueError: If they are not resolved, and the environment variables are wrong.
         """
-        self._settled = self.find()
+        self._resolved = self.find()
 
     @property
     def known(self) -> tuple[int, int] | None:
@@ -122,8 +135,7 @@ def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:
     if own is None or size is None:
         raise ValueError(
             f"environment variables {rank_name} and {size_name} should be set both or not at all, "
-            f"but got {rank_name}={own!r}, {size_name}={size!r}; rank= and world_size= override "
-            "them"
+            f"but got {rank_name}={own!r}, {size_name}={size!r}"
         )
     world_size = _number_of_environment(size_name, size, minimum=1)
     rank = _number_of_environment(rank_name, own, minimum=0)

@@ -252,6 +252,13 @@ def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
     )
 
 
+def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
+    death = Death(812, None, reason="the node is gone")
+    text = "DataLoader worker exited unexpectedly: the node is gone. "
+    assert describe_restart(1, death, [5, 7], None) == f"{text}Batches are made again: 5, 7."
+    assert describe_restart(1, death, [], None) == text
+
+
 def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
     stack = (
         '  File "/home/me/data.py", line 7 in decode\n'

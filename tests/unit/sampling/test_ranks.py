@@ -9,7 +9,7 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.sampling.ranks import rank_of, resolve_ranks
+from shmloader.sampling.ranks import find_ranks, rank_of, resolve_ranks
 
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
@@ -93,6 +93,17 @@ def test_torch_without_distributed_is_no_obstacle(environment):
     assert resolve_ranks(None, None) == (0, 1)
 
 
+@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_only_who_has_the_arguments_is_told_of_them(variables, environment):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(ValueError, match=r"; rank= and world_size= override the environment$"):
+        resolve_ranks(None, None)
+    with pytest.raises(ValueError, match="but got") as caught:
+        find_ranks()
+    assert "override" not in str(caught.value)
+
+
 def test_arguments_go_before_an_environment_that_is_malformed(environment):
     environment.setenv("RANK", "three")
     assert resolve_ranks(0, 2) == (0, 2)
@@ -166,7 +177,7 @@ def test_variables_that_cannot_be_are_refused(environment, names, rank, world_si
         environment.setenv(used, value)
         text = re.sub(rf"\b{name}\b", used, text)
     with pytest.raises(ValueError, match=f"environment variable {text}$"):
-        resolve_ranks(None, None)
+        find_ranks()
 
 
 @pytest.mark.parametrize(
