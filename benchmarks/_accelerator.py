@@ -31,7 +31,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.accelerator.set_device_index(device.index or 0)
-        torch.empty(1, device=device)  # initialize it
+        torch.empty(1, device=device)  # initializes the device
         # Waiting for a torch.Event keeps a core busy, which would count as the consumer's time. On
         # CUDA, streams and events of torch's two interfaces cannot be used with each other.
         if device.type == "cuda":
@@ -67,13 +67,13 @@ class Accelerator:
         return True
 
     def event(self) -> Any:
-        """Record an event on the current stream; it measures time where the device can."""
+        """Record an event on the current stream. It measures time if the device can."""
         event = self._new_event(enable_timing=self.can_time)
         event.record()
         return event
 
     def current_stream(self) -> Any:
-        """The calling thread's current stream."""
+        """Return the calling thread's current stream."""
         return self._current_stream(self.device)
 
     def new_stream(self) -> Any:
@@ -81,12 +81,12 @@ class Accelerator:
         return self._new_stream(self.device)
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
+        """Wait until the device has done all its work."""
         torch.accelerator.synchronize(self.device)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Inside, a stream is the calling thread's current one."""
+        """Make a stream the calling thread's current one inside the ``with`` block."""
         before = self.current_stream()
         torch.accelerator.set_stream(stream)
         try:
@@ -95,17 +95,17 @@ class Accelerator:
             torch.accelerator.set_stream(before)
 
     def most_reserved_bytes(self) -> int | None:
-        """Memory of the device that torch's allocator has held at most; None if it is unknown."""
+        """Return the most device memory that torch's allocator has held; None if unknown."""
         module = torch.get_device_module(self.device)
         counted = getattr(module, "max_memory_reserved", None)
         return None if counted is None else int(counted(self.device))
 
 
 def find_device(name: str | None) -> torch.device | str:
-    """Find the device of a name, or torch's accelerator. Initializes nothing, but for "late".
+    """Find a device by its name, or torch's accelerator. Initializes no device but "late".
 
     Args:
-        name: Such as "cuda:0", or "late"; None for the one that torch finds.
+        name: The device's name, such as "cuda:0" or "late". None: the one that torch finds.
 
     Returns:
         The device, or one line that says why there is none.
@@ -136,6 +136,6 @@ def _find_late() -> torch.device | str:
 
 
 def open_accelerator(name: str | None) -> Accelerator | str:
-    """Open the device that :func:`find_device` finds, or return its line."""
+    """Open the device that :func:`find_device` finds, or return the line that says why not."""
     device = find_device(name)
     return device if isinstance(device, str) else Accelerator(device)

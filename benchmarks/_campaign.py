@@ -1,8 +1,8 @@
-"""A campaign: every run in a fresh process, kinds in turns, each run recorded at once.
+"""Runs a benchmark as a campaign: fresh processes, kinds in turns, each run recorded at once.
 
-A benchmark that is one defines its cases and their kinds, does one run, and makes its section of
-``RESULTS.md`` of the recorded runs. All else is here: the command line, the turns, going on after
-an interruption, and where the section goes.
+The benchmark defines its cases and their kinds, a function that does one run, and a function that
+makes a section of ``RESULTS.md`` from the recorded runs. This module does the rest: it reads the
+command line, puts the runs in order, continues after an interruption, and writes the section.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from _record import Record, Run
 from _sections import put_section
 
 _HERE = Path(__file__).parent
-# Of the machine, what may change while a campaign goes on.
+# Parts of the machine's description that may change during a campaign.
 _CHANGING = ("date", "load before", "options")
 
-#: The figures of a run: for each cell of the table, the case, the peer, and the figures.
+#: What a run measured: the case, the peer and the figures of each cell of the table.
 Cells = Sequence[tuple[str, str, Mapping[str, Any]]]
 
 
@@ -35,16 +35,16 @@ class Campaign:
     Attributes:
         file: The benchmark's own file.
         about: What it compares, in a line.
-        kinds: For each case, its kinds, each of which is a run of its own.
+        kinds: The kinds of each case. Each kind is one run in each round.
         smallest: The same for ``--smallest``.
         rounds: How many rounds a full campaign has.
-        limit_s: The longest time for a run, in seconds.
-        run: Does one run: gets the case, the kind, the number of the round, and whether it is to be
-            as small as possible.
-        report: Returns the lines of the section. Gets all runs, the machine, and whether they were
-            as small as possible.
-        options: How the runs were made, as the section says it before the number of rounds.
-        more: What else the section says of the machine.
+        limit_s: Seconds after which a run is ended, and counts as failed.
+        run: Does one run. Gets the case, the kind, the number of the round, and whether the run
+            should be as small as possible.
+        report: Returns the lines of the section. Gets all runs, the machine, and whether the runs
+            were as small as possible.
+        options: How the runs are made. The section has it before the number of rounds.
+        more: Further lines of the section's description of the machine.
     """
 
     file: str
@@ -82,7 +82,7 @@ class Campaign:
         try:
             is_whole = self._measure(options, record)
         except KeyboardInterrupt:
-            print(f"\nstopped; the same command goes on from {path}", file=sys.stderr)
+            print(f"\nstopped; the same command continues from {path}", file=sys.stderr)
             return 130
         has_all = not options.smallest and not self._missing(record, self.kinds, self.rounds)
         results = options.results or (_HERE if has_all else self._folder) / "RESULTS.md"
@@ -94,19 +94,19 @@ class Campaign:
 
     @property
     def _folder(self) -> Path:
-        """Where goes what is not all of it."""
+        """The folder for records, and for the results of incomplete campaigns."""
         return _HERE.parent / "build" / Path(self.file).stem
 
     def _read_arguments(self) -> argparse.Namespace:
         parser = argparse.ArgumentParser(description=self.about)
-        parser.add_argument("--cases", help="which, separated by commas; default: all")
+        parser.add_argument("--cases", help="cases, separated by commas; default: all")
         parser.add_argument("--rounds", type=int, default=self.rounds)
-        parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
-        parser.add_argument("--anew", action="store_true", help="forget what is recorded")
+        parser.add_argument("--smallest", action="store_true", help="only check that it runs")
+        parser.add_argument("--anew", action="store_true", help="discard what is recorded")
         folder = f"build/{self._folder.name}"
-        parser.add_argument("--record", type=Path, help=f"where runs are kept; default: {folder}")
+        parser.add_argument("--record", type=Path, help=f"file of the runs; default: in {folder}")
         parser.add_argument("--results", type=Path,
-            help="the page with the section; default: benchmarks/RESULTS.md if all is there, else "
+            help="page to put the section in; default: benchmarks/RESULTS.md if complete, else "
             f"{folder}/RESULTS.md")  # fmt: skip
         names = ("CASE", "KIND", "ROUND")
         parser.add_argument("--run", nargs=3, metavar=names, help=argparse.SUPPRESS)
@@ -119,7 +119,7 @@ class Campaign:
         return options
 
     def _measure(self, options: argparse.Namespace, record: Record) -> bool:
-        """Do what is not recorded yet; returns whether all runs were whole."""
+        """Do the runs that are not recorded yet; return whether none failed."""
         kinds = self.smallest if options.smallest else self.kinds
         todo = self._missing(record, {name: kinds[name] for name in options.cases}, options.rounds)
         size = ["--smallest"] if options.smallest else []
@@ -147,9 +147,9 @@ class Campaign:
     def _missing(
         record: Record, kinds: Mapping[str, Sequence[str]], rounds: int
     ) -> list[tuple[int, str, str]]:
-        """Return the runs that are to be done: round, case and kind, in the order of turns.
+        """Return the runs that are still to be done, in order: round, case and kind.
 
-        One that has failed is done again, unless it has failed often enough.
+        A failed run is repeated, unless its kind has failed often enough.
         """
         return [
             (round_, name, kind)
@@ -162,5 +162,5 @@ class Campaign:
 
 
 def _marker(name: str, kind: str) -> str:
-    """Stands in the record for a run, whose figures may be several cells."""
+    """Return the name that stands for a run in the record; its figures may fill several cells."""
     return f"{name}, {kind}"

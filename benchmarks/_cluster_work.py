@@ -1,7 +1,7 @@
 """What the processes of a cluster run for ``cluster.py``: datasets, and the bare task.
 
-A module of its own, so that each process imports it and no call carries it. Its folder has to be
-on the path there.
+These have a module of their own, so that each process imports it, and no call carries their code.
+The module's folder must be on the path of these processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from shmloader import sample_rng
 
-#: What a bare task reads from its packed argument.
+#: The packed argument of a bare task: bytes of the message, bytes of the array, duration in ns.
 _SIZES = struct.Struct("<IIQ")
 
 
@@ -43,9 +43,9 @@ class Waiting(Dataset[torch.Tensor]):
 
 
 class Training(Dataset[torch.Tensor]):
-    """JPEG files as networks are trained with them: decoded, a random part resized, maybe mirrored.
+    """JPEG files as in training: decoded, a random part of each resized and perhaps mirrored.
 
-    The part has 8 to 100 % of the area, and sides of 3:4 to 4:3, as is usual for ImageNet.
+    The part has 8 to 100 % of the area, and an aspect ratio of 3:4 to 4:3, as usual for ImageNet.
     """
 
     def __init__(self, paths: Sequence[Path], length: int) -> None:
@@ -76,7 +76,7 @@ _SIDE = 224
 
 
 class Tiny(Dataset[torch.Tensor]):
-    """Samples of one tensor, which lies in memory."""
+    """Samples that are all the same small tensor, which is in memory."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -103,7 +103,7 @@ def take(ids: dict[str, Any], key: str, *, is_smallest: bool) -> dict[str, Any]:
     return {"image": samples[ids["id"] % len(samples)]}
 
 
-#: As long as the packed name of a process.
+#: Stands for the packed name of a process, and is as long.
 _NAME = pickle.dumps((b"12345678", "localhost", 12345, "0" * 54), pickle.HIGHEST_PROTOCOL)
 
 
@@ -111,21 +111,21 @@ def pack_bare(nbytes: int, message_bytes: int, contents_bytes: int, busy_ns: int
     """Return an argument for :func:`answer`.
 
     Args:
-        nbytes: Its length.
+        nbytes: Length of the argument.
         message_bytes: Length of the message that comes back.
         contents_bytes: Length of the array that comes back; 0 for none.
-        busy_ns: How long the call takes.
+        busy_ns: How long the call keeps its process busy.
     """
     return _SIZES.pack(message_bytes, contents_bytes, busy_ns).ljust(nbytes, b"\x55")
 
 
 def answer(
-    version: str,  # noqa: ARG001 - as long as our task's
+    version: str,  # noqa: ARG001 - arguments as long as our task's
     shared: bytes,  # noqa: ARG001
     own: bytes,
     attempt: int,  # noqa: ARG001
 ) -> tuple[Any, ...]:
-    """Return as much as our task does after as long a time, and do nothing else."""
+    """Return a result as large as our task's, after as long a time, and do nothing else."""
     began_ns = time.monotonic_ns()
     message_bytes, contents_bytes, busy_ns = _SIZES.unpack_from(own)
     array = np.zeros(contents_bytes, np.uint8) if contents_bytes else None

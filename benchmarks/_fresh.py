@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-# What an interpreter says of a destructor, when all is over already.
+# What the interpreter prints about an exception in a destructor.
 _IGNORED = re.compile(
     r"^Exception ignored in.*\n(?:Traceback .*\n(?: .*\n)*\S.*\n?)?", re.MULTILINE
 )
@@ -23,16 +23,19 @@ _T = TypeVar("_T")
 
 
 def in_turn(names: Sequence[_T], round_: int) -> tuple[_T, ...]:
-    """What a round runs, in order: each round begins with another, so none always follows one."""
+    """Return the names in the order of a round. Each round begins with the next name."""
     turn = round_ % len(names)
     return (*names[turn:], *names[:turn])
 
 
 def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any] | str:
-    """Run a file anew, and read what it prints last; or say in a line what went wrong.
+    """Run a file in a fresh process, and read the JSON that it prints last.
 
-    Whatever the run has started and left behind ends with it. What a run that failed by itself has
-    written to standard error is written to this process's.
+    Processes that the run has started and left behind are killed. If it ends with an error, what
+    it wrote to standard error is written to this process's standard error.
+
+    Returns:
+        The value that was read, or a line that says what went wrong.
     """
     process = subprocess.Popen(
         [sys.executable, file, *arguments],
@@ -56,10 +59,10 @@ def try_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, A
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a run and what it has started.
+    """Kill a run and the processes that it has started.
 
-    Some of that may have a session of its own, as torchrun's ranks have. It is found only while the
-    processes above it live, so while the run does.
+    Some of these may have a session of their own, as torchrun's ranks have. They are found only
+    while the processes above them are alive, so while the run is.
     """
     below: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -74,7 +77,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def run_anew(file: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Run a file anew, and read what it prints last; exits with 2 if it fails."""
+    """Run a file in a fresh process, and read the JSON that it prints last.
+
+    If the run fails, this process exits with 2.
+    """
     found = try_anew(file, arguments, limit_s)
     if isinstance(found, str):
         print(f"{' '.join(arguments)} failed: {found}", file=sys.stderr)

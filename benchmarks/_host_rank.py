@@ -33,7 +33,7 @@ from torch.utils.data import Dataset, DistributedSampler
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
 
-# A rank that takes longer ends itself, and torchrun the others.
+# A rank that takes longer is ended by SIGALRM, and then torchrun ends the others.
 _RANK_LIMIT_S = 500
 
 KINDS = ("torch", "own", "host")
@@ -42,19 +42,20 @@ SHARE = "share"
 
 
 class Case(NamedTuple):
-    """What is run.
+    """A case: what the ranks load, and with how many workers.
 
     Attributes:
-        ranks: How many there are.
-        workers: The workers of the host.
-        batches: Of each rank, in each of two epochs.
+        ranks: Number of ranks.
+        workers: Workers of the host, of all ranks together.
+        batches: Batches of each rank in an epoch.
         batch_size: Samples in a batch.
         sample_s: How long a sample sleeps.
-        slower: How many times as long for rank 0.
-        own: Workers of each rank that has workers of its own, if not its share.
-        data: What is loaded: samples that sleep, ints in a plain order, or a list of texts in a
-            random one.
-        is_alone: Whether only the pool is run.
+        slower: How many times as long a sample of rank 0 sleeps.
+        own: Workers of each rank, for kinds in which ranks have workers of their own. None: the
+            rank's share of ``workers``.
+        data: What is loaded: samples that sleep, ints in sequential order, or a list of texts in
+            random order.
+        is_alone: Whether only the kind ``host`` is run.
     """
 
     ranks: int
@@ -77,7 +78,7 @@ class Case(NamedTuple):
 
     @property
     def own_workers(self) -> int:
-        """Workers of each rank that has workers of its own."""
+        """Workers of each rank, if ranks have workers of their own."""
         return self.own or max(1, self.workers // self.ranks)
 
     @property
@@ -87,7 +88,7 @@ class Case(NamedTuple):
 
 
 class SleepingSamples(Dataset[torch.Tensor]):
-    """Samples that sleep: longer, if the rank that wants them is the slow one."""
+    """Samples that sleep, those of the slow rank (indices in ``slow``) longer."""
 
     def __init__(self, count: int, sample_s: float, slow: range, slower: int) -> None:
         self.count = count
@@ -106,7 +107,10 @@ class SleepingSamples(Dataset[torch.Tensor]):
 
 
 class Blocks(torch.utils.data.Sampler[list[int]]):
-    """Batches of consecutive samples, in an order in which rank r of n gets the r-th n-th."""
+    """Batches of consecutive samples, dealt to the ranks in turn.
+
+    Rank r of n gets the r-th of n consecutive parts of the dataset.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -123,7 +127,7 @@ class Blocks(torch.utils.data.Sampler[list[int]]):
 
 
 class EveryNth:
-    """Every n-th batch of a batch sampler."""
+    """A rank's batches: every n-th one of a batch sampler."""
 
     def __init__(self, batches: Blocks, rank: int, ranks: int) -> None:
         self.batches = batches
@@ -193,10 +197,10 @@ def _make_texts(count: int) -> Texts:
 
 
 def run(case: Case, kind: str) -> dict[str, float]:
-    """Load a first epoch, in which all start up, and a second one, which counts.
+    """Load a first epoch, in which everything starts up, and a second one, which is measured.
 
     Returns:
-        The figures of the run in rank 0, none in other ranks.
+        The figures of the run in rank 0, an empty dict in other ranks.
     """
     rank = dist.get_rank()
     loader = make_loader(case, kind, rank)

@@ -1,4 +1,4 @@
-"""Say what a benchmark ran on: machine, versions, date."""
+"""Describes what a benchmark ran on: machine, versions, date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def find_commit() -> str:
-    """Which state of ours is measured."""
+    """Return the commit that is measured, as ``git describe`` names it, or "unknown"."""
     try:
         done = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],

@@ -52,7 +52,7 @@ WARMUP_BATCHES = 12
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run measured. Names carry the unit; None is "does not apply".
+    """What one run measured. Names carry the unit; None means that a figure does not apply.
 
     Attributes:
         batches: Batches in the timed part.
@@ -63,7 +63,7 @@ class Figures:
         others_cpu_s: CPU time that the machine spent on anything else meanwhile: a run
             with much of it was disturbed.
         minor_faults: Minor page faults, consumer and workers.
-        first_batch_s: From before the loader is made until its first batch is here.
+        first_batch_s: From before the loader is made until its first batch has come.
         touch_us: What the consumer's own read of one batch costs, part of main_cpu_s.
         content_hash: Digest of the first batches.
     """
@@ -83,7 +83,7 @@ class Figures:
 def consume(
     batches: Iterator[Batch], seconds: float, at_least: int, clock_stride: int
 ) -> tuple[int, float]:
-    """Touch batches for so many seconds and so many batches; return both."""
+    """Touch at least so many batches, for at least so many seconds; return count and time."""
     count = 0
     start = time.perf_counter()
     deadline = start + seconds
@@ -92,7 +92,7 @@ def consume(
         count += 1
         if count % clock_stride == 0 and count >= at_least and time.perf_counter() >= deadline:
             return count, time.perf_counter() - start
-    raise RuntimeError(f"the loader ended after {count} batches, in the middle of the data set")
+    raise RuntimeError(f"the loader ended after {count} batches, in the middle of the dataset")
 
 
 def _touch_us(batch: Batch) -> float:
@@ -182,20 +182,20 @@ def run_processes(
     seconds: float,
     clock_stride: int,
 ) -> dict[str, Any]:
-    """Run as many processes that do the bare work of batches and nothing else.
+    """Run processes that do the bare work of batches and nothing else.
 
-    Nothing is sent, no index is drawn and nobody consumes: what a loader with this
-    many workers cannot exceed while its workers alone are the limit.
+    Nothing is sent, no index is drawn and no batch is consumed. A loader with as many
+    workers cannot be faster as long as its workers alone are the limit.
 
     Args:
-        make_step: Called in each process; its result does the work of the batch that it
-            is given the number of.
+        make_step: Called in each process. Returns a function that does the work of one
+            batch, given the batch's number.
         process_count: Number of processes.
         seconds: Length of the timed part, which starts at a barrier.
         clock_stride: Batches between two looks at the clock.
 
     Returns:
-        Those of the figures that it has, of all processes together.
+        Those fields of :class:`Figures` that apply, for all processes together.
     """
     context = mp.get_context("fork")
     start = context.Barrier(process_count + 1)
@@ -230,7 +230,7 @@ def run_processes(
 
 
 def measure_ceiling(work: Workload, worker_count: int, seconds: float) -> Figures:
-    """Run as many processes that stack into resident buffers and do nothing else.
+    """Run processes that stack into resident buffers and do nothing else.
 
     Args:
         work: What to stack.

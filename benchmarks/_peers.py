@@ -1,12 +1,12 @@
 """Each loader of the comparison, used as its own documentation says.
 
-A peer is a function from a ``Task`` to its epochs, each an iterator of batches, in the sampler's
-order. Workers live through all of them where the peer can do that. All prefetch two batches for
-each worker, torch's default.
+A peer's function takes a ``Task`` and returns its epochs. Each epoch is an iterator of batches in
+the sampler's order. Workers live through all epochs if the peer can do that. Each peer prefetches
+two batches for each worker, which is torch's default.
 
-Peers that are made for NumPy get samples that are arrays, and give arrays; they become tensors
-here, in the consumer's time, as a training loop in torch would have it. Called in a fresh process,
-which has one loader and no other.
+Peers that are made for NumPy get samples that are arrays, and give arrays. These become tensors
+here, which counts as the consumer's time, as in a training loop in torch. Each peer runs in a fresh
+process without other loaders.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ Batches = Iterator[Any]
 
 _PREFETCH = 2  # batches for each worker
 _ALIGNMENT = 64
-_DRAWN_EPOCHS = 4  # who must be told all epochs' orders at once gets these again and again
+_DRAWN_EPOCHS = 4  # repeated, for peers that need the order of all epochs at once
 
 
 @dataclass(frozen=True)
 class Task:
-    """What each peer is asked for.
+    """What each peer has to load.
 
     Attributes:
-        dataset: Map-style.
-        arrays: The same dataset with arrays for tensors, if it is not made of the former.
-        batch_size: Of all batches; samples that do not fill the last one are left out.
-        sampler: Draws the order of one epoch each time.
-        epochs: How many there will be; batches of each are a multiple of the workers.
-        workers: Processes, or threads.
-        batch_bytes: Of the largest batch, for peers that have to be told.
+        dataset: A map-style dataset.
+        arrays: The same dataset with arrays in place of tensors. None: they are made from the
+            tensors of ``dataset``.
+        batch_size: Samples in a batch. Samples that do not fill the last batch are left out.
+        sampler: Each of its iterators draws the order of one epoch.
+        epochs: Number of epochs. Each has as many batches as a multiple of the workers.
+        workers: Number of processes, or of threads.
+        batch_bytes: Bytes of the largest batch, for peers that must know them.
         leaf_count: Tensors in a batch.
         method: Start method of processes.
         held: Batches that the consumer keeps.
         is_by_sample: Whether one sample takes long enough to be worth handing to a thread.
         reads_files: Whether samples are read from files.
         is_text: Whether batches are lists of strings.
-        fetch: Makes a batch from its indices, where a user would not do that one by one.
-        fetch_arrays: The same, of arrays.
+        fetch: Makes a batch from its indices, if a user would not do that sample by sample.
+        fetch_arrays: The same for a batch of arrays.
     """
 
     dataset: Any
@@ -69,17 +70,17 @@ class Task:
 
     @property
     def array_dataset(self) -> Any:
-        """The dataset, with arrays."""
+        """The dataset, with arrays in place of tensors."""
         return _Arrays(self.dataset) if self.arrays is None else self.arrays
 
     @property
     def ahead(self) -> int:
-        """Batches that may be under way."""
+        """Batches that are prefetched."""
         return _PREFETCH * self.workers
 
     @property
     def slot_bytes(self) -> int:
-        """Room for the largest batch, each of its tensors aligned."""
+        """Bytes that the largest batch takes with each of its tensors aligned."""
         return self.batch_bytes + self.leaf_count * _ALIGNMENT
 
 
@@ -89,14 +90,14 @@ class Peer:
 
     Attributes:
         name: What tables call it.
-        module: What has to be there for it.
-        distribution: The package that brings that.
-        note: How it is used.
-        epochs: Opens it.
-        methods: Start methods it can be told to use.
-        instead: Why not the others.
-        shares: Whether its user has ``shmloader.share`` make the dataset anew first.
-        rows: Letters of the rows that it is made for; all rows, if empty.
+        module: The module that must be importable.
+        distribution: The distribution that has this module.
+        note: How the loader is used, as the page says it.
+        epochs: Opens the loader, and returns its epochs.
+        methods: Start methods that it can be told to use.
+        instead: What a table says in place of figures for other start methods.
+        shares: Whether ``shmloader.share`` is called on the dataset first.
+        rows: Letters of the rows that it is measured on; all rows, if empty.
     """
 
     name: str
@@ -110,11 +111,11 @@ class Peer:
     rows: str = ""
 
 
-# ---------------------------------------------------------------- what several need
+# ---------------------------------------------------------------- shared by peers
 
 
 def map_leaves(convert: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
-    """Convert what is of a kind, in dicts, lists and tuples."""
+    """Convert values of a kind in dicts, lists and tuples. Tuples become lists."""
     if isinstance(value, kind):
         return convert(value)
     if isinstance(value, dict):
@@ -125,12 +126,12 @@ def map_leaves(convert: Callable[[Any], Any], value: Any, kind: type | tuple[typ
 
 
 def as_tensors(batch: Any) -> Any:
-    """The same batch with tensors where it has arrays, and of the same memory."""
+    """Return a batch with tensors in place of its arrays, in the same memory."""
     return map_leaves(torch.from_numpy, batch, np.ndarray)
 
 
 class _Arrays:
-    """A dataset's samples, with arrays for tensors."""
+    """A dataset's samples, with arrays in place of tensors."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -143,7 +144,7 @@ class _Arrays:
 
 
 def stack_arrays(samples: Sequence[Any]) -> Any:
-    """Collate as torch does by default, with arrays."""
+    """Collate as torch does by default, but into arrays."""
     first = samples[0]
     if isinstance(first, str):
         return list(samples)
@@ -167,7 +168,7 @@ class _Fetch:
 
 
 class _AllIndices:
-    """The order of all epochs, one after the other; of a long range it takes no memory."""
+    """The indices of all epochs, one after the other. A sequential order takes no memory."""
 
     def __init__(self, task: Task) -> None:
         size = task.batch_size
@@ -196,7 +197,7 @@ class _AllIndices:
         return place if self._drawn is None else int(self._drawn[place])
 
     def part(self, start: int, stop: int) -> range | np.ndarray:
-        """The indices of one batch."""
+        """Return the indices of one batch."""
         start, stop = start % self._period, (stop - 1) % self._period + 1
         return range(start, stop) if self._drawn is None else self._drawn[start:stop]
 
@@ -250,7 +251,7 @@ def _torchdata(task: Task) -> Iterator[Batches]:
 def _spdl_processes(task: Task) -> Iterator[Batches]:
     from spdl.dataloader import get_pytorch_dataloader
 
-    torch.set_num_threads(1)  # which it leaves to its user, and workers on all cores need
+    torch.set_num_threads(1)  # SPDL leaves it to its user; workers on all cores need it
     options = _torch_options(task)
     loader = get_pytorch_dataloader(task.dataset, in_order=True, **options)
     return _repeat(loader, task)
@@ -291,7 +292,7 @@ def _spdl_subprocess(task: Task) -> Iterator[Batches]:
 
     options: dict[str, Any] = {"mp_context": task.method, "buffer_size": task.ahead}
     if task.batch_bytes > 4096:  # what is smaller never goes to the arena
-        # Beside those that wait: one that is written, one that the consumer has.
+        # Besides those that wait: one that is being written, one that the consumer has.
         count = task.ahead + task.held + 2
         options["arena"] = SharedMemorySegmentPool(task.slot_bytes, count)
     # Small tensors would have a segment of their own each; small arrays are just pickled.
@@ -323,11 +324,11 @@ class _Blocks:
 def _seqtools(task: Task) -> Iterator[Batches]:
     import seqtools
 
-    multiprocessing.set_start_method(task.method, force=True)  # it has no option for that
+    multiprocessing.set_start_method(task.method, force=True)  # SeqTools has no option for it
     indices = _AllIndices(task)
     fetch = task.fetch_arrays or _Fetch(task.array_dataset, stack_arrays)
     blocks = _Blocks(indices, task.batch_size)
-    # Two of the slots are for the consumer; it asks for at least four.
+    # Two of the slots are for the consumer. SeqTools requires at least four.
     slots = max(4, task.ahead) + 2
     prefetched = seqtools.prefetch(
         seqtools.smap(fetch, blocks), task.workers, "process", max_buffered=slots,
@@ -338,7 +339,7 @@ def _seqtools(task: Task) -> Iterator[Batches]:
         for number in range(len(blocks)):
             batch = prefetched[number]
             if task.held:
-                # As its documentation asks for: what is kept would use up its shared memory.
+                # As SeqTools' documentation asks: kept batches would use up its shared memory.
                 batch = map_leaves(np.copy, batch, np.ndarray)
             yield batch if task.is_text else as_tensors(batch)
 
@@ -346,15 +347,14 @@ def _seqtools(task: Task) -> Iterator[Batches]:
 
 
 def _cut(batches: Batches, indices: _AllIndices) -> Iterator[Batches]:
-    """The epochs of an iterator over all."""
+    """Cut an iterator over the batches of all epochs into epochs."""
     return (itertools.islice(batches, count) for count in indices.batch_counts)
 
 
 class _Dealt:
-    """Samples in an order of which every n-th, from the w-th on, make whole batches in turn.
+    """Samples in an order in which grain makes the same batches as the other loaders.
 
-    That is how grain deals samples to its n workers, and they batch what they get: so its batches
-    are everyone's.
+    grain gives each of its n workers every n-th sample, and each worker makes batches of these.
     """
 
     def __init__(self, dataset: Any, indices: _AllIndices, task: Task) -> None:
@@ -404,9 +404,8 @@ _PEERS = (
     ),
     Peer(
         "shmloader, seed", "shmloader", "shmloader",
-        "the same with `seed=0`, by which each sample has random streams of its own and an idle "
-        "worker takes the oldest batch, which a thread of the engine's looks after; in rows D, E "
-        "and I only.",
+        "the same with `seed=0`: each sample has random streams of its own, an idle worker takes "
+        "the oldest batch, and the engine runs in a thread of its own; in rows D, E and I only.",
         partial(_shmloader, seed=0),
         rows="DEI",
     ),
@@ -452,7 +451,7 @@ _PEERS = (
     Peer(
         "grain", "grain", "grain",
         "`MapDataset.source(…).to_iter_dataset().batch(…).mp_prefetch(…)`, with arrays.", _grain,
-        ("spawn",), "always spawns: see there",
+        ("spawn",), "always spawns: see `G, spawn`",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Keeps what a campaign has measured, so that it can be interrupted and go on."""
+"""Records what a campaign has measured, so that it can continue after an interruption."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Run:
 
 
 def select(runs: Sequence[Run], case: str, peer: str) -> list[Run]:
-    """The runs of one cell."""
+    """Return the runs of one cell of the table."""
     return [run for run in runs if (run.case, run.peer) == (case, peer)]
 
 
 class Record:
-    """All runs of a campaign, in a file of JSON lines; the first says what it is of."""
+    """All runs of a campaign, in a file of JSON lines. The first line describes the campaign."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._path = path
         self.runs: list[Run] = []
         if path.exists():
             text = path.read_text()
-            whole = text[: text.rfind("\n") + 1]  # the last line may have been interrupted, too
+            whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
             path.write_text(whole)
             lines = [json.loads(line) for line in whole.splitlines()]
             if lines[0] != about:
                 changed = [key for key in about if lines[0].get(key) != about[key]]
                 sys.exit(
                     f"{path} is of another campaign ({', '.join(changed)} differ): "
-                    "forget it by --anew, or name another file by --record."
+                    "discard it with --anew, or name another file with --record."
                 )
             self.runs = [Run(**line) for line in lines[1:]]
         else:
@@ -51,21 +51,21 @@ class Record:
             path.write_text(json.dumps(about) + "\n")
 
     def has(self, round_: int, case: str, peer: str) -> bool:
-        """Whether there is such a run."""
+        """Whether such a run is recorded."""
         return any(run.round == round_ for run in select(self.runs, case, peer))
 
     def has_whole(self, round_: int, case: str, peer: str) -> bool:
-        """Whether there is such a run that did not fail."""
+        """Whether such a run is recorded that did not fail."""
         runs = select(self.runs, case, peer)
         return any(run.round == round_ and not run.error for run in runs)
 
     def is_hopeless(self, case: str, peer: str) -> bool:
-        """Whether a loader has failed often enough."""
+        """Whether a peer has failed so often on a case that it is not run again."""
         failures = [run for run in select(self.runs, case, peer) if run.error]
         return len(failures) >= _MOST_FAILURES
 
     def add(self, run: Run) -> None:
-        """Keep a run, on disk as well."""
+        """Record a run, on disk as well."""
         self.runs.append(run)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(run)) + "\n")

@@ -1,6 +1,6 @@
 """The tables and pictures of the comparison with other loaders.
 
-Pure but for ``draw``: takes runs as ``peers.py`` has recorded them, and gives Markdown.
+Makes Markdown from the runs that ``peers.py`` has recorded. Only ``draw`` writes files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Figure:
     """A column of a table.
 
     Attributes:
-        key: Its name in a run's figures.
+        key: Name in a run's figures.
         heading: What the table calls it, with the unit.
-        spec: Its format.
-        scale: What it is multiplied with first.
-        less: Whether less is better; None where neither is.
+        spec: Format of a value.
+        scale: Factor from a run's unit to the table's.
+        less: Whether less is better; None if neither less nor more is.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Row:
 
     title: str
     figures: tuple[Figure, ...]
-    has_bare: str = ""  # what the bare work is, where the row has that
+    has_bare: str = ""  # what the bare work is, if the row has it
 
 
 _MANNER = """\
@@ -55,8 +55,9 @@ first batch counts from before the loader is made; modules are imported already.
 drawn at random, all draw the same."""
 
 _STANDING = """\
-Where ours is measured in several ways, the one with the better median stands for it, beside the
-best other loader. Ratios of medians, and of rounds; who leads is said where all rounds agree."""
+Where shmloader is measured in several ways, the way with the best median is compared with the best
+other loader. The table has the ratio of the medians, and the least and the most ratio of a round.
+The last column says who leads, if all rounds agree."""
 
 _FIRST = Figure("first_s", "first batch, s", ".2f", less=True)
 _MAIN = Figure("main_us", "main process, µs of CPU a batch", ",.0f", less=True)
@@ -161,13 +162,13 @@ ROWS = {
 
 
 def cell(runs: Sequence[Run], figure: Figure) -> str:
-    """A figure's median and, in brackets, least and most."""
+    """Return a figure's median and, in brackets, least and most."""
     values = values_of(runs, figure)
     return with_spread_if_any(values, figure.spec) if values else ""
 
 
 def values_of(runs: Sequence[Run], figure: Figure) -> list[float]:
-    """A figure of each run that has it, in the table's unit."""
+    """Return a figure of each run that has it, in the table's unit."""
     return [
         run.figures[figure.key] * figure.scale
         for run in runs
@@ -176,7 +177,7 @@ def values_of(runs: Sequence[Run], figure: Figure) -> list[float]:
 
 
 def ratios(runs: Sequence[Run], case: str, one: str, other: str, figure: Figure) -> list[float]:
-    """How many times as good one is as the other, in each round that has both."""
+    """Return how many times as good ``one`` is as ``other``, for each round that has both."""
     found = {
         (run.round, run.peer): run.figures[figure.key]
         for run in runs
@@ -193,12 +194,12 @@ def ratios(runs: Sequence[Run], case: str, one: str, other: str, figure: Figure)
 
 
 def in_short(values: Sequence[float]) -> str:
-    """Median, least and most of ratios."""
+    """Return median, least and most of ratios."""
     return with_spread_if_any(values, ".2f") if values else ""
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table; the first row is its heading."""
+    """Return the lines of a table. The first row is its heading."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
 
@@ -206,13 +207,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 def table(
     runs: Sequence[Run], case: str, peers: Sequence[str], reasons: Mapping[tuple[str, str], str]
 ) -> list[str]:
-    """A case's table: each peer's figures, or why there are none.
+    """Return a case's table: each peer's figures, or why there are none.
 
     Args:
         runs: All runs.
         case: The case.
-        peers: Who is to have a line.
-        reasons: Why a peer was not run on a case.
+        peers: Peers that get a line.
+        reasons: Why a peer was not run on a case, by case and peer.
 
     Returns:
         Lines of Markdown.
@@ -244,14 +245,14 @@ def _wrong(runs: Sequence[Run]) -> str:
 
 
 class Standing(NamedTuple):
-    """How ours stands beside the best other loader.
+    """How shmloader compares with the best other loader in a figure.
 
     Attributes:
-        figure: In what.
-        own: Which of ours has the better median.
-        other: The other loader that has the best one.
+        figure: The figure.
+        own: The one of ``OURS`` that has the best median.
+        other: The other loader that has the best median.
         ratio: How many times as good ours is, by the medians.
-        rounds: The same of each round.
+        rounds: The same ratio in each round.
     """
 
     figure: Figure
@@ -262,7 +263,7 @@ class Standing(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Who leads, if all rounds agree."""
+        """Whether we lead or lose, if all rounds agree."""
         found = [self.ratio, *self.rounds]
         if any(map(math.isnan, found)):
             return ""
@@ -272,7 +273,7 @@ class Standing(NamedTuple):
 
 
 def standing(runs: Sequence[Run], case: str, peers: Sequence[str]) -> list[Standing]:
-    """Of each figure, how the better of ours stands beside the best other loader."""
+    """Compare the best of ours with the best other loader, for each figure."""
     found = []
     for figure in ROWS[case[0]].figures:
         if figure.less is None:
@@ -298,7 +299,7 @@ def standing(runs: Sequence[Run], case: str, peers: Sequence[str]) -> list[Stand
 
 
 def contents(runs: Sequence[Run], case: str) -> dict[str, list[str]]:
-    """Who has which content hash."""
+    """Return the peers by the content hash of their batches."""
     found: dict[str, list[str]] = {}
     for run in runs:
         if run.case == case and run.figures is not None and "content" in run.figures:
@@ -316,13 +317,13 @@ def report(
     notes: Mapping[str, str],
     pictures: Mapping[str, str],
 ) -> str:
-    """The whole of it.
+    """Return the whole page.
 
     Args:
         runs: All runs.
-        cases: Who was to be measured on each case.
-        machine: What it ran on, in the order to print it.
-        reasons: Why a peer was not run on a case.
+        cases: The peers to be measured on each case.
+        machine: What the runs were made on, in the order to print it.
+        reasons: Why a peer was not run on a case, by case and peer.
         notes: How each peer is used.
         pictures: Path of each row's plot.
 
@@ -393,9 +394,10 @@ def _verdict(runs: Sequence[Run], case: str) -> str:
 
 
 def draw(letter: str, runs: Sequence[Run], cases: Mapping[str, Sequence[str]], path: Path) -> None:
-    """Two panes for each case, of its first two figures: bars are medians, points are runs.
+    """Draw a row: two panes for each case, which show its first two figures.
 
-    Row E has one more, the waits; row G has memory over time.
+    Bars are medians, points are runs. Row E has one more pane with the waits, and row G one with
+    memory over time.
     """
     import matplotlib as mpl
 

@@ -1,12 +1,12 @@
 """The workloads of the comparison with other loaders, and what is measured of each.
 
-A case is a workload, or one size or start method of it; its key begins with the row's letter. A
-case takes one peer, in this process, which has done nothing else, and gives its figures, by the
-names that ``_report.py`` knows. Some have a *bare* kind as well: as many processes that do the
-batches' bare work and hand nothing over.
+A case is a workload, or one size or start method of it. Its key begins with the row's letter. A
+case measures one peer in this process, which has done nothing else, and returns the figures under
+the names that ``_report.py`` knows. Some cases also measure the bare work: as many processes as
+there are workers do the work of the batches, and hand nothing over.
 
-Assumes Linux. Importable by the workers that are spawned: datasets are of modules, not of the
-script that runs.
+Assumes Linux. Spawned workers can import the datasets, since these are defined in modules and not
+in the script that runs.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _MANY_EPOCHS = 1_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked for.
+    """How a run is made.
 
     Attributes:
         workers: Processes or threads of each peer, except in row G.
         seconds: Length of the timed part.
-        is_smallest: Whether it is only to be seen that everything runs.
+        is_smallest: Whether the run only checks that everything works.
     """
 
     workers: int
@@ -73,10 +73,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stream:
-    """A task without an end, and how it is measured.
+    """A task that is too long to be finished, and how it is measured.
 
     Attributes:
-        task: What the peer gets.
+        task: What the peer loads.
         hash_batches: Batches that the content hash covers.
         clock_stride: Batches between two looks at the clock.
     """
@@ -87,7 +87,7 @@ class Stream:
 
 
 def _resident(work: Workload, settings: Settings) -> Stream:
-    """A stream of samples that lie in memory."""
+    """Make a stream of samples that are in memory."""
     work = smallest(work) if settings.is_smallest else work
     dataset = Samples(work)
     arrays = copy.copy(dataset)
@@ -107,7 +107,7 @@ def _resident(work: Workload, settings: Settings) -> Stream:
 
 
 def _open(peer: Peer, stream: Stream) -> tuple[Iterator[Any], dict]:
-    """Start a loader; gives what comes after the batches that are hashed, and what was seen."""
+    """Start a loader and hash its first batches; return the other batches, and figures."""
     began = time.perf_counter()
     batches = itertools.chain.from_iterable(peer.epochs(stream.task))
     content = ContentHash()
@@ -121,7 +121,7 @@ def _open(peer: Peer, stream: Stream) -> tuple[Iterator[Any], dict]:
 
 
 def _flow(stream: Stream, batches: Iterator[Any], seconds: float) -> dict:
-    """Take batches for so long, after a warm-up."""
+    """Take batches for so many seconds, after a warm-up; return the figures."""
     stride, batch_bytes = stream.clock_stride, stream.task.batch_bytes
     consume(batches, min(0.3, seconds), WARMUP_BATCHES, stride)
     meter = Meter()
@@ -258,7 +258,8 @@ def _run_stragglers(peer: Peer, settings: Settings) -> dict:
     task = Task(
         Sleepers(options),
         options.batch_size,
-        # Enough at first that no worker is still to start, or has begun what counts, when it does.
+        # So many quick batches first that, when the measured epoch begins, all workers have started
+        # and none has begun that epoch.
         Order(options, batches=8),
         epochs=2,
         workers=settings.workers,
@@ -353,7 +354,7 @@ def _run_ragged(peer: Peer, settings: Settings) -> dict:
 
 
 class Shuffle(Sampler[int]):
-    """As torch's ``RandomSampler``, but can be sent to a process that is spawned."""
+    """Like torch's ``RandomSampler``, but can be sent to a process that is spawned."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -363,7 +364,7 @@ class Shuffle(Sampler[int]):
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        # With the first index, as torch's: who asks for an iterator in vain moves nothing.
+        # Runs at the first index, as in torch's: an iterator that is not used changes nothing.
         generator = torch.Generator().manual_seed(self.epoch)
         self.epoch += 1
         yield from torch.randperm(self.length, generator=generator).tolist()
@@ -375,7 +376,7 @@ def _run_texts(method: str, workers: int, epochs: int, peer: Peer, settings: Set
     before = pss_bytes()
     began = time.perf_counter()
     if peer.shares:
-        dataset = shmloader.share(dataset)  # and nobody keeps the other
+        dataset = shmloader.share(dataset)  # the plain list is dropped
     task = Task(
         dataset,
         batch_size,
@@ -400,7 +401,7 @@ def _run_texts(method: str, workers: int, epochs: int, peer: Peer, settings: Set
     }
 
 
-# ---------------------------------------------------------------- H: a consumer that keeps
+# ---------------------------------------------------------------- H: a consumer that keeps batches
 
 
 _KEPT = 50
@@ -473,7 +474,7 @@ def _run_training(peer: Peer, settings: Settings) -> dict:
     }
 
 
-# ---------------------------------------------------------------- K: an array already
+# ---------------------------------------------------------------- K: data in an array
 
 
 _ARRAY_BATCH = 1_024
@@ -493,7 +494,7 @@ class Gather:
 
 
 class Columns:
-    """Samples of columns."""
+    """Samples that have one element of each column."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         self.columns = columns
@@ -506,7 +507,7 @@ class Columns:
 
 
 def _table(settings: Settings) -> Any:
-    """A million rows, and as many more as make whole batches for each worker."""
+    """Make a million rows, and as many more as make whole batches for each worker."""
     wanted = 8 * _ARRAY_BATCH if settings.is_smallest else 1_000_000
     round_ = _ARRAY_BATCH * settings.workers
     return make_dataset(-(-wanted // round_) * round_)
@@ -544,10 +545,10 @@ class Case:
     """One workload of the comparison.
 
     Attributes:
-        key: Row's letter, and what tells it from others of the row.
+        key: The row's letter, and what distinguishes the case from others of the row.
         run: Measures a peer.
-        bare: Measures the bare work, or None.
-        limit_s: After which a run counts as one that hangs, beside its timed part.
+        bare: Measures the bare work. None: the case has none.
+        limit_s: Seconds after which a run counts as a hang, besides the time for its timed part.
         method: Start method, if that is what the case is about.
     """
 
@@ -588,7 +589,7 @@ CASES = {
 
 
 def names_of(case: Case) -> list[str]:
-    """Who is measured on a case."""
+    """Return the names of the peers, and of the bare work, that are measured on a case."""
     names = [name for name, peer in PEERS.items() if not peer.rows or case.key[0] in peer.rows]
     return names + ([BARE] if case.bare else [])
 

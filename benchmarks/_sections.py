@@ -1,4 +1,4 @@
-"""The sections of RESULTS.md, each of which another benchmark writes and replaces; their rows."""
+"""Writes the sections of RESULTS.md, one for each benchmark, and the rows of their tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def put_section(path: Path, name: str, lines: Sequence[str]) -> None:
 
     Args:
         path: The page, which need not exist.
-        name: Names the section: the program that writes it.
-        lines: What it says.
+        name: The section's name, which is that of the program that writes it.
+        lines: Its lines.
     """
     text = path.read_text() if path.exists() else ""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,19 +29,19 @@ def put_section(path: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def find_sections(path: Path) -> str:
-    """Return all sections of a page as they stand, for a program that writes the rest anew."""
+    """Return all sections of a page unchanged, for a program that rewrites the rest of it."""
     if not path.exists():
         return ""
     return "".join("\n" + found[0] for found in _SECTION.finditer(path.read_text()))
 
 
 def judge(values: Sequence[float], wanted: float, *, is_most: bool) -> tuple[str, str]:
-    """Say what was wanted of a figure, and whether the median of its rounds reaches that.
+    """Return the goal of a figure, and whether the median of its rounds reaches it, in words.
 
     Args:
         values: The figure, or a ratio, by round.
-        wanted: The most it should be, or the least.
-        is_most: Whether that is the most.
+        wanted: The goal: the most that the figure should be, or the least.
+        is_most: Whether ``wanted`` is the most; else it is the least.
     """
 
     def reaches(value: float) -> bool:

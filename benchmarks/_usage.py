@@ -1,6 +1,6 @@
 """CPU time, page faults, memory and descriptors of this process and of its workers.
 
-Workers are all child processes, and theirs. Assumes Linux (``/proc``).
+Workers are all descendants of this process. Assumes Linux (``/proc``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Spent(NamedTuple):
 
 
 class Meter:
-    """Measures from its making on."""
+    """Measures what is spent from the creation of the meter on."""
 
     def __init__(self) -> None:
         self._machine_cpu_s = cpu_s_of_machine()
@@ -60,7 +60,7 @@ class Meter:
         self._main = Usage.of_self()
 
     def read(self) -> Spent:
-        """Say what was spent since the meter was made."""
+        """Return what was spent since the meter was created."""
         main, workers = Usage.of_self(), usage_of_workers()
         machine_cpu_s = cpu_s_of_machine() - self._machine_cpu_s
         unused = Usage(0.0, 0)
@@ -78,7 +78,7 @@ class Meter:
 
 
 def usage_of_workers() -> dict[int, Usage]:
-    """Usage of each worker that lives, by its pid."""
+    """Return the usage of each live worker, by its pid."""
     found = {}
     for child in psutil.Process().children(recursive=True):
         try:
@@ -89,13 +89,13 @@ def usage_of_workers() -> dict[int, Usage]:
 
 
 def cpu_s_of_machine() -> float:
-    """Return the time all cores were not idle, that stolen by a hypervisor included."""
+    """Return for how long the cores were not idle, including time stolen by a hypervisor."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.irq + times.softirq + times.steal + times.nice)
 
 
 def pss_bytes(kind: str = "Pss") -> int:
-    """Memory of this process and its workers together: a page that n share counts 1/n in each.
+    """Return the memory of this process and its workers. A page that n share counts 1/n in each.
 
     Args:
         kind: "Pss", or "Pss_Shmem" for shared memory alone.
@@ -113,10 +113,10 @@ def pss_bytes(kind: str = "Pss") -> int:
 
 
 def pss_bytes_of(pid: int, kind: str = "Pss") -> int:
-    """The same of one process.
+    """Return the memory of one process, in which a page that n processes share counts 1/n.
 
     Raises:
-        OSError: If it has ended, or is another user's.
+        OSError: If the process has ended, or is another user's.
     """
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     sizes = [line.split()[1] for line in text.splitlines() if line.startswith(f"{kind}:")]
@@ -124,5 +124,5 @@ def pss_bytes_of(pid: int, kind: str = "Pss") -> int:
 
 
 def descriptor_count() -> int:
-    """How many descriptors this process has open."""
+    """Return how many descriptors this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())

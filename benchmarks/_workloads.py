@@ -1,8 +1,8 @@
-"""What the benchmarks load: five data sets, the touch of a batch and its content hash.
+"""What the benchmarks load: five datasets, the touch of a batch and its content hash.
 
 Owns the samples (made from a fixed seed, resident before any worker starts) and the
-definition of "the same data". Used by ``_measure.py``, in the process that consumes
-and, through fork, in the processes that load. Knows no loader.
+definition of "the same data". Used in the process that consumes and, through fork, in
+the processes that load. Knows no loader.
 
 Guarantees: two processes that ask for the same workload hold equal samples.
 """
@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch.utils.data import Dataset
 
-# What default collate makes of every sample here, and a sample too.
+# The types of a sample here, and of what default collate makes of samples.
 Batch = torch.Tensor | dict[str, torch.Tensor] | list[torch.Tensor]
 
 SEED = 20_240_607
@@ -130,7 +130,7 @@ def smallest(work: Workload) -> Workload:
 
 
 class Samples(Dataset[object]):
-    """A map-style data set that hands out resident samples again and again.
+    """A map-style dataset that hands out resident samples again and again.
 
     Costs an index and a remainder per sample, so what is measured is the loader.
     """
@@ -147,7 +147,7 @@ class Samples(Dataset[object]):
         return self.length
 
     def first(self, length: int) -> Samples:
-        """Return a data set that ends sooner and shares these samples."""
+        """Return a dataset that ends sooner and shares these samples."""
         shorter = copy.copy(self)
         shorter.length = length
         return shorter
@@ -161,7 +161,7 @@ class Samples(Dataset[object]):
 def stacker(work: Workload, dataset: Samples) -> Callable[[int], Batch]:
     """Return what the ceiling does for one batch: stack into a buffer that stays.
 
-    The lists of samples lie ready, so the data set, the sampler and collate cost
+    The lists of samples are ready, so the dataset, the sampler and collate cost
     nothing here. Each call of the result overwrites what the last call returned.
     For the workload of ints it is ``torch.tensor([index])``, as in default collate.
 

@@ -1,13 +1,15 @@
 """How fast is a loader over data that is an array already?
 
-A ``TensorDataset`` of rows and labels, shuffled and in order, with the default collate: torch's
-loader, ours with processes, with threads, and with neither, and a ceiling: as many processes that
-do nothing but ``index_select`` into a resident buffer, with the indices at hand. Each run is a
-fresh process and times whole epochs, from ``iter()`` to the last batch, after a first one; kinds
-take turns within a round, and ratios are of one round. CPU time is that of all processes: it tells
-more than the clock where others use the machine.
+The data is a ``TensorDataset`` of rows and labels, shuffled and in order, with the default collate.
+The loaders are torch's, ours with processes, ours with threads, and ours without workers. The
+ceiling is as many processes as there are workers, which do nothing but ``index_select`` into a
+resident buffer, with indices that were drawn before. Each run is a fresh process and times whole
+epochs, from ``iter()`` to the last batch, after a first epoch that does not count. Kinds take turns
+within a round, and ratios are of one round. CPU time is that of all processes. It says more than
+the clock if other programs use the machine.
 
-``--memory-map`` measures instead what a memory-mapped file of so many bytes costs each worker.
+``--memory-map`` measures instead how much memory a memory-mapped file of so many bytes takes in
+each worker.
 
 Exit code: 0; 2 if a run failed; 3 if the loaders' batches differ. No figure is a pass or a fail.
 """
@@ -55,7 +57,7 @@ KINDS = [
 
 
 def make_dataset(samples: int) -> torch.utils.data.TensorDataset:
-    """Rows and labels, the same whenever they are made."""
+    """Make rows and labels, the same in every process."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(samples, _WIDTH, generator=generator)
     return torch.utils.data.TensorDataset(rows, torch.arange(samples))
@@ -67,7 +69,7 @@ def _cpu_s() -> float:
 
 
 def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, Any]:
-    """Time some epochs of a loader; µs a batch."""
+    """Time some epochs of a loader, in µs a batch."""
     name, _, order = kind.rpartition(", ")
     torch.manual_seed(0)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
@@ -88,7 +90,7 @@ def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, 
         total = 0
         for rows, labels in loader:
             total += int(labels.sum())
-            rows[::16, 0].sum()  # a word of every page
+            rows[::16, 0].sum()  # touches every page
         if total != expected:
             raise RuntimeError("the loader gave other samples")
     batches = epochs * len(loader)
@@ -100,7 +102,7 @@ def run_loader(kind: str, samples: int, epochs: int, workers: int) -> dict[str, 
 
 
 def gatherer(dataset: torch.utils.data.TensorDataset) -> Callable[[int], object]:
-    """What the ceiling does for one batch: gather into a buffer that stays, by indices at hand."""
+    """Return what the ceiling does for one batch: gather rows into a buffer that stays."""
     order = torch.randperm(len(dataset))
     indices = [one for one in order.split(_BATCH_SIZE) if len(one) == _BATCH_SIZE]
     out = [
@@ -115,7 +117,7 @@ def gatherer(dataset: torch.utils.data.TensorDataset) -> Callable[[int], object]
 
 
 def run_ceiling(samples: int, workers: int) -> dict[str, Any]:
-    """Time bare processes that gather; µs a batch of all of them together."""
+    """Time processes that only gather, in µs a batch, for all of them together."""
     found = run_processes(
         lambda: gatherer(make_dataset(samples)), workers, _CEILING_S, _CEILING_STRIDE
     )
@@ -127,7 +129,7 @@ def run_ceiling(samples: int, workers: int) -> dict[str, Any]:
 
 
 def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
-    """Load a memory-mapped file, shuffled; the most that a worker has of its own."""
+    """Load a memory-mapped file, shuffled; return the most memory that is a worker's own."""
     row = 512
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
@@ -159,7 +161,7 @@ def run_memory_map(nbytes: int, method: str, workers: int) -> dict[str, Any]:
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """What was written; pages that were read of a file the kernel may drop at any time."""
+    """Return the memory that a process wrote. The kernel may drop a file's other pages."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
     except (FileNotFoundError, ProcessLookupError):
@@ -205,11 +207,11 @@ def main() -> int:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--epochs", type=int, default=3, help="of ours; one of torch's")
+    parser.add_argument("--epochs", type=int, default=3, help="of our loaders; torch's runs one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--memory-map", type=int, metavar="BYTES", help="such as 2000000000")
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--memory-map", type=int, metavar="BYTES", help="size, such as 2000000000")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smallest:

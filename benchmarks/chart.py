@@ -1,7 +1,7 @@
 """Which four figures of RESULTS.md stand for the rest? Draws the chart of the README.
 
-Reads the tables that ``peers.py`` has written, so it measures nothing itself. Three rows are beside
-torch's loader, and one is a row that we lose.
+Reads the tables that ``peers.py`` has written, so it measures nothing itself. For each figure, the
+chart has our best loader, torch's, and the best other loader. We lose in one of the four.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROWS = (
 
 
 def read_table(text: str, heading: str, column: str) -> dict[str, float]:
-    """The medians of one column, by loader; a loader that has none is left out."""
+    """Return the medians of one column, by loader. A loader that has none is left out."""
     begin = text.index(heading)
     rows = []
     for line in text[begin:].splitlines()[1:]:
@@ -66,7 +66,7 @@ def read_table(text: str, heading: str, column: str) -> dict[str, float]:
 
 
 def pick(figures: dict[str, float], *, less: bool) -> dict[str, float]:
-    """Our best, torch, and the best of the others, in this order."""
+    """Return the figures of our best, of torch, and of the best other, in this order."""
     best = min if less else max
     ours = [name for name in figures if name.split(",")[0] == OURS]
     others = [name for name in figures if name not in (*ours, TORCH, "bare work")]

@@ -1,4 +1,4 @@
-"""What do batches cost that are made by a cluster (``executor=``), on Dask and on Ray?
+"""What does it cost to have a cluster make the batches (``executor=``), on Dask and on Ray?
 
 The clusters are started on this machine, anew for each run; kinds take turns.
 
@@ -11,21 +11,21 @@ jpeg   the same with files of some 300×300 pixels and the centre of each, as in
        ``peers.py``: a batch takes a third of the time, and a task costs as much
 bytes  batches of 3 MB and 38 MB without work on Ray: GB/s, beside Ray Data's
        ``iter_torch_batches`` on the same cluster, in turns; without a seed, since Ray Data seeds
-       no samples. It makes the same batches by ``map_batches``; or it has them in its store
-       already (``materialize``), where nothing is made and nothing is copied within the cluster
+       no samples. Ray Data makes the same batches by ``map_batches``, or has them in its store
+       already (``materialize``); then nothing is made, and nothing is copied within the cluster
 waits  samples that wait 50 ms, 64 of them at once: four nodes (Ray's ``cluster_utils.Cluster``,
        Dask's ``LocalCluster``) of one process with ``fetch_concurrency=16``, two batches for each
        node in flight, of 64 samples and of 16: share of the ideal
 main   batches of four tiny samples, four in flight: CPU time of the main process, all its threads,
-       for a batch, beside a bare loop that submits calls with arguments of the same size, which
-       take as long there, and takes results of the same size; both in turns on the same executor.
+       for a batch, beside a bare loop that submits calls with arguments and results of the same
+       size, which take as long in the cluster; both in turns on the same executor.
        Dask's scheduler is a process of its own here, as on a real cluster
 =====  =============================================================================================
 
-Every run is recorded at once, and a campaign that was interrupted goes on where it was. A full run
-replaces its section of ``RESULTS.md``.
+Every run is recorded at once, and a campaign that was interrupted continues where it was. A full
+run replaces its section of ``RESULTS.md``.
 
-Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
+Exit code: 0; 2 if a run failed; 130 if it was interrupted. No figure is a pass or a fail.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _STORE_BYTES = 1 << 30
 
 
 class Size(NamedTuple):
-    """How long runs are."""
+    """How much a run measures."""
 
     seconds: float = 3.0  # of a timed stretch
     wait_samples: int = 6400
@@ -92,12 +92,12 @@ SMALLEST = Size(0.1, 128, 0.001, 20, 1, is_smallest=True)
 def on_dask(
     nodes: int, *, is_apart: bool = False, is_direct: bool = False
 ) -> Iterator[concurrent.futures.Executor]:
-    """Start a cluster of Dask's, of processes with a thread each.
+    """Start a Dask cluster, of processes with one thread each.
 
     Args:
-        nodes: How many.
+        nodes: Number of processes.
         is_apart: Whether the scheduler is a process of its own; else it is in this one.
-        is_direct: Whether the client gets results from the workers.
+        is_direct: Whether the client gets results from the workers, not through the scheduler.
     """
     make = distributed.SubprocessCluster if is_apart else distributed.LocalCluster
     with (
@@ -110,7 +110,7 @@ def on_dask(
 
 @contextlib.contextmanager
 def on_ray(nodes: int) -> Iterator[concurrent.futures.Executor]:
-    """Start a cluster of Ray's: one node for two processes, and else nodes of one process."""
+    """Start a Ray cluster: one node for two processes, else one node for each process."""
     options = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     with contextlib.ExitStack() as stack:
         if nodes <= 2:
@@ -129,7 +129,7 @@ def on_ray(nodes: int) -> Iterator[concurrent.futures.Executor]:
 
 @contextlib.contextmanager
 def on_pool(nodes: int) -> Iterator[concurrent.futures.Executor]:
-    """Start processes of the standard library's."""
+    """Start a pool of processes of the standard library."""
     with concurrent.futures.ProcessPoolExecutor(nodes) as executor:
         yield executor
 
@@ -171,7 +171,7 @@ def run_jpeg(
     round_: int,  # noqa: ARG001 - one kind a process
     size: Size,
 ) -> Cells:
-    """Decode on one kind of processes."""
+    """Measure how fast one kind of processes decodes JPEG files."""
     seconds = size.seconds * (1 if size.is_smallest else 1.5)
     with contextlib.ExitStack() as stack:
         dataset, batch_size = make(Path(stack.enter_context(tempfile.TemporaryDirectory())), size)
@@ -195,7 +195,7 @@ def run_bytes(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on
     with on_ray(2) as executor:
         for key, name in (("c", "3 MB"), ("a", "38 MB")):
             work = smallest(WORKLOADS[key]) if size.is_smallest else WORKLOADS[key]
-            # More than is taken in the time, and what fits the store.
+            # More than can be taken in the time, and as many as fit in the store.
             streamed = work.batch_size * (2_000 if size.is_smallest else 20_000)
             stored = work.batch_size * (8 if size.is_smallest else {"c": 100, "a": 10}[key])
             sources: dict[str, Callable[[], Iterator[Any]]] = {
@@ -277,7 +277,7 @@ def run_waits(kind: str, round_: int, size: Size) -> Cells:  # noqa: ARG001 - on
 
 
 class _Watched(concurrent.futures.Executor):
-    """Passes calls on to an executor, and keeps what the last one got, and what all gave."""
+    """Passes calls on to an executor; keeps the last call's arguments and all futures."""
 
     def __init__(self, inner: concurrent.futures.Executor) -> None:
         self.inner = inner
@@ -351,11 +351,11 @@ _PACKAGES = ("distributed", "ray", "pyarrow", "pillow")
 
 
 class Case(NamedTuple):
-    """What is run: each kind in a process of its own.
+    """A case, of which each kind is run in a process of its own.
 
     Attributes:
         run: Does one run.
-        kinds: Its kinds.
+        kinds: The kinds of the case.
     """
 
     run: Callable[[str, int, Size], Cells]
@@ -383,8 +383,8 @@ class Goal(NamedTuple):
 
     Attributes:
         case: The case of the record.
-        peer: Who is measured.
-        other: Who it is compared with; None if the figure stands alone.
+        peer: What is measured.
+        other: What it is compared with; None if the figure stands alone.
         title: What a table calls it.
         spec: How the figure is written, with its unit.
         wanted: What the ratio, or the figure, should be; None if nothing was asked.
@@ -439,7 +439,7 @@ def _by_round(runs: Sequence[Run], case: str, peer: str, key: str = "figure") ->
 
 
 def _row(runs: Sequence[Run], goal: Goal) -> list[str]:
-    """A row of the table: figure, what it is compared with, the ratio, the goal, the verdict."""
+    """Return a row: figure, what it is compared with, the ratio, the goal, the verdict."""
     ours = _by_round(runs, goal.case, goal.peer)
     if not ours:
         errors = [run.error for run in select(runs, goal.case, goal.peer) if run.error]
@@ -468,7 +468,7 @@ def report(
     machine: Mapping[str, str],
     is_smallest: bool,  # noqa: ARG001 - the rows are the same
 ) -> list[str]:
-    """The section of RESULTS.md."""
+    """Return the lines of the section of RESULTS.md."""
     rows = [_row(runs, goal) for goal in GOALS]
     short = [row[0] for row in rows if row[-1].startswith("**")]
     heading = ["what", "shmloader", "beside", "ratio of rounds", "goal", ""]
@@ -485,7 +485,7 @@ def report(
 
 def main() -> int:
     """Compare, or do one run for a comparison."""
-    # The clusters' processes import what is beside this file, and ours.
+    # The clusters' processes import modules beside this file, and shmloader.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

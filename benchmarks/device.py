@@ -8,14 +8,14 @@ Three things take turns, each run in a fresh process, on the same resident sampl
     * ``ceiling``: copies of two pinned blocks on a side stream into two buffers, and no loader.
 
 Batches are images of 38 MB, the same with labels, and dicts of 114 small fields. A training step is
-emulated by matrix products of 0, 2 or 10 ms. As a loop that logs its loss does, the consumer waits
-for the step before the last. Each run has five epochs, with persistent workers and without. The
-content of every batch is checked on the device.
+emulated by matrix products of 0, 2 or 10 ms. When it has started a step, the consumer waits for the
+end of the step two before it, as a loop that logs its loss does. Each run has five epochs, with
+persistent workers and without. The content of every batch is checked on the device.
 
-What is printed, and written as JSON, for each epoch: batches a second from its start to its end;
-the 99th percentile of the time between the ends of two steps and the device's idle share, which is
-the time between one step's end and the next one's start (both by the device's events); CPU time of
-the consumer's thread and of its process, without workers; and device memory reserved at most.
+Prints for each epoch, and writes as JSON: batches a second from its start to its end; the 99th
+percentile of the time between the ends of two steps and the device's idle share, which is the time
+between one step's end and the next one's start (both by the device's events); CPU time of the
+consumer's thread and of its process, without workers; and the most device memory reserved.
 
 Needs an accelerator; without one it says so in a line and ends. ``--device late`` is for trying it
 out on the test device. Exit code: 0; 1 if a batch was wrong; 2 if a run failed.
@@ -48,7 +48,7 @@ import shmloader
 
 LOADERS = ("shmloader", "torch", "ceiling")
 WORKLOADS = ("image", "image + label", "114 fields")
-STEPS_MS = (0, 10, 2)  # in this order, should time run out
+STEPS_MS = (0, 10, 2)  # in this order, in case time runs out
 EPOCHS = 5
 FIELDS = 114
 
@@ -65,9 +65,9 @@ class Shape(NamedTuple):
 
     Attributes:
         image: Shape of an image.
-        batch_size: Samples in a batch of images; of fields, a quarter.
-        batches: Batches of images in an epoch with a step. Five times as many of what is quicker,
-            which are fields, and images without a step: a start would weigh too much otherwise.
+        batch_size: Samples in a batch of images. A batch of fields has a quarter as many.
+        batches: Batches in an epoch of images with a step. Epochs of fields, and of images without
+            a step, have five times as many: they are quicker, and their start would weigh too much.
         epochs: Epochs of a run.
         matrix: Rows of the matrix that steps multiply.
     """
@@ -83,7 +83,7 @@ _SMALLEST = Shape((3, 64, 64), 8, 6, 2, 64)
 
 
 class Resident(Dataset):
-    """Samples that lie ready in memory, as often as they are asked for."""
+    """Samples that are ready in memory, and are repeated."""
 
     def __init__(self, workload: str, shape: Shape, step_ms: float) -> None:
         generator = torch.Generator().manual_seed(20_240_607)
@@ -110,12 +110,12 @@ class Resident(Dataset):
         return self.samples[index % _SAMPLES]
 
     def batch(self, number: int) -> Any:
-        """A batch, on the host."""
+        """Return a batch, on the host."""
         first = number * self.batch_size
         return default_collate([self[first + place] for place in range(self.batch_size)])
 
     def checksums(self) -> list[int]:
-        """What :func:`checksum` gives for each batch of an epoch."""
+        """Return the :func:`checksum` of each batch of an epoch."""
         ones = [int(checksum(default_collate([sample]))) for sample in self.samples]
         indices = range(len(self))
         return [
@@ -125,14 +125,14 @@ class Resident(Dataset):
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch of this file."""
+    """Return the tensors of a batch of this file."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
 def checksum(batch: Any) -> torch.Tensor:
-    """The sum of all numbers of a batch, where the batch is."""
+    """Return the sum of all numbers of a batch, on the batch's device."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors_of(batch):
         by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
@@ -147,7 +147,7 @@ def checksum(batch: Any) -> torch.Tensor:
 
 
 def loaded_by_us(accelerator: Accelerator, dataset: Resident, options: dict) -> Iterator[Iterator]:
-    """Epochs of our loader."""
+    """Yield epochs of our loader."""
     loader = shmloader.DataLoader(dataset, device=accelerator.device, **options)
     with contextlib.closing(loader):
         while True:
@@ -157,7 +157,7 @@ def loaded_by_us(accelerator: Accelerator, dataset: Resident, options: dict) -> 
 def loaded_by_torch(
     accelerator: Accelerator, dataset: Resident, options: dict
 ) -> Iterator[Iterator]:
-    """Epochs of torch's loader, behind a prefetcher."""
+    """Yield epochs of torch's loader, behind a prefetcher."""
     loader = torch.utils.data.DataLoader(dataset, pin_memory=True, **options)
     stream = accelerator.new_stream()
     while True:
@@ -194,7 +194,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def copied_from_two_buffers(
     accelerator: Accelerator, dataset: Resident, _: dict
 ) -> Iterator[Iterator]:
-    """Epochs of the batches 0 and 1 in turn, each by one copy."""
+    """Yield epochs of the batches 0 and 1 in turn, each copied by one copy."""
     hosts = [_Block.of(dataset.batch(number)) for number in (0, 1)]
     targets = [host.on(accelerator.device) for host in hosts]
     stream = accelerator.new_stream()
@@ -276,9 +276,9 @@ class Steps:
     """Training steps: matrix products of about so many milliseconds, and the check of a batch.
 
     Args:
-        accelerator: Where they run.
+        accelerator: The device that they run on.
         step_ms: The length of the products.
-        rows: Of the matrix.
+        rows: Rows of the matrix.
         expected: The checksums of an epoch's batches.
     """
 
@@ -301,7 +301,7 @@ class Steps:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Forget the steps before."""
+        """Forget the steps of earlier epochs."""
         self._found.fill_(-1)
         self._starts: list[Any] = []
         self._ends: list[Any] = []
@@ -312,7 +312,7 @@ class Steps:
             torch.mm(self._matrix, self._matrix, out=self._product)
 
     def run(self, batch: Any) -> None:
-        """Run a step, and wait for the one before the last."""
+        """Start a step, and wait for the end of the step two before it."""
         number = len(self._ends)
         self._starts.append(self._accelerator.event())
         if number < len(self._found):
@@ -324,12 +324,12 @@ class Steps:
         self._ended_s.append(time.perf_counter())
 
     def wrong_count(self) -> int:
-        """How many of the epoch's batches were wrong or did not come, or came too much."""
+        """Return how many of the epoch's batches were wrong, missing or surplus."""
         surplus = max(0, len(self._ends) - len(self._found))
         return int((self._found != self._expected).sum()) + surplus
 
     def idle_share(self) -> float | None:
-        """Share of the time from the first step on in which no step ran."""
+        """Return the share of time in which no step ran, from the first step to the last."""
         if not self._accelerator.can_time:
             return None
         pairs = zip(self._ends, self._starts[1:], strict=False)
@@ -337,16 +337,16 @@ class Steps:
         return idle_ms / self._starts[0].elapsed_time(self._ends[-1])
 
     def step_ms(self) -> float | None:
-        """Median time that a step really took on the device."""
+        """Return the median time that a step really took on the device."""
         if not self._accelerator.can_time:
             return None
         pairs = zip(self._starts, self._ends, strict=True)
         return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
     def late_ms(self) -> float:
-        """99th percentile of the time from one step's end to the next one's.
+        """Return the 99th percentile of the time from one step's end to the next one's.
 
-        By the device's events, or, where they measure no time, by the consumer's clock.
+        It is measured by the device's events or, if they measure no time, by the consumer's clock.
         """
         if self._accelerator.can_time:
             times = [one.elapsed_time(other) for one, other in itertools.pairwise(self._ends)]
@@ -356,7 +356,7 @@ class Steps:
 
 
 def measure(accelerator: Accelerator, options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """One run, in this process."""
+    """Do one run, in this process."""
     dataset = Resident(options.workload, shape, options.step_ms)
     expected = dataset.checksums()
     if options.run == "ceiling":
@@ -417,7 +417,7 @@ class Run(NamedTuple):
 
 
 def runs_of(*, smallest: bool) -> list[Run]:
-    """All runs, the most important ones first."""
+    """Return all runs, the most important ones first."""
     if smallest:
         settings = [
             (True, 0, "image"),
@@ -436,7 +436,7 @@ def runs_of(*, smallest: bool) -> list[Run]:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """All runs, round after round, until they are done or the time is over."""
+    """Do all runs, round after round, until they are done or the time is over."""
     found: dict[str, Any] = {"workers": options.workers, "runs": [], "left out": []}
     began, longest_s = time.monotonic(), 0.0
     for round_ in range(options.rounds):
@@ -478,7 +478,7 @@ def _in_short(one: dict[str, Any] | str) -> str:
 
 
 def figure(found: dict[str, Any], run: Run, name: str) -> float | None:
-    """The median of a figure over the epochs after the first, of all rounds."""
+    """Return the median of a figure over the epochs after the first, of all rounds."""
     values = [
         epoch[name]
         for one in _matching(found, run)
@@ -494,7 +494,7 @@ def _matching(found: dict[str, Any], run: Run) -> list[dict[str, Any]]:
 
 
 class Goal(NamedTuple):
-    """A goal, what was measured, and what follows."""
+    """A goal, what was measured, and the verdict."""
 
     text: str
     measured: str
@@ -554,7 +554,7 @@ def _judge_idle(found: dict[str, Any]) -> list[Goal]:
 
 
 def _judge_speed(found: dict[str, Any], workload: str) -> Goal:
-    """Three times torch where torch is bound by its copies: where the ceiling is that far off."""
+    """Judge the speed beside torch's. Copies bind torch if the ceiling is three times as fast."""
     text = f"{GOAL_SPEED:g} times torch where copies bind it: {workload}, no step"
     rates = [figure(found, Run(loader, workload, 0, True), "batches/s") for loader in LOADERS]
     if any(rate is None for rate in rates):
@@ -567,7 +567,7 @@ def _judge_speed(found: dict[str, Any], workload: str) -> Goal:
 
 
 def goals_of(found: dict[str, Any], probed: dict[str, Any]) -> str:
-    """The goals as a table."""
+    """Return the goals as a table."""
     lines = ["| goal | measured | |", "|---|---|---|"]
     lines += [
         f"| {goal.text} | {goal.measured} | {goal.verdict} |" for goal in judge(found, probed)
@@ -576,7 +576,7 @@ def goals_of(found: dict[str, Any], probed: dict[str, Any]) -> str:
 
 
 def to_markdown(found: dict[str, Any]) -> str:
-    """Tables of what was measured."""
+    """Return tables of what was measured."""
     runs = found.get("runs", ())
     parts = [_table_of_steps(found), _table_of_epochs(found)]
     errors = [
@@ -637,15 +637,15 @@ def _cell(value: float | None) -> str:
 
 
 def main() -> int:
-    """Compare; or, started by ourselves, run once."""
+    """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--device", help="such as cuda:1 (default: the one that torch finds)")
     parser.add_argument("--workers", type=int, default=max(1, min(8, cores - 2)))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget-s", type=float, default=1800, help="begin no run after that")
-    parser.add_argument("--smallest", action="store_true", help="a trial run, of no worth")
-    parser.add_argument("--json", type=Path, help="write what is found here, run by run")
+    parser.add_argument("--budget-s", type=float, default=1800, help="begin no run after so long")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
+    parser.add_argument("--json", type=Path, help="file for results, run by run")
     parser.add_argument("--run", choices=LOADERS, help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=WORKLOADS, help=argparse.SUPPRESS)
     parser.add_argument("--step-ms", type=float, help=argparse.SUPPRESS)

@@ -4,15 +4,15 @@ Runs three steps one after the other, each with a time limit of its own, and wri
 found to one JSON file and one page of Markdown, and on request to a section of ``RESULTS.md``:
 
     * ``benchmarks/probe.py``: what page locks and copies cost on this machine;
-    * ``tests/cuda``: content, page locks, graph capture, and loaders that leave a rule out, which
-      must be found out;
+    * ``tests/cuda``: content, page locks, graph capture, and loaders that leave a rule out, whose
+      wrong batches the tests must find;
     * ``benchmarks/device.py``: the loader beside torch's, and the goals.
 
 It needs no network and no installation: a Python with torch, numpy, cloudpickle, psutil, pytest
 and hypothesis is enough. All steps together take less than 25 minutes.
 
-Exit code: 0, also where there is no accelerator, which it says in a line; 1 if a step failed, a
-test failed or batches were wrong. Goals that are missed are reported and are no failure.
+Exit code: 0, also if there is no accelerator, which it says in a line; 1 if a step failed, a test
+failed or batches were wrong. Missed goals are reported, but are no failure.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from _sections import put_section
 ROOT = Path(__file__).parents[1]
 # Seconds. The sum stays below 25 minutes: probe, tests and benchmark.
 PROBE_S, TESTS_S, BENCHMARK_S = 150, 450, 780
-# The benchmark begins no further run when so much of its time is left.
+# The benchmark begins no further run when only so many seconds of its time are left.
 _LAST_RUN_S = 40
 
 _TEST_LINE = re.compile(r"^(tests/.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 
 
 def run_step(command: list[str], limit_s: float, log: Path) -> str:
-    """Run a program, of which nothing outlives the limit, whatever sessions it has made.
+    """Run a program. At the time limit, it is killed with all its children, in any session.
 
     Args:
-        command: The program.
-        limit_s: When it is killed.
+        command: The program and its arguments.
+        limit_s: Seconds after which it is killed.
         log: Where its output goes.
 
     Returns:
@@ -75,7 +75,7 @@ def run_step(command: list[str], limit_s: float, log: Path) -> str:
             for child in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
-            return f"it was ended after {limit_s:.0f} s, with {log.name} written by then"
+            return f"it was ended after {limit_s:.0f} s; {log.name} has its output until then"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -88,12 +88,12 @@ def _last_line(text: str) -> str:
 
 
 def run_probe(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the probe; returns what it found, also where it was ended in between."""
+    """Run the probe; return what it found, even if it was ended at its time limit."""
     return _run_tool("probe", PROBE_S, [], options, folder)
 
 
 def run_benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run the benchmark; returns what it found, also where it was ended in between."""
+    """Run the benchmark; return what it found, even if it was ended at its time limit."""
     arguments = [f"--budget-s={BENCHMARK_S - _LAST_RUN_S}"]
     if options.workers is not None:
         arguments.append(f"--workers={options.workers}")
@@ -116,7 +116,7 @@ def _run_tool(
 
 
 def run_tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run ``tests/cuda``; returns the names of the tests by how they ended."""
+    """Run ``tests/cuda``; return the names of the tests by how they ended."""
     log = folder / "tests.log"
     command = [
         sys.executable, "-m", "pytest", "tests/cuda", "-v", "-rfEs", "--tb=short",
@@ -137,7 +137,7 @@ def run_tests(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def page_of(found: dict[str, Any]) -> str:
-    """Everything as one page of Markdown."""
+    """Return everything as one page of Markdown."""
     lines = ["# The device path on a GPU", ""]
     lines += [f"- device: {found['probe'].get('device', 'unknown, since the probe failed')}"]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
@@ -149,7 +149,7 @@ def page_of(found: dict[str, Any]) -> str:
 
 
 def section_of(found: dict[str, Any]) -> list[str]:
-    """The same as the lines of a section of ``RESULTS.md``."""
+    """Return the same as the lines of a section of ``RESULTS.md``."""
     lines = page_of(found).rstrip().splitlines()
     return [f"#{line}" if line.startswith("#") else line for line in lines]
 
@@ -172,7 +172,7 @@ def _tests_of(tests: dict[str, Any]) -> str:
 
 
 def describe() -> dict[str, str]:
-    """What the figures were made on, but for the device, which the probe describes."""
+    """Describe what the figures were made on, except the device: the probe describes it."""
     compiled = importlib.util.find_spec("shmloader.memory._streaming") is not None
     return {
         **describe_machine(),
@@ -185,11 +185,11 @@ def main() -> int:
     """Run all steps and write both files."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", help="such as cuda:1 (default: the one that torch finds)")
-    parser.add_argument("--smallest", action="store_true", help="a trial run, of no worth")
-    parser.add_argument("--workers", type=int, help="of the benchmark's loaders")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
+    parser.add_argument("--workers", type=int, help="workers of the benchmark's loaders")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="a folder")
     parser.add_argument(
-        "--results", type=Path, help="put the page into this one as a section, if no step failed"
+        "--results", type=Path, help="page that gets the result as a section, if no step failed"
     )
     options = parser.parse_args()
     if options.smallest and options.results:

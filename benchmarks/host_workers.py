@@ -1,17 +1,18 @@
 """What does one pool of workers for all ranks of a host save, beside workers of each rank?
 
-Each case runs the same epochs on ranks with workers of their own (``own``), with as many workers in
-one pool (``host``: ``worker_scope="host"``), and with torch's loader and ``DistributedSampler``
-(``torch``). Each run has fresh processes, and the kinds take turns. Samples only sleep, so the
-machine's cores do not decide, except in the rows on memory and on the main process.
+Each case runs the same epochs on ranks with workers of their own (``own``), on one pool (``host``:
+``worker_scope="host"``) of as many workers in all, except in the row ``memory``, and with torch's
+loader and ``DistributedSampler`` (``torch``). Each run has fresh processes, and the kinds take
+turns. Samples only sleep, so the machine's cores do not decide, except in the rows on memory, on
+strings and on the main process.
 
 =========  =======================================================================================
 even       4 ranks, 4 workers in all, samples of 2 ms: samples a second of all ranks
-uneven     half as many, but those of rank 0 take 5 times as long: seconds until all ranks end
-memory     4 ranks with 4 workers each, which share 4 in the pool: processes and their PSS, with the
-           one that owns the pool
+uneven     half as many batches, but samples of rank 0 take 5 times as long: seconds until all end
+memory     4 ranks with 4 workers each, or with 4 in one pool: number of worker processes and their
+           PSS, both with the process that owns the pool
 strings    4 ranks with 2 workers each, a list of a million texts of 40 to 200 characters, shuffled:
-           PSS of all processes without that of a run with hardly any texts, to the list once
+           PSS of all processes less that of a run with hardly any texts, to that of the list once
 main2      2 ranks, 2 workers in all, one int a batch: CPU time of a rank's process for a batch
 main4      the same with 4 ranks and 4 workers
 many       8 ranks, 64 workers in all, samples of 80 ms: samples a second, to the ideal
@@ -22,18 +23,18 @@ torchrun starts the ranks (``_host_rank.py``), which have a process group of glo
 session of its own, and the kernel shares the cores out among sessions (sched(7), "autogroup"). PSS
 is the proportional set size: a page that n processes share counts 1/n in each of them.
 
-The row ``strings`` is about the dataset: all kinds have workers of each rank there, which are
-forked. ``own`` and ``torch`` have a list in each rank, ``share`` is ``own`` with
-``shmloader.share`` in each rank, and ``host`` is ``own`` with ``shmloader.share_on_host``.
+The row ``strings`` is about the dataset. In all its kinds, each rank has forked workers of its own.
+``own`` and ``torch`` have a list in each rank, ``share`` is ``own`` with ``shmloader.share`` in
+each rank, and ``host`` is ``own`` with ``shmloader.share_on_host``.
 
-The rows on the main process are measured as row A of ``peers.py`` is, whose loader has no seed and
-so neither streams of random numbers for each sample nor dynamic dispatch: ``unseeded`` is
-``DataLoader`` as it is there, with a rank's share of the workers.
+The rows on the main process load the same samples as row A of ``peers.py``. The loader of that row
+has no seed, and so neither random streams for each sample nor dynamic dispatch. ``unseeded`` is
+that ``DataLoader``, with a rank's share of the workers.
 
-Every run is recorded at once, and a campaign that was interrupted goes on where it was. A full run
-replaces its section of ``RESULTS.md``.
+Every run is recorded at once, and a campaign that was interrupted continues where it was. A full
+run replaces its section of ``RESULTS.md``.
 
-Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
+Exit code: 0; 2 if a run failed; 130 if it was interrupted. No figure is a pass or a fail.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def run(case: Case, kind: str) -> dict[str, float]:
     if case.data != "texts":
         return _start_ranks(case, kind)
     count = case.share * case.ranks
-    once = _list_bytes(count)  # first, while no memory is free that the texts could use
-    # With a batch for each worker, so that all take part.
+    once = _list_bytes(count)  # before memory is freed that the texts could use
+    # One batch for each worker, so that all take part.
     empty = _start_ranks(case._replace(batches=case.own_workers), kind)
     figures = _start_ranks(case, kind)
     data_bytes = figures["all_bytes"] - empty["all_bytes"]
@@ -104,7 +105,7 @@ def _start_ranks(case: Case, kind: str) -> dict[str, float]:
 
     If one fails, this process exits with 1, and what went wrong is the last line on stderr.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it otherwise, and says so
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise torchrun sets it, with a warning
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "figures.json")
         options = ["--standalone", f"--nproc-per-node={case.ranks}", f"--log-dir={folder}"]
@@ -118,7 +119,7 @@ def _start_ranks(case: Case, kind: str) -> dict[str, float]:
 
 
 def _describe(error: ChildFailedError) -> str:
-    """Say in a line why ranks have failed, the first of them first."""
+    """Return a line that says why ranks have failed, beginning with the first to fail."""
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     # When one has failed, torchrun ends the others.
     own = [item for item in failures if item[1].exitcode != -signal.SIGTERM]
@@ -137,11 +138,11 @@ class Row(NamedTuple):
         case: The case.
         title: What the table calls the figure, with its unit.
         spec: How the figure is written.
-        wanted: What the figure in one pool should be, or its ratio; None if nothing was asked.
+        wanted: The goal for the figure in one pool, or for the ratio; None if there is none.
         key: The figure of a run, before ``figure`` computes with it.
         is_ratio: Whether the ratio to workers of each rank is judged.
         is_most: Whether ``wanted`` is the most; else it is the least.
-        own: The kind in the column of workers of each rank.
+        own: The kind in the column ``own``.
     """
 
     case: str
@@ -154,7 +155,7 @@ class Row(NamedTuple):
     own: str = "own"
 
     def figure(self, run: Mapping[str, float], case: Case) -> float:
-        """What the row tells of a run."""
+        """Return the row's figure of a run."""
         samples = case.ranks * case.batches * case.batch_size
         value = run[self.key]
         if self.key == "worker_bytes":
@@ -181,7 +182,7 @@ ROWS = (
 
 
 def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
-    """A row of the table: the figure of each kind, the ratio, the goal, the verdict."""
+    """Return a row: the figure of each kind, the ratio, the goal, the verdict."""
     figures = {
         kind: {
             run.round: row.figure(run.figures, case)
@@ -206,7 +207,7 @@ def _cells(runs: Sequence[Run], row: Row, case: Case) -> list[str]:
 
 
 def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -> list[str]:
-    """The section of RESULTS.md."""
+    """Return the lines of the section of RESULTS.md."""
     cases = SMALLEST if is_smallest else CASES
     rows = [_cells(runs, row, cases[row.case]) for row in ROWS if row.case in cases]
     short = [row[0].partition(":")[0] for row in rows if row[-1].startswith("**")]

@@ -1,11 +1,12 @@
 """What memory do worker processes take for a list of a million texts?
 
-A dataset of Python strings, 40 to 200 characters each, shuffled, for some epochs: torch's loader,
-ours with the plain list, and ours with ``shmloader.share``; under fork and under spawn. Each run is
-a fresh process, and the kinds take turns. At equal steps of each epoch the proportional set sizes
-(PSS) of the main process and all workers are added up: a page that n processes share counts 1/n in
-each of them, so the sum is what all of them take. Interpreters and torch take memory, too: the same
-run with hardly any texts says how much, and is taken off ("of data").
+A dataset of Python strings of 40 to 200 characters is loaded in random order for some epochs, by
+torch's loader, by ours with the plain list, and by ours with ``shmloader.share``, under fork and
+under spawn. Each run is a fresh process, and the kinds take turns. At equal steps of each epoch the
+proportional set sizes (PSS) of the main process and all workers are added up. A page that n
+processes share counts 1/n in each of them, so the sum is what all of them take. Interpreters and
+torch take memory, too. The same run with hardly any texts shows how much; the column "of data" is
+without it.
 
 The total is the most that was seen; growth is from the end of the first epoch to that of the last.
 (At an epoch's beginning torch's sampler has two lists of all indices for a moment.) A checksum of
@@ -44,7 +45,7 @@ KINDS = [
 
 
 class Texts(torch.utils.data.Dataset):
-    """Texts in a list, or what reads like one."""
+    """A dataset of texts in a list, or in another sequence."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
@@ -57,7 +58,7 @@ class Texts(torch.utils.data.Dataset):
 
 
 def make_texts(count: int) -> list[str]:
-    """Texts of 40 to 200 characters, the same whenever they are made."""
+    """Make texts of 40 to 200 characters, the same in every process."""
     draw = random.Random(1)
     letters = "".join(draw.choices(string.ascii_letters + " ", k=100_000))
     starts = (draw.randrange(len(letters) - 200) for _ in range(count))
@@ -65,7 +66,7 @@ def make_texts(count: int) -> list[str]:
 
 
 def run(kind: str, count: int, epochs: int, workers: int) -> dict[str, Any]:
-    """Load some epochs, and look at memory meanwhile."""
+    """Load some epochs, and measure memory meanwhile."""
     name, _, method = kind.partition(", ")
     before = pss_bytes()
     dataset = Texts(make_texts(count))
@@ -86,7 +87,7 @@ def run(kind: str, count: int, epochs: int, workers: int) -> dict[str, Any]:
 def watch(
     epochs: Iterable[Iterator[Sequence[str]]], batch_count: int, began_s: float
 ) -> dict[str, Any]:
-    """Take epochs of so many batches of texts, and look at memory meanwhile."""
+    """Take epochs of so many batches of texts, and measure memory meanwhile."""
     looks: list[tuple[float, int]] = []
     first_s, content = 0.0, 0
     stride = max(1, batch_count // _LOOKS)
@@ -105,7 +106,7 @@ def watch(
 
 
 def _growth(found: dict[str, Any], epochs: int) -> float:
-    """From the end of the first epoch to that of the last, in parts of the former."""
+    """Return the growth from the end of the first epoch to that of the last, as a fraction."""
     looks = [nbytes for _, nbytes in found["looks"]]
     return looks[-1] / looks[len(looks) // epochs - 1] - 1
 
@@ -135,7 +136,7 @@ def _print_table(figures: dict[str, list[dict[str, Any]]], epochs: int) -> None:
 
 
 def _draw(figures: dict[str, list[dict[str, Any]]], path: str) -> None:
-    """The first run of each kind, over time."""
+    """Draw the memory of the first run of each kind over time."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - only for a plot
     except ImportError:
@@ -165,7 +166,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--plot", metavar="FILE", help="draw memory over time")
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smallest:

@@ -1,14 +1,14 @@
 """How fast is shmloader beside other loaders, on the same work?
 
-Runs the workloads of ``_rows.py`` through each loader of ``_peers.py``, and through the bare work
-where there is such a ceiling. Each run is a fresh process with a time limit, so that a loader that
-hangs is a result; loaders take turns within a round. Every run is recorded at once, and a campaign
-that was interrupted goes on where it was. The tables and plots are made of what is recorded.
+Runs the workloads of ``_rows.py`` through each loader of ``_peers.py``, and measures the bare work
+where there is such a ceiling. Each run is a fresh process with a time limit, so a loader that hangs
+is a result, too. Loaders take turns within a round. Every run is recorded at once, and a campaign
+that was interrupted continues where it was. The tables and plots are made of what is recorded.
 
 A loader that cannot be imported is absent, with the reason; ``make bench-peers`` installs them all.
 
-Exit code: 0; 1 if two loaders gave different content; 2 if a run of ours failed. No figure is a
-pass or a fail, nor is what becomes of another loader.
+Exit code: 0; 1 if two loaders gave different content; 2 if a run of ours failed; 130 if it was
+interrupted. No figure is a pass or a fail, nor is a failure of another loader.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from _rows import CASES, Case, Settings, names_of
 from _sections import find_sections
 
 _HERE = Path(__file__).parent
-_PARTIAL = _HERE.parent / "build" / "peers"  # what is not all of the comparison goes there
+_PARTIAL = _HERE.parent / "build" / "peers"  # records, and results of partial comparisons
 _FULL_ROUNDS = 5
 _IMPORT_LIMIT_S = 300.0
 
-# Told in the heading, and must be the same for a campaign to go on.
+# Their versions are in the heading. A campaign continues only if they are the same.
 _DISTRIBUTIONS = ("torchdata", "spdl", "SeqTools", "grain", "pillow")
 
 
 def find_absent(names: Sequence[str]) -> dict[str, str]:
-    """Find out which peers cannot be had, and why."""
+    """Find out which peers cannot be imported, and why."""
     reasons = {module: _why_absent(module) for module in {PEERS[name].module for name in names}}
     return {
         name: "; ".join([reason, *_told_by_pip(PEERS[name].distribution)])
@@ -52,7 +52,7 @@ def find_absent(names: Sequence[str]) -> dict[str, str]:
 
 
 def _why_absent(module: str) -> str | None:
-    """Why a module cannot be imported, if it cannot."""
+    """Return why a module cannot be imported; None if it can."""
     if module in sys.modules:
         return None
     done = subprocess.run(
@@ -65,7 +65,7 @@ def _why_absent(module: str) -> str | None:
 
 
 def _told_by_pip(distribution: str) -> list[str]:
-    """What pip said, if it could not install it."""
+    """Return pip's last error, if it could not install a distribution."""
     try:
         lines = (Path(sys.prefix) / f"{distribution}.log").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _told_by_pip(distribution: str) -> list[str]:
 def cells(
     cases: Sequence[Case], chosen: Sequence[str], rounds: int
 ) -> Iterator[tuple[int, Case, str]]:
-    """All runs there are to be, in their order: each round begins with another loader."""
+    """Yield all runs in order. Each round begins with the next loader."""
     for round_ in range(rounds):
         for case in cases:
             names = [name for name in names_of(case) if name in (*chosen, BARE)]
@@ -87,7 +87,7 @@ def cells(
 def why_not(
     cases: Sequence[Case], names: Sequence[str], absent: Mapping[str, str]
 ) -> dict[tuple[str, str], str]:
-    """Why a loader has no place in a case, for all that have none."""
+    """Return why loaders are not run on a case, by case and loader."""
     reasons = {}
     for case in cases:
         for name in names:
@@ -117,14 +117,14 @@ def measure_all(
     reasons: Mapping[tuple[str, str], str],
     record: Record,
 ) -> None:
-    """Do what is not recorded yet, and tell how it goes."""
+    """Do the runs that are not recorded yet, and print the progress."""
     todo = [
         (round_, case, name)
         for round_, case, name in cells(cases, options.peers, options.runs)
         if (case.key, name) not in reasons and not record.has(round_, case.key, name)
     ]
     if record.runs:
-        told = f"{len(record.runs)} runs are recorded already (--anew forgets them)"
+        told = f"{len(record.runs)} runs are recorded already (--anew discards them)"
         print(told, file=sys.stderr)
     began = time.monotonic()
     for number, (round_, case, name) in enumerate(todo, 1):
@@ -135,7 +135,7 @@ def measure_all(
             f"[{number}/{len(todo)}, {_clock(gone_s)}{left}] round {round_ + 1} {case.key}, {name}"
         )
         if record.is_hopeless(case.key, name):
-            print(f"{head}: has failed before, not run again", file=sys.stderr, flush=True)
+            print(f"{head}: has failed twice, not run again", file=sys.stderr, flush=True)
             continue
         print(head, end=": ", file=sys.stderr, flush=True)
         run = measure(case, name, round_, options)
@@ -155,7 +155,7 @@ def _clock(seconds: float) -> str:
 
 
 def _lines(case: Case, options: argparse.Namespace) -> list[str]:
-    """Who has a line in a case's table."""
+    """Return the loaders that have a line in a case's table."""
     return [name for name in names_of(case) if name in (*options.peers, BARE)]
 
 
@@ -187,7 +187,7 @@ def write(
 
 
 def _matching(part: str) -> list[str]:
-    """The peer of that name, or else those whose names have that in them."""
+    """Return the peer of this name, or else those whose names contain it."""
     names = [name for name in PEERS if part in name.lower()]
     return [name for name in names if name.lower() == part] or names
 
@@ -198,18 +198,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", default="".join(ROWS), help="letters, default: %(default)s")
-    add("--peers", help=f"by commas, default: {'; '.join(PEERS)} (parts of names will do)")
-    add("--runs", type=int, help=f"of each, default: {_FULL_ROUNDS}, or 1 with --smallest")
+    add("--rows", default="".join(ROWS), help="letters of rows, default: %(default)s")
+    add("--peers", help=f"separated by commas; parts of names suffice; default: {'; '.join(PEERS)}")
+    add("--runs", type=int, help=f"runs of each, default: {_FULL_ROUNDS}, or 1 with --smallest")
     add("--seconds", type=float, help="timed part of a run; default: 1.5, or 0.1 with --smallest")
-    add("--workers", type=int, help="default: all cores, but at least 2")
-    add("--limit", type=float, metavar="SECONDS", help="of a run; default: minutes, by row")
-    add("--smallest", action="store_true", help="whether it runs, and no more")
-    add("--anew", action="store_true", help="forget what is recorded")
+    add("--workers", type=int, help="default: as many as cores, but at least 2")
+    add("--limit", type=float, metavar="SECONDS", help="limit of a run; default: minutes, by row")
+    add("--smallest", action="store_true", help="only check that it runs")
+    add("--anew", action="store_true", help="discard what is recorded")
     add("--record", type=Path, metavar="PATH",
         help="where runs are recorded; default: build/peers, a file for each commit")  # fmt: skip
     add("--results", type=Path, metavar="PATH",
-        help="where the tables go, with plots beside; default: benchmarks/RESULTS.md for all rows "
+        help="page for the tables; plots go beside it; default: benchmarks/RESULTS.md for all rows "
         "and peers, else build/peers/RESULTS.md")  # fmt: skip
     options = parser.parse_args(arguments)
     if unknown := set(options.rows) - set(ROWS):
@@ -271,7 +271,7 @@ def main() -> int:
     try:
         measure_all(options, cases, reasons, record)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from {options.record}", file=sys.stderr)
+        print(f"\nstopped; the same command continues from {options.record}", file=sys.stderr)
         return 130
     runs = [run for run in record.runs if run.case in {case.key for case in cases}]
     write(options, cases, machine, reasons, runs)

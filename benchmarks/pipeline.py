@@ -1,6 +1,6 @@
-"""What does an item cost that passes through stages which do nothing, beside SPDL?
+"""What does it cost to pass an item through stages that do nothing, beside SPDL?
 
-The same stages with the same concurrency in both (``pip install spdl``; without it, ours alone is
+Both have the same stages with the same concurrency (``pip install spdl``; without it, ours alone is
 measured). Each run is a fresh process; the two take turns, and each round's ratio compares runs
 that lie next to each other in time. Wall time counts, since items pass from thread to thread; CPU
 time of the whole process is printed beside it. The consumer adds up all items, which shows that
@@ -73,12 +73,12 @@ MODULES = {"shmloader": "shmloader", "SPDL": "spdl.pipeline"}
 
 
 def _count(item) -> tuple[int, int]:
-    """How many items there are in a result, and their sum."""
+    """Return the number of items in a result, and their sum."""
     return (len(item), sum(item)) if isinstance(item, list) else (1, item)
 
 
 def run(name: str, case: str, item_count: int) -> dict[str, float]:
-    """Measure one pipeline, after a warm-up; µs an item."""
+    """Measure one pipeline, after a warm-up, in µs an item."""
     total_count = item_count + _WARMUP_ITEMS
     pipeline = CASES[case].build(MODULES[name], total_count)
     with pipeline.auto_stop():
@@ -100,7 +100,7 @@ def run(name: str, case: str, item_count: int) -> dict[str, float]:
 
 
 def compare(names: Sequence[str], case: str, rounds: int, item_count: int) -> str:
-    """A row of the table."""
+    """Measure a case, and return its row of the table."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for round_ in range(rounds):
         for name in names if round_ % 2 == 0 else reversed(names):
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--items", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=MODULES, help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -51,7 +51,8 @@ class Sizes:
         copied_kib: Sizes of copies.
         repeats: How often each is measured; the figures are medians.
         launches: Kernels whose start is timed.
-        moved_bytes: What one measurement of the bandwidth moves.
+        moved_bytes: Bytes that one measurement of the bandwidth moves.
+        latency_mib: Size of what is page-locked while launches are timed.
     """
 
     def __init__(self, *, smallest: bool) -> None:
@@ -71,7 +72,7 @@ class Registering:
     """Page-locks slots as the loader does.
 
     Args:
-        backend: The device.
+        backend: The device's backend.
 
     Raises:
         Unavailable: If nothing can be page-locked for this kind of device.
@@ -88,7 +89,7 @@ class Registering:
         self._backend = backend
 
     def lock(self, slot: Slot) -> float:
-        """Lock a slot; returns the seconds it took."""
+        """Lock a slot; return the seconds it took."""
         with self._backend.ready():
             began = time.perf_counter()
             refusal = self._driver.register(slot.address, slot.nbytes)
@@ -98,7 +99,7 @@ class Registering:
         return took_s
 
     def unlock(self, slot: Slot) -> float:
-        """Unlock a slot; returns the seconds it took."""
+        """Unlock a slot; return the seconds it took."""
         with self._backend.ready():
             began = time.perf_counter()
             refusal = self._driver.unregister(slot.address)
@@ -109,14 +110,14 @@ class Registering:
 
 
 def new_slot(nbytes: int) -> Slot:
-    """Make a slot whose pages are all there."""
+    """Make a slot all of whose pages are in memory."""
     slot = Slot.create(nbytes)
     bytes_of(slot, nbytes).fill_(1)
     return slot
 
 
 def bytes_of(slot: Slot, nbytes: int) -> torch.Tensor:
-    """The slot's first bytes."""
+    """Return the slot's first bytes."""
     return torch.frombuffer(slot.array(), dtype=torch.uint8, count=nbytes)
 
 
@@ -154,7 +155,7 @@ def measure_bandwidth(accelerator: Accelerator, backend: Backend, sizes: Sizes) 
 def _bandwidth(
     accelerator: Accelerator, backend: Backend, sizes: Sizes, memory: str, target: torch.Tensor
 ) -> float:
-    """Gigabytes a second."""
+    """Return the rate of copies, in gigabytes a second."""
     nbytes = target.nbytes
     if memory != "registered":
         host = torch.ones(nbytes, dtype=torch.uint8)
@@ -186,7 +187,7 @@ def _copy_rate(
 
 
 def measure_small_fields(accelerator: Accelerator, _: Backend, sizes: Sizes) -> list[dict]:
-    """Time 114 small copies, and one of them all."""
+    """Time 114 small copies, and one copy of all of them."""
     fields = [torch.full((FIELD_BYTES,), 1, dtype=torch.uint8) for _ in range(FIELDS)]
     block = torch.cat(fields).pin_memory()
     pinned = [field.pin_memory() for field in fields]
@@ -222,7 +223,7 @@ def measure_launches(accelerator: Accelerator, backend: Backend, sizes: Sizes) -
 
 @contextlib.contextmanager
 def _registering_all_the_time(registering: Registering, sizes: Sizes) -> Iterator[list[float]]:
-    """Inside, a thread page-locks and unlocks a slot. Gives the times, a list that grows."""
+    """Run a thread that locks and unlocks a slot; yield its growing list of times."""
     slot, times_s = new_slot(sizes.latency_mib * MIB), []
     errors: list[Exception] = []
     has_begun, is_over = threading.Event(), threading.Event()
@@ -252,7 +253,7 @@ def _registering_all_the_time(registering: Registering, sizes: Sizes) -> Iterato
 
 
 def _launch_times(accelerator: Accelerator, sizes: Sizes) -> dict[str, float]:
-    """Microseconds that a launch takes its thread."""
+    """Return how many microseconds a launch takes in the calling thread."""
     number = torch.zeros(1, device=accelerator.device)
     times_ns = []
     for index in range(sizes.launches):
@@ -279,7 +280,7 @@ PARTS: dict[str, Callable[[Accelerator, Backend, Sizes], list[dict]]] = {
 
 
 def to_markdown(found: dict) -> str:
-    """Tables of what was measured."""
+    """Return tables of what was measured."""
     return "\n\n".join(_table(name, found[name]) for name in PARTS if name in found)
 
 
@@ -296,7 +297,7 @@ def _table(name: str, rows: list[dict] | str) -> str:
 
 
 def probe(accelerator: Accelerator, sizes: Sizes) -> Iterator[dict]:
-    """Measure part by part; gives all that is found so far after each."""
+    """Measure part by part; yield all results so far after each part."""
     backend = open_backend(accelerator.device)
     found: dict[str, object] = {**accelerator.describe()}
     for name, measure in PARTS.items():
@@ -313,8 +314,8 @@ def main() -> int:
     """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", help="such as cuda:1 (default: the one that torch finds)")
-    parser.add_argument("--smallest", action="store_true", help="a trial run, of no worth")
-    parser.add_argument("--json", type=Path, help="write what is found here, part by part")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
+    parser.add_argument("--json", type=Path, help="file for results, part by part")
     options = parser.parse_args()
     accelerator = open_accelerator(options.device)
     if isinstance(accelerator, str):

@@ -1,16 +1,17 @@
 """What does ``seed=`` cost, for each kind of dataset?
 
-First what it takes to seed, save and restore each of the process's generators. Then whole epochs
-without a seed and with one, for each kind of dataset, in this process and in two workers: CPU time
-of all processes together, in µs a batch. The kinds differ in what may draw: nothing (tensors and
-arrays that are gathered, a list, numbers), code that does not draw, or code that does. Last, epochs
-of 1,000,000 texts, by a dataset that looks one up for each sample, of torch's loader, ours without
-a seed and with one, and ``ShardedDataLoader``, which always has one.
+The first table has the time that it takes to seed, save and restore the process's generators. The
+second one has whole epochs without a seed and with one, for each kind of dataset, in this process
+and in two workers: CPU time of all processes together, in µs a batch. The kinds differ in what may
+draw random numbers: nothing (tensors and arrays that are gathered, a list, numbers), code that does
+not draw, or code that does. The last table has epochs of 1,000,000 texts, of which the dataset
+looks one up for each sample, with torch's loader, ours without a seed and with one, and
+``ShardedDataLoader``, which always has one.
 
-Each run is a fresh process, in which its loaders take turns, an epoch at a time, and each one's
-least is taken: what it costs where no other process wants the core. A round runs all kinds, and the
-table has the median of the rounds with the least and the most. The consumer looks at every batch,
-and all loaders must deliver the same samples.
+Each run is a fresh process in which the loaders take turns, an epoch at a time. The least time of
+each loader is taken, which is its cost when no other process wants the core. A round runs all
+kinds, and the tables have the median of the rounds with the least and the most. The consumer looks
+at every batch, and all loaders must deliver the same samples.
 
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
@@ -62,7 +63,7 @@ PARTS: dict[str, Callable[[], object]] = {
 
 
 class Made(Dataset[Any]):
-    """Calls a function for each sample, whose number it returns beside the function's value."""
+    """A dataset of pairs: the sample's number, and the value of a function."""
 
     def __init__(self, make: Callable[[], object], length: int) -> None:
         self._make = make
@@ -78,7 +79,7 @@ class Made(Dataset[Any]):
 
 
 class LookUp(Dataset[str]):
-    """Looks up texts."""
+    """A dataset that looks up a text for each sample."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -127,7 +128,7 @@ KINDS = ["TensorDataset", "numpy array", "list of tensors", "list of ints", *COD
 
 
 def run_parts(times: int) -> dict[str, float]:
-    """Measure what setting each generator takes; µs."""
+    """Measure how long each of ``PARTS`` takes, in µs."""
     return {
         name: min(timeit.repeat(call, number=times, repeat=20)) / times * 1e6
         for name, call in PARTS.items()
@@ -135,7 +136,7 @@ def run_parts(times: int) -> dict[str, float]:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and its workers."""
+    """Return the CPU time of this process and its workers."""
     workers = (child.cpu_times() for child in psutil.Process().children())
     return time.process_time() + sum(times.user + times.system for times in workers)
 
@@ -152,10 +153,10 @@ def _epoch_us(loader: Any, length: int, cpu_s: Callable[[], float]) -> float:
 
 
 def run_kind(kind: str, workers: int, batch_size: int, batches: int) -> dict[str, float]:
-    """Measure the epochs of one kind; µs a batch, without a seed and with one."""
+    """Measure the epochs of one kind without a seed and with one, in µs a batch."""
     length = batch_size * batches
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
-    # The clock of other processes ticks in 10 ms: their epochs have to be longer.
+    # The CPU time of workers is known in steps of 10 ms, so their epochs must be longer.
     epochs, cpu_s = 30, time.process_time
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
@@ -186,7 +187,7 @@ def _make_look_up_loader(name: str, dataset: LookUp, options: dict[str, Any]) ->
 
 
 def run_look_up(workers: int, batch_size: int, length: int) -> dict[str, float]:
-    """Measure the epochs of a dataset that looks up texts; µs a batch, of each loader."""
+    """Measure the epochs of a dataset that looks up texts, in µs a batch, for each loader."""
     texts = [str(number) for number in range(length)]
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
     cpu_s = time.process_time
@@ -216,11 +217,11 @@ def main() -> None:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=100, help="of an epoch; x20 with workers")
-    parser.add_argument("--texts", type=int, default=1_000_000, help="that are looked up")
+    parser.add_argument("--batches", type=int, default=100, help="in an epoch; x20 with workers")
+    parser.add_argument("--texts", type=int, default=1_000_000, help="texts to look up")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=["parts", "look-up", *KINDS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smallest:

@@ -1,16 +1,17 @@
 """What does cutting cost: shards in a step, a rank's part, an order of 100 million samples?
 
 Compares a ``DataLoader`` with a ``ShardedDataLoader`` of the same total batch: as one rank of one
-(*rank*), and cut into four shards a step (*shards*). A sharded loader has a seed, and so random
-streams for each sample, which these samples, that do nothing, have no use for: the cost of cutting
-is to a ``DataLoader`` with ``seed=0`` (*seeded*), and the other ratio is to one without (*plain*).
-A step of four shards has four times as many tensors as one batch. Two ways to have as many by a
-``DataLoader(seed=0)``: *by hand*, whose batches the consumer cuts into four, and *small*, where
-four batches of a shard's size count as a step.
-Each run is a fresh process; they take turns within a round, and a round's ratio compares runs that
-lie next to each other in time. The consumer touches every tensor. Then it draws one epoch of 100
-million shuffled samples as one rank of eight, with no data at all, and says how long that takes and
-how much memory.
+(*rank*), and cut into four shards a step (*shards*). A sharded loader always has a seed, and so
+random streams for each sample, which these samples do not use. So the cost of cutting is the ratio
+to a ``DataLoader`` with ``seed=0`` (*seeded*); the other ratio is to one without a seed (*plain*).
+A step of four shards has four times as many tensors as one batch. A ``DataLoader(seed=0)`` gives as
+many in two ways: *by hand*, where the consumer cuts each batch into four, and *small*, where four
+batches of a shard's size count as a step. Each run is a fresh process. Kinds take turns within a
+round, and a round's ratio compares runs that lie next to each other in time. The consumer touches
+every tensor.
+
+Finally, one epoch of 100 million shuffled samples is drawn as one rank of eight, without any data.
+The time and the memory that this takes are printed.
 
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
@@ -40,7 +41,7 @@ from shmloader.sampling.steps import Cut
 
 KINDS = ("plain", "seeded", "by hand", "small", "rank", "shards")
 _SHARDS = 4
-# Their batches can be cut into four.
+# Workloads whose batches can be cut into four.
 _WORKLOADS = ("a", "c", "d")
 _WARMUP_STEPS = 12
 _RUN_LIMIT_S = 180.0
@@ -51,7 +52,7 @@ _ORDER_BATCH = 256
 
 
 def _consume(steps: Iterator[object], seconds: float, at_least: int, stride: int) -> float:
-    """Touch steps for so long, and so many of them; returns how many a second."""
+    """Touch at least so many steps, for at least so many seconds; return steps a second."""
     began = time.perf_counter()
     for count, step in enumerate(steps, 1):
         for batch in step if isinstance(step, list) else [step]:
@@ -63,7 +64,7 @@ def _consume(steps: Iterator[object], seconds: float, at_least: int, stride: int
 
 
 def _cut(batch: Any) -> list[Any]:
-    """A batch as four, as one would have them on four devices."""
+    """Cut a batch into four, as for four devices."""
     chunked = map_leaves(lambda leaf: leaf.chunk(_SHARDS), batch, torch.Tensor)
     return [map_leaves(itemgetter(part), chunked, tuple) for part in range(_SHARDS)]
 
@@ -88,7 +89,7 @@ def run_loader(kind: str, work: Workload, workers: int, seconds: float) -> dict[
         steps = map(_cut, loader) if kind == "by hand" else iter(loader)
         _consume(steps, 0.3, _WARMUP_STEPS, work.clock_stride)
         rate = _consume(steps, seconds, 1, work.clock_stride)
-        # One after the other: who held four at once would have some of them copied out.
+        # The consumer takes one batch at a time: if it held four, some would be copied out.
         return {"steps_per_s": rate / _SHARDS if kind == "small" else rate}
 
 
@@ -160,9 +161,9 @@ def main() -> None:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
+    parser.add_argument("--seconds", type=float, default=1.5, help="timed part of a run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=[*KINDS, "order"], help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=_WORKLOADS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,12 +1,13 @@
-"""What do the statistics cost the main process, a batch?
+"""What do the statistics cost the main process for each batch?
 
-First all that is done for them of one batch: the looks at the clock, the part of the answer that
-has the worker's clock, the additions. In short runs of a few hundred, whose least is taken: the
-cost where nobody else wants the core. Then on the whole: an epoch of tiny batches with one worker,
-in CPU time of the main process, as the loader is, and with the adding up left out; there, all that
-the machine does meanwhile is in it. Each run is a fresh process; the kinds take turns, and a
-round's difference compares runs that lie next to each other in time. A checksum shows that the
-consumer saw all samples.
+First, it measures all that is done for the statistics of one batch: the readings of the clock, the
+part of the answer that has the worker's times, and the additions. This is repeated in short runs of
+a few hundred batches, of which the least is taken, which is the cost when no other process wants
+the core. Then it measures an epoch of tiny batches with one worker, in CPU time of the main
+process: with the statistics, and without the recording of times. Whatever else the machine does
+disturbs these figures. Each run is a fresh process; the kinds take turns, and a round's difference
+compares runs that lie next to each other in time. A checksum shows that the consumer saw all
+samples.
 
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
@@ -37,7 +38,7 @@ _SHORT, _SHORT_RUNS = 300, 400
 
 
 def run_alone() -> dict[str, float]:
-    """Measure what is done of one batch; µs."""
+    """Measure what is done for the statistics of one batch, in µs."""
     record = Record(0, "processes", 1)
     now = time.monotonic_ns
     work = (now(), 20_000, 5_000, 10_000, 16)
@@ -58,7 +59,7 @@ def run_alone() -> dict[str, float]:
 
 
 def run_loader(kind: str, batches: int) -> dict[str, float]:
-    """Measure an epoch after a first one; µs a batch, of the main process's CPU time."""
+    """Measure the main process's CPU time in a second epoch, in µs a batch."""
     if kind == "off":
         EngineIterator._note_times = lambda *_: None
         Engine._times = lambda *_: None
@@ -81,9 +82,9 @@ def run_loader(kind: str, batches: int) -> dict[str, float]:
 def main() -> None:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=20_000, help="of an epoch")
+    parser.add_argument("--batches", type=int, default=20_000, help="in an epoch")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=["alone", "on", "off"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smallest:

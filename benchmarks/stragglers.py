@@ -1,16 +1,17 @@
-"""How long does an epoch take, to the ideal, when 1 % of samples are 50 times slower?
+"""How near is an epoch to the ideal time when 1 % of samples are 50 times slower?
 
-Samples sleep, so that eight workers can be had on any machine: 1 ms, or 50 ms for those whose index
-has a certain hash, the same ones for all loaders. A sleep ends some 0.1 ms late, and the next one
-of the batch is so much shorter. On a busy machine it is more: let samples take longer
-(``--sample-ms``). The ideal is the sum over the workers. Three loaders take turns within a round,
-each run in a fresh process, with equal prefetch: torch's ``DataLoader``; ours, with a worker for
-each batch from the start (*round robin*, torch's rule); and ours with ``seed=0``, where an idle
-worker takes the oldest batch (*idle takes oldest*). All give batches in the sampler's order; their
-content is compared. The time that ``next()`` took is drawn.
+Samples sleep, so that any machine can run eight workers: for 1 ms, or for 50 ms if the index has a
+certain hash. The slow samples are the same for all loaders. A sleep ends some 0.1 ms late, and the
+next one of the batch is shortened by as much. On a busy machine it ends later; then let samples
+take longer (``--sample-ms``). The ideal is the sum of all sleeps divided by the number of workers.
+Three loaders take turns within a round, each run in a fresh process, with equal prefetch: torch's
+``DataLoader``; ours, where the number of a batch decides its worker (*round robin*, torch's rule);
+and ours with ``seed=0``, where an idle worker takes the oldest batch (*idle takes oldest*). All
+give batches in the sampler's order, and their content is compared. A histogram shows the times that
+``next()`` took.
 
-How near an epoch can come to the ideal in order depends on the window, too: while a slow batch is
-made, the others can make what is left of ``workers * prefetch`` batches, and no more.
+How near an epoch in order can come to the ideal depends on the window, too: while a slow batch is
+made, the other workers can make the rest of the ``workers * prefetch`` batches, and no more.
 
 Exit code: 0; 1 if two loaders gave different content; 2 if a run failed.
 No figure is a pass or a fail.
@@ -43,7 +44,7 @@ _SLOW_FACTOR = 50
 _SLOW_ONE_IN = 100
 _RUN_LIMIT_S = 300.0
 
-# Of a sleep's end; what comes later is another batch.
+# A sleep ends at most so late. After a longer gap, a sample belongs to another batch.
 _LATEST_S = 0.5e-3
 
 # The histogram's rows: each ends at twice the one before.
@@ -57,9 +58,9 @@ class Figures:
     """What one run measured.
 
     Attributes:
-        epoch_s: From ``iter(loader)`` to the end, by workers that are there already.
-        ideal_s: All sleeps, over the workers.
-        waits_ms: What each ``next()`` took.
+        epoch_s: Time from ``iter(loader)`` to the end, with workers that have started before.
+        ideal_s: Sum of all sleeps divided by the workers, or the consumer's sleeps if longer.
+        waits_ms: Time that each ``next()`` took.
         content: Digest of all batches.
     """
 
@@ -76,24 +77,24 @@ def is_slow(index: int) -> bool:
 
 
 def weight(index: int) -> int:
-    """How many times as long as others a sample takes."""
+    """Return how long a sample takes, as a multiple of a quick one; 0 for negative indices."""
     if index < 0:
         return 0
     return _SLOW_FACTOR if is_slow(index) else 1
 
 
 def sample_count(options: argparse.Namespace) -> int:
-    """Samples of an epoch: as many for each worker."""
+    """Return the number of samples of an epoch, of all workers together."""
     return options.batches * options.workers * options.batch_size
 
 
 class Sleepers(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples that take their time."""
+    """Samples that sleep."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.length = sample_count(options)
         self.sample_s = options.sample_ms / 1e3
-        self._due: dict[int, float] = {}  # of each thread
+        self._due: dict[int, float] = {}  # by thread
 
     def __len__(self) -> int:
         return self.length
@@ -108,7 +109,7 @@ class Sleepers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Order(torch.utils.data.Sampler[int]):
-    """At first some batches for each worker, of samples that take no time; then all there are."""
+    """First an epoch of some batches for each worker that take no time, then whole epochs."""
 
     def __init__(self, options: argparse.Namespace, batches: int = 1) -> None:
         self._first: int | None = batches * options.workers * options.batch_size
@@ -123,7 +124,7 @@ class Order(torch.utils.data.Sampler[int]):
 
 
 def make_loader(name: str, options: argparse.Namespace) -> Any:
-    """One of the three."""
+    """Make one of the three loaders."""
     is_torch = name == "torch"
     loader_type: Any = torch.utils.data.DataLoader if is_torch else shmloader.DataLoader
     return loader_type(
@@ -139,7 +140,7 @@ def make_loader(name: str, options: argparse.Namespace) -> Any:
 
 
 def run_loader(name: str, options: argparse.Namespace) -> Figures:
-    """Take one epoch in this process."""
+    """Measure one epoch in this process, after one that starts the workers."""
     loader = make_loader(name, options)
     for _ in loader:
         pass
@@ -183,7 +184,7 @@ def measure(name: str, workers: int, options: argparse.Namespace) -> Figures | s
 
 
 def draw(waits_ms: Sequence[float]) -> list[str]:
-    """A histogram of waits, in bins that double; and what they sum up to."""
+    """Return the lines of a histogram of waits, in bins that double."""
     edges = [_FIRST_BIN_MS * 2**number for number in range(_BIN_COUNT)]
     counts = [0] * (_BIN_COUNT + 1)
     for wait_ms in waits_ms:
@@ -245,13 +246,13 @@ def main() -> int:
     """Compare, or do one run for a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=50, help="of an epoch, for each worker")
+    parser.add_argument("--batches", type=int, default=50, help="in an epoch, for each worker")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--prefetch", type=int, default=2, help="prefetch_factor, of all loaders")
     parser.add_argument("--sample-ms", type=float, default=1.0, help="sleep of most samples")
     parser.add_argument("--train-ms", type=float, default=0.0, help="sleep of the consumer")
     parser.add_argument("--worker-counts", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=LOADERS, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

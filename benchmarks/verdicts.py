@@ -1,10 +1,10 @@
 """Does ``stats().verdict`` name the limit that an epoch really has, run after run?
 
-Ten kinds of loaders, each of which has one known limit. Samples, samplers and training steps sleep,
-so that the limit is the same on any machine; where cores are what is missing, the loader is kept on
-one core that other processes use as well. From run to run, all durations vary at random by up to a
-fifth. Each kind has a process of its own, and each run in it has a fresh loader. A kind is right if
-at least 19 in 20 runs are, and if no two of its verdicts contradict each other.
+Runs ten kinds of loaders, each of which has one known limit. Samples, samplers and training steps
+sleep, so that the limit is the same on any machine. Where the limit is missing cores, the loader is
+kept on one core that other processes use as well. From run to run, all durations vary at random by
+up to a fifth. Each kind has a process of its own, and each run in it has a fresh loader. A kind is
+right if at least 19 in 20 runs are, and if no two of its verdicts contradict each other.
 
 Exit code: 0; 1 if a kind is not right; 2 if a run failed.
 """
@@ -59,7 +59,7 @@ class Samples(Dataset):
 
 
 class SlowSampler(Sampler[int]):
-    """Takes its time for each index."""
+    """A sampler that sleeps before each index."""
 
     def __init__(self, length: int, each_s: float) -> None:
         self._length = length
@@ -75,7 +75,7 @@ class SlowSampler(Sampler[int]):
 
 
 class SlowToPin:
-    """A batch that takes its time to be pinned."""
+    """A batch that sleeps when it is pinned."""
 
     def __init__(self, samples: list[int], pin_s: float) -> None:
         self._samples = samples
@@ -93,7 +93,7 @@ def take_epoch(
     epochs: int = 2,
     **arguments: Any,
 ) -> shmloader.LoaderStats:
-    """Return the statistics of the last epoch; the workers of a second one are running already."""
+    """Return the statistics of the last epoch. In a second epoch, workers run already."""
     arguments = {"num_workers": 2, "persistent_workers": epochs > 1, **arguments}
     with shmloader.DataLoader(dataset, **arguments) as loader:
         for _ in range(epochs):
@@ -104,7 +104,7 @@ def take_epoch(
 
 
 def sleeping(seconds: float) -> Callable[[int], int]:
-    """Return a function that makes samples, each of which takes so long."""
+    """Return a function that makes a sample in so many seconds."""
 
     def make(index: int) -> int:
         time.sleep(seconds)
@@ -163,7 +163,7 @@ def run_cores_taken(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 
 @contextlib.contextmanager
 def one_core_with_others(count: int) -> Iterator[None]:
-    """Inside, this process has one core, on which others compute."""
+    """Keep this process on one core on which other processes compute."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
@@ -210,7 +210,7 @@ def run_sampler(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 
 
 def run_held_slots(vary: Callable[[float], float]) -> shmloader.LoaderStats:
-    """The consumer keeps the last 24 batches, of 16 MiB each, which nobody has to fill."""
+    """The consumer keeps the last 24 batches of 16 MiB each, which are left unfilled."""
     kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
     floats = int(vary(1 << 22))
     return take_epoch(Samples(lambda _: shmloader.empty(floats), 80), kept.append, batch_size=None)
@@ -259,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--smallest", action="store_true", help="whether it runs, and no more")
+    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
     parser.add_argument("--run", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:

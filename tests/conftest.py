@@ -27,7 +27,7 @@ pytest.register_assert_rewrite("tests.parity.compare")
 # under test need: a test that computes with large tensors takes seven times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Many tests send a Ctrl-C, which is ignored by what runs in the background of a script.
+# Many tests send a Ctrl-C. A program that a script runs in the background ignores it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,7 +44,7 @@ settings.load_profile("shmloader")
 
 @pytest.fixture(scope="session", autouse=True)
 def _services() -> None:
-    """Start what is started once and kept, so that every test finds it running."""
+    """Start the services that keep running, so that every test finds them."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     shared_template()  # imports torch when a test needs it
@@ -52,7 +52,7 @@ def _services() -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Collect what is garbage by now, and during the test only where it calls `gc.collect`."""
+    """Switch the garbage collector off: it runs before the test, then only if it is called."""
     gc.collect()
     gc.disable()
     yield
@@ -63,7 +63,7 @@ def no_collector() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``slow`` what ``sampled(n)`` leaves out: all but n cells of each test function.
 
-    Runs before pytest deselects by ``-m``. Which cells are left depends on nothing but their order.
+    Runs before pytest deselects by ``-m``. The choice of cells depends only on their order.
     """
     cells: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pairs_of(item: pytest.Item) -> set[tuple[Any, ...]]:
-    """The values of a cell's parameters, by their numbers, and the pairs of them."""
+    """Return the values of a cell's parameters, by their numbers, and the pairs of these."""
     values = sorted(item.callspec.indices.items())  # type: ignore[attr-defined]
     return {*values, *itertools.combinations(values, 2)}
 
@@ -86,8 +86,8 @@ def pairs_of(item: pytest.Item) -> set[tuple[Any, ...]]:
 def most_pairs(cells: Sequence[set[tuple[Any, ...]]], count: int) -> set[int]:
     """Choose ``count`` cells, each the one with the most pairs that no chosen one has.
 
-    Of several, the one that is farthest from those chosen already, so that the cells of a function
-    with one parameter are spread over its values.
+    Among equals, it chooses the cell that is farthest from those chosen already, so that the cells
+    of a function with one parameter are spread over its values.
     """
     chosen: list[int] = []
     covered: set[tuple[Any, ...]] = set()
@@ -111,7 +111,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.late import compile_library, reason_to_skip  # imports torch
 
         if not reason_to_skip():
-            with contextlib.suppress(RuntimeError):  # the tests tell it
+            with contextlib.suppress(RuntimeError):  # the tests report the error
                 compile_library()
 
 
@@ -128,7 +128,7 @@ def late() -> Iterator[Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note whether the test came to its end."""
+    """Note whether the test function ended without an exception."""
     if call.when == "call":
         item.stash[OUTCOME] = call.excinfo is None
     return (yield)

@@ -1,4 +1,4 @@
-"""Descriptors on their way to processes, as many as an ordinary user may have there."""
+"""Keeps as many descriptors in flight (sent, not received) as an ordinary user may have."""
 
 import contextlib
 import ctypes
@@ -16,10 +16,10 @@ _LIMIT = 400
 
 
 def drop_privileges() -> None:
-    """Have this thread's descriptors counted, as any user's are; root's are not."""
+    """Let the kernel limit this thread's sent descriptors, as it does for users but root."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", _VERSION, 0)
-    # Twice (effective, permitted, inheritable), of 32 each.
+    # Two of (effective, permitted, inheritable), each for 32 capabilities.
     data = ctypes.create_string_buffer(24)
     if libc.capget(header, data):
         raise OSError(ctypes.get_errno(), "capget")
@@ -31,7 +31,7 @@ def drop_privileges() -> None:
 
 @contextlib.contextmanager
 def crowded() -> Iterator[None]:
-    """No other can be sent by this thread until the end; descriptors are limited meanwhile."""
+    """Let this thread send no more descriptors. Also lowers its limit of open ones."""
     drop_privileges()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""What a process holds: processes, threads, descriptors, mappings, files; before and after.
+"""Compares what a process holds at two times: processes, threads, descriptors, mappings, files.
 
 Read by the check of invariant I8 after each test, and inside each trial of the fault campaign.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-# Descriptors that others open once and keep for the life of the process.
+# Descriptors that other libraries open once and keep for the life of the process.
 KEPT_BY_OTHERS = re.compile(
     r"/pym-\d+-"  # the memory that multiprocessing.Value and Array are cut from
     r"|^/dev/nvidia"  # the CUDA driver
@@ -41,7 +41,7 @@ class Holdings:
             for field in fields(self)
             for key, words in getattr(self, field.name).items()
             if key not in getattr(earlier, field.name)
-            # Asked of what is new alone: it may take a look at each process of the machine.
+            # Only for new files, since this may look at every process of the machine.
             and not (isinstance(key, Path) and _is_of_strangers(key))
         ]
 
@@ -61,7 +61,7 @@ def _processes() -> dict[object, str]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All of them. The kernel's own lists: psutil looks at each process of the machine."""
+    """Return all descendants, from the kernel's lists: psutil would look at every process."""
     found = []
     try:
         lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
@@ -79,21 +79,21 @@ def _threads() -> dict[object, str]:
 
 
 def _descriptors() -> dict[object, str]:
-    """By number, target and inode: a number that is used again is another descriptor."""
+    """Return descriptors by number, target and inode, since a number may be used again."""
     found: dict[object, str] = {}
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers, not paths
         try:
             target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115 - may be no path
             inode = os.fstat(number).st_ino
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing
         if not KEPT_BY_OTHERS.search(target):
             found[number, target, inode] = f"{number} -> {target}"
     return found
 
 
 def _mappings() -> dict[object, str]:
-    """Mappings of our memfds, by name and inode: a changed length or flag splits their lines."""
+    """Return mappings of our memfds by name and inode, since one can have several lines."""
     found: dict[object, str] = {}
     for line in _MEMFDS.findall(Path("/proc/self/maps").read_text()):
         span, _flags, _offset, _device, inode, name = line.split(maxsplit=5)
@@ -102,11 +102,11 @@ def _mappings() -> dict[object, str]:
 
 
 def _shm_files() -> dict[object, str]:
-    """Files in /dev/shm, whoever put them there."""
+    """Return all files in /dev/shm."""
     return {
         path: str(path)
         for path in Path("/dev/shm").iterdir()
-        # A multiprocessing lock: nobody's but the test's, and gone with it.
+        # A multiprocessing lock belongs to the test itself, and goes with it.
         if not path.name.startswith("sem.")
     }
 
@@ -116,12 +116,12 @@ def _is_of_strangers(path: Path) -> bool:
     owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
     if owner:
         return _is_a_stranger(int(owner[1] or owner[2]))
-    # Of multiprocessing.shared_memory, and of Open MPI: their names tell no owner.
+    # The names that multiprocessing.shared_memory and Open MPI give do not show the owner.
     return path.name.startswith(("psm_", "sm_segment.")) and _is_mapped_by_strangers(path)
 
 
 def _is_mapped_by_strangers(path: Path) -> bool:
-    """Whether a process has it that neither is this one nor descends from it; or it has gone."""
+    """Whether a process that is neither this one nor a descendant maps the file, or it is gone."""
     for process in psutil.process_iter():
         try:
             if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
@@ -132,7 +132,7 @@ def _is_mapped_by_strangers(path: Path) -> bool:
 
 
 def _is_a_stranger(pid: int) -> bool:
-    """Whether the process runs, and neither is this one nor descends from it."""
+    """Whether a process runs that is neither this one nor a descendant."""
     try:
         process = psutil.Process(pid)
         return os.getpid() not in {pid, *(parent.pid for parent in process.parents())}

@@ -1,4 +1,4 @@
-"""The late device: a device of torch's own kind for machines without one (``late_device.cpp``).
+"""The late device: an accelerator in software, for machines without one (``late_device.cpp``).
 
 It is built on PyTorch's ``PrivateUse1``, so tensors, ``torch.Stream``, ``torch.Event``,
 ``pin_memory()`` and ``torch.accelerator`` are the real ones, and the loader's own backend runs on
@@ -95,7 +95,7 @@ def compile_library() -> Path:
     """Return the library, compiled if it is not in the cache.
 
     Raises:
-        RuntimeError: If the compiler finds errors; with its words.
+        RuntimeError: If the compiler finds errors; has its output.
     """
     # Where torch was built for CUDA and there is no GPU, importing it prints a warning on stderr,
     # which tests of programs take for a fault.
@@ -115,7 +115,7 @@ def compile_library() -> Path:
     library = _CACHE / f"{hashlib.sha256(seen).hexdigest()[:16]}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with (_CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest's want it, too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other pytest processes may compile it as well
         if not library.exists():
             made = library.with_suffix(".part")
             done = subprocess.run(
@@ -129,11 +129,11 @@ def compile_library() -> Path:
 
 
 class _Driver:
-    """The device's driver, as `shmloader.device.drivers.Driver` has it.
+    """The device's driver, with the interface of `shmloader.device.drivers.Driver`.
 
     Attributes:
-        refuses: Why registering is refused, if it is.
-        calls: What was asked for: names, and for registering what its arguments were.
+        refuses: Why registering is refused; empty if it is not.
+        calls: The calls of `register` and `unregister`, with their arguments.
     """
 
     def __init__(self, library: Any) -> None:
@@ -167,10 +167,10 @@ class _Driver:
 
 
 class LateDevice:
-    """The device, switched on. One for the process; its methods may be called from any thread.
+    """The device, of which a process has one. Its methods may be called from any thread.
 
     Attributes:
-        driver: What the loader asks for page locks.
+        driver: The driver that the loader asks for page locks.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class LateDevice:
         return module
 
     def switch(self, *, is_on: bool) -> None:
-        """Switch it on, as new, or off: torch finds no accelerator then."""
+        """Switch the device on, as new, or off; then torch finds no accelerator."""
         self.library.late_switch(is_on)
         self.is_on = is_on
         self.driver.refuses = ""
@@ -214,17 +214,17 @@ class LateDevice:
             drivers.DRIVERS.pop("late", None)
 
     def count(self, name: str) -> int:
-        """One of `COUNTS`, since it was switched on."""
+        """Return one of `COUNTS`, as counted since the device was switched on."""
         return int(self.library.late_count(COUNTS.index(name)))
 
     @property
     def unfinished_count(self) -> int:
-        """Operations that are on streams, and not done."""
+        """Number of operations on streams that are not done."""
         return int(self.library.late_unfinished())
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no work is done, and threads that wait for work block."""
+        """Let the device do no work; threads that wait for its work block."""
         self.library.late_hold(1)
         try:
             yield
@@ -232,12 +232,12 @@ class LateDevice:
             self.library.late_hold(0)
 
     def stay_inside(self, seconds: float) -> None:
-        """A call of the device's that takes so long."""
+        """Make a call of the device that takes so long."""
         self.library.late_stay(int(seconds * 1e6))
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, a graph is captured. Calls that would end it count as "capture breaks"."""
+        """Capture a graph. Calls that would break the capture count as "capture breaks"."""
         self.library.late_capture(1)
         try:
             yield
@@ -245,11 +245,11 @@ class LateDevice:
             self.library.late_capture(0)
 
     def fail_after(self, copies: int, device: int = 0) -> None:
-        """After so many copies, every call of the device raises. Negative: from now on."""
+        """Let every call of a device raise after so many copies. Negative: from now on."""
         self.library.late_fail_after(device, copies)
 
     def registered_bytes(self, address: int) -> int:
-        """What is registered from this address on."""
+        """Return how many bytes are registered from this address on."""
         return int(self.library.late_registered_bytes(address))
 
     def contents(self, batches: Iterable[Any]) -> list[list[int]]:
@@ -266,7 +266,7 @@ class LateDevice:
 
 
 def to_host(batch: Any) -> Any:
-    """A batch of lists, tuples and dicts whose tensors are on the host; waits for them."""
+    """Return a batch of lists, tuples and dicts with its tensors on the host."""
     if isinstance(batch, torch.Tensor):
         return batch.cpu()
     if isinstance(batch, dict):
@@ -282,7 +282,7 @@ def _ends_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch of lists, tuples and dicts, in order."""
+    """Return the tensors of a batch of lists, tuples and dicts, in order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, dict):
@@ -298,7 +298,7 @@ def _the_device() -> LateDevice:
 
 
 def switch_on() -> LateDevice:
-    """The device, as new. For programs; in a test, the fixture ``late`` switches it off again."""
+    """Switch the device on, as new, in a program. A test has the fixture ``late`` for that."""
     device = _the_device()
     device.switch(is_on=True)
     return device
@@ -306,7 +306,7 @@ def switch_on() -> LateDevice:
 
 @contextlib.contextmanager
 def switched_on() -> Iterator[LateDevice]:
-    """The device, as new; switched off at the end. Skips a test where it cannot be used."""
+    """Switch the device on, as new, and off at the end. Skip the test if it cannot be used."""
     if reason := reason_to_skip():
         pytest.skip(reason)
     device = switch_on()

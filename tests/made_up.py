@@ -1,4 +1,4 @@
-"""A made-up system: the files of /proc and of control groups, in a directory."""
+"""A simulated system: files like those of /proc and of control groups, in a directory."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ MIB = 1 << 20
 
 
 class System:
-    """Files below a root, as the kernel would have them there."""
+    """Files below a root, like those of the kernel."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,7 +38,7 @@ class System:
         self.append("proc/self/mountinfo", line)
 
     def join_v2(self, path: str, *, point: str = "/sys/fs/cgroup", inside: str = "/") -> None:
-        """Put this process into a group of the unified hierarchy, and mount that."""
+        """Put this process into a group of the unified hierarchy, and mount the hierarchy."""
         self.append("proc/self/cgroup", f"0::{path}\n")
         self.mount("cgroup2", "rw,nsdelegate", point, inside)
 
@@ -60,7 +60,7 @@ class System:
         self.write(f"{base}/memory.stat", _lines(rss=usage, **stat))
 
     def set_kills(self, directory: str, count: int) -> None:
-        """Kills that a group of the unified hierarchy tells of."""
+        """Set the number of out-of-memory kills of a group of the unified hierarchy."""
         events = f"low 0\nhigh 0\nmax 17\noom 3\noom_kill {count}\noom_group_kill 0\n"
         self.write(f"sys/fs/cgroup{directory}/memory.events", events)
 

@@ -1,9 +1,9 @@
-"""Programs without the seconds that importing torch takes: forks of an interpreter that has it.
+"""Starts programs without the seconds that importing torch takes, as forks of a template.
 
-What runs is as in a new interpreter, ``python PATH ARGUMENTS`` or ``python -c SOURCE``: its module
-is ``__main__``, it has its own arguments, environment, directory and session, and nothing of ours
-is imported. What an interpreter reads of its environment while it starts, and torch while it is
-imported, is what the template was started with.
+The template is an interpreter that has imported torch. A program runs as in a new interpreter,
+``python PATH ARGUMENTS`` or ``python -c SOURCE``: its module is ``__main__``, it has its own
+arguments, environment, directory and session, and shmloader is not imported. But the environment
+that an interpreter reads at its start, and torch at its import, is that of the template.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-# A request is one message.
+# The longest request, which is one message.
 _MOST_BYTES = 1 << 18
 
 
 def environment_of_programs() -> dict[str, str]:
-    """Variables with which programs import this checkout, and say nothing of their own accord."""
+    """Return the variables of programs: they import this checkout, and dump no stacks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONFAULTHANDLER", None)
     return environment
@@ -38,7 +38,7 @@ class Forked:
     """A program that runs, or has ended.
 
     Attributes:
-        pid: Its process, which leads a session of its own.
+        pid: The pid of its process, which leads a session of its own.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Forked:
             raise RuntimeError("the template has ended")
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit code, negative for a signal; None if it runs on for so long."""
+        """Return the exit code, negative for a signal; None if it has not ended in time."""
         if self._code is None:
             ready, _, _ = select.select([self._channel], [], [], timeout_s)
             if not ready:
@@ -60,7 +60,7 @@ class Forked:
 
 
 class Template:
-    """Forks programs; an interpreter that imports torch when the first is asked for.
+    """Forks programs from an interpreter, which imports torch when it gets the first request.
 
     Args:
         environment: Variables of the template, beside those of this process.
@@ -88,10 +88,10 @@ class Template:
         """Start a program.
 
         Args:
-            arguments: As of ``python``: a path and its arguments, or ``-c`` and a text.
-            environment: All its variables.
-            directory: Where it runs.
-            files: Its standard input, output and error.
+            arguments: Arguments of ``python``: a path and its arguments, or ``-c`` and a text.
+            environment: All variables of its environment.
+            directory: Its working directory.
+            files: Descriptors of its standard input, output and error.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -108,14 +108,14 @@ class Template:
         return Forked(ours)
 
     def close(self) -> None:
-        """End the template. Programs that run go on."""
+        """End the template. Programs that run continue."""
         self._control.close()
         self._process.wait()
 
 
 @functools.cache
 def shared_template() -> Template:
-    """The one of this test process, with which it ends."""
+    """Return the template of this test process, which ends with the process."""
     return Template()
 
 
@@ -123,7 +123,7 @@ def shared_template() -> Template:
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork a program for each request, which tells its number; tells its wait status at its end.
+    """Fork a program for each request. It sends its pid; its wait status is sent when it ends.
 
     Returns:
         In a program: the request. In the template, at its end: None.
@@ -168,15 +168,15 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _tell(channel: socket.socket, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # where nobody is interested
+    with contextlib.suppress(BrokenPipeError):  # if the test has closed its end
         channel.send(str(number).encode())
 
 
 def _become(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Make this process the program that is asked for.
+    """Make this process the program of a request.
 
     Returns:
-        Its code, and the names of its module.
+        The program's code, and the namespace of its module.
     """
     import random
 

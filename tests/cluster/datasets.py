@@ -1,4 +1,4 @@
-"""The datasets of the cluster tests. Travels by value, since workers elsewhere have no tests."""
+"""Datasets of the cluster tests. Sent by value, since workers elsewhere do not have the tests."""
 
 import os
 import random
@@ -16,7 +16,7 @@ import shmloader
 class Mixed:
     """Samples of several kinds, with random numbers.
 
-    A worker of Dask's has threads of its own that draw from ``random``, so that is left out there.
+    Dask's workers have threads that draw from ``random``, so it is used only if asked for.
     """
 
     def __init__(self, length: int = 40, wait_s: float = 0.0, *, uses_random: bool = False) -> None:
@@ -41,7 +41,7 @@ class Mixed:
 
 
 class Pids(Mixed):
-    """Gives the process that made a sample."""
+    """Each sample is the pid of the process that made it."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.wait_s)
@@ -67,12 +67,12 @@ class Notes(Mixed):
 
 
 def draw(item: int) -> tuple[int, float]:
-    """Give an item with a number that no other call has."""
+    """Return an item with a number that no other call returns."""
     return item, random.SystemRandom().random()
 
 
 class Bad(Mixed):
-    """Its sample 5 is bad."""
+    """Its sample 5 raises."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 5:
@@ -116,7 +116,7 @@ class Held(Mixed):
 
 
 class Killing(Mixed):
-    """The first process to load sample 9 gets a signal, and notes that in a file."""
+    """The first process to load sample 9 notes that in a file, and sends itself a signal."""
 
     def __init__(self, killed: Path, number: int = signal.SIGKILL) -> None:
         super().__init__(24)

@@ -1,4 +1,4 @@
-"""Imports what these tests need, which only an environment of their own has."""
+"""Imports the packages of the cluster tests, which only an environment of its own has."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ import pytest
 
 
 def needed(name: str) -> ModuleType:
-    """Import a package. Where these tests are asked for, its absence is an error, else a skip."""
+    """Import a package. If it is missing, skip the test; under ``make test-cluster``, fail."""
     if os.environ.get("SHMLOADER_TEST_CLUSTER"):
         return importlib.import_module(name)
     found: ModuleType = pytest.importorskip(name)

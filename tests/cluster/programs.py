@@ -1,4 +1,4 @@
-"""Runs programs of their own, which a cluster's library may end."""
+"""Runs programs in processes of their own, which a cluster's library may end."""
 
 from __future__ import annotations
 

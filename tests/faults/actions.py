@@ -1,7 +1,8 @@
 """The faults themselves: functions that ``SHMLOADER_FAULT`` names.
 
-Each is taken once in a trial, by the process that is the first to reach its point, which notes
-who it hits, and when, in the trial's directory. Importable before anything of shmloader is.
+Each is taken once in a trial, by the first process that reaches the point. This process notes in
+the trial's directory which process the fault hits, and when. This module imports nothing of
+shmloader.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ MAIN_PID = "SHMLOADER_TRIAL_MAIN"
 
 GIL_S = 1.2
 
-#: What the consumer is to do from now on.
+#: How the trial's consumer behaves from now on.
 consumer = {"keeps": False, "slow": False}
 
 _descriptors: list[int] = []
 
 
 def taken() -> tuple[int, int] | None:
-    """Whom the fault has hit, and at which ``time.monotonic_ns()``; None: nobody yet."""
+    """Return which process the fault has hit, and the ``time.monotonic_ns()``; None if none yet."""
     try:
         words = (Path(os.environ[DIRECTORY]) / "taken").read_text().split()
     except FileNotFoundError:
@@ -41,14 +42,14 @@ def taken() -> tuple[int, int] | None:
 
 
 def await_taken() -> None:
-    """Wait until it has hit somebody; for a while, lest a trial that goes wrong hangs."""
+    """Wait until the fault has hit a process, but only 10 s, so that no trial hangs here."""
     deadline = time.monotonic() + 10
     while taken() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _claim(victim: int) -> bool:
-    """Note that the fault is taken; whether nobody has taken it before."""
+    """Note that the fault is taken; return False if it was taken before."""
     path = Path(os.environ[DIRECTORY])
     ours = path / f"taken-{os.getpid()}"
     ours.write_text(f"{victim} {time.monotonic_ns()}")
@@ -76,7 +77,7 @@ def _once(action: Callable[[], Any]) -> Callable[[], None]:
 def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
     if number != signal.SIGSTOP:
-        signal.pause()  # a thread may take it: nothing is done meanwhile
+        signal.pause()  # another thread may receive it: do nothing until then
 
 
 sigkill = _once(lambda: _signal_self(signal.SIGKILL))
@@ -89,7 +90,7 @@ os_exit = _once(lambda: os._exit(3))
 
 @_once
 def fork_exit() -> None:
-    """Leave a child behind, with all that this process holds; it ends with the main process."""
+    """Exit, and leave a child that holds all that this process held until main ends."""
     main = os.pidfd_open(int(os.environ[MAIN_PID]))
     if os.fork() == 0:
         try:
@@ -120,14 +121,14 @@ ctrl_c = _once(lambda: os.killpg(0, signal.SIGINT))
 
 
 class TwoArgumentsError(Exception):
-    """Cannot be built from a text."""
+    """Cannot be rebuilt from its text alone."""
 
     def __init__(self, first: object, second: object) -> None:
         super().__init__(first, second)
 
 
 class UnpicklableError(Exception):
-    """Its class can be pickled, it cannot."""
+    """Cannot be pickled, though its class can."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -170,7 +171,7 @@ sys_exit = _once(lambda: sys.exit(4))
 
 @_once
 def emfile() -> None:
-    """Leave this process no descriptor."""
+    """Open files until this process has no descriptor left."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     try:
         while True:
@@ -180,7 +181,7 @@ def emfile() -> None:
 
 
 def relieve() -> None:
-    """Give them back."""
+    """Close the files that :func:`emfile` has opened, and lift its limit."""
     while _descriptors:
         os.close(_descriptors.pop())
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -191,7 +192,7 @@ def relieve() -> None:
 
 
 def _signal_worker(number: int) -> None:
-    # Not active_children(), which reaps.
+    # Not by active_children(), which would reap dead workers.
     workers = [process.pid or 0 for process in multiprocessing.process._children]
     if workers and _claim(max(workers)):
         os.kill(max(workers), number)

@@ -1,4 +1,4 @@
-"""Runs cells two at a time, shows how they go, and counts."""
+"""Runs the cells of the fault campaign, prints each verdict, and counts the failures."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tests.faults import docs
 from tests.faults.cells import Cell, all_cells, cell_of, pairwise
 from tests.faults.harness import Starter, Verdict, run_trial
 
-# What trials cost, roughly, in seconds of a processor: for the choice of the sample.
+# Rough cost of a trial in seconds of CPU time, by start method, to choose the sample.
 COST = {"fork": 1, "spawn": 8, "forkserver": 5}
 
 
 def run_cells(
     cells: Iterable[Cell], *, jobs: int, is_fresh: bool, stopping: threading.Event | None = None
 ) -> Iterator[Verdict]:
-    """Run cells, several at a time; verdicts come as they are ready.
+    """Run cells, several at a time; yield each verdict when it is ready.
 
     Args:
-        cells: Which.
-        jobs: How many at a time.
-        is_fresh: Whether each trial is a new interpreter.
-        stopping: Set by whoever wants no further cell to begin.
+        cells: The cells to run.
+        jobs: How many run at a time.
+        is_fresh: Whether each trial is a new interpreter, rather than a fork of a template.
+        stopping: Once it is set, no further cell begins.
     """
     stopping = stopping or threading.Event()
     waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
     for cell in cells:
         waiting.put(cell)
-    # None: a job has ended.
+    # None means that a job has ended.
     verdicts: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
 
     def work() -> None:
@@ -72,23 +72,23 @@ def run_cells(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("patterns", nargs="*", metavar="CELL", help="ids, * allowed; all if none")
-    parser.add_argument("--sample", action="store_true", help="the pairwise sample")
-    parser.add_argument("--list", action="store_true", help="the ids alone")
+    parser.add_argument("patterns", nargs="*", metavar="CELL", help="ids, * allowed; default: all")
+    parser.add_argument("--sample", action="store_true", help="only the pairwise sample")
+    parser.add_argument("--list", action="store_true", help="print the ids, run none")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each cell N times")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="trials at a time")
-    parser.add_argument("--template", action="store_true", help="fork trials, torch imported")
+    parser.add_argument("--template", action="store_true", help="fork trials from a template")
     parser.add_argument(
-        "--minutes", type=float, default=0, help="start none after so long; some of all sorts"
+        "--minutes", type=float, default=0, help="start none after so long; in mixed order"
     )
-    parser.add_argument("--record", metavar="FILE", help="add verdicts to it; run what it lacks")
+    parser.add_argument("--record", metavar="FILE", help="append verdicts; run what it lacks")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
-    parser.add_argument("-x", action="store_true", help="stop at the first that fails")
+    parser.add_argument("-x", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 
 
 def _read_record(record: Path | None) -> dict[str, bool]:
-    """Cells that were run before, and whether each was right."""
+    """Return the cells that were run before, and whether each was always right."""
     known: dict[str, bool] = {}
     if record is not None and record.exists():
         for line in record.read_text().splitlines():
@@ -98,7 +98,7 @@ def _read_record(record: Path | None) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Run what the command line names; exit code 1 if anything fails."""
+    """Run what the command line names; exit with 1 if anything fails."""
     options = _arguments()
     cells = all_cells()
     if options.sample:

@@ -1,8 +1,8 @@
-"""Which faults the campaign places, where, how, and what is to come of each: as data.
+"""The cells of the fault campaign, as data: faults, points, modes, and the required effects.
 
-A cell is one fault at one point, under one start method, in one mode. :func:`effect_of` says what
-must be seen of it; the trial (:mod:`tests.faults.trial`) sees to it that it is placed, and judges.
-A further point is a line of ``POINTS``, a further mode one of ``MODES``.
+A cell is one fault at one point, under one start method, in one mode. :func:`effect_of` says which
+effect it must have. The trial (:mod:`tests.faults.trial`) places the fault, and judges the effect.
+To add a point, add a line to ``_POINTS``; to add a mode, add one to ``_MODES``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ METHODS = ("fork", "spawn", "forkserver")
 
 
 class Kind(enum.Enum):
-    """What a fault does to the process, or the call, that takes it."""
+    """What a fault does to the process, or to the call, that takes it."""
 
     ENDS = "ends the process"
     RAISES = "raises"
-    STOPS = "stops the process, or keeps its interpreter"
+    STOPS = "stops the process, or holds its interpreter's lock"
     INTERRUPTS = "sends SIGINT to the group"
     STARVES = "leaves no descriptors"
     KILLS_WORKER = "main kills a worker"
     STOPS_WORKER = "main stops a worker"
-    CONSUMES = "the consumer's manners"
+    CONSUMES = "changes how the consumer uses batches"
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Fault:
     """A fault.
 
     Attributes:
-        name: In tables, and of its function in :mod:`tests.faults.actions` (``_`` for ``-``).
-        kind: What it does.
+        name: Name in tables, and of a function in :mod:`tests.faults.actions` (``_`` for ``-``).
+        kind: What the fault does.
         code: Exit code of a process that it ends; negative for a signal.
-        raises: Name of the exception's class, for one that raises.
+        raises: Name of the exception's class, if it raises one.
         arrives_as: Name of the class that a worker's exception has in the main process.
         only_user_code: Whether only the user's own code can raise it.
-        noise: What a process that it ends may say on stderr: a regular expression.
+        noise: Regular expression of what a process that it ends may write to stderr.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Fault:
 
 
 def _torch_says(what: str) -> str:
-    """torch's own handler of signals in workers says this."""
+    """Return the pattern of what torch's own signal handler in workers writes."""
     return rf"ERROR: Unexpected {what} encountered in worker\.[^\n]*\n?"
 
 
@@ -107,15 +107,16 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """A point.
+    """A point in the code at which a fault is taken.
 
     Attributes:
-        name: In tables.
-        place: Whose code it is in.
-        env: The point in ``SHMLOADER_FAULT``.
-        nth: Which time counts.
-        per_epoch: How often an epoch reaches it, in the one worker or in main; 0: only once.
-        scenario: What the trial's main process does meanwhile.
+        name: Name in tables.
+        place: Whose code the point is in, and in which process.
+        env: The point's name in ``SHMLOADER_FAULT``.
+        nth: At which arrival at the point the fault is taken, from 1.
+        per_epoch: How often worker 1, or the main process, reaches the point in an epoch. 0: it is
+            reached once.
+        scenario: What the trial's main process does: a method ``_run_...`` of the trial.
     """
 
     name: str
@@ -160,9 +161,9 @@ POINTS = {point.name: point for point in _POINTS}
 
 # Points that the trial's own code reaches between two calls of ours.
 _BETWEEN = {"main-thread", "main-abandoned", "main-held"}
-# Where nobody waits for a batch any more.
+# Points at which no batch is waited for any more.
 _AFTERWARDS = {"stop", "main-close", "main-exit", "main-abandoned", "main-held"}
-# Where none of ours raises, and no exception could be made good.
+# Points where our code raises nothing, and could not recover from an exception.
 _SIGNALS_ONLY = {"main-exit", "main-deliver", "main-return"}
 
 
@@ -171,12 +172,12 @@ class Mode:
     """A way to use the loader.
 
     Attributes:
-        name: In tables.
+        name: Name in tables.
         options: Keyword arguments of the loader.
         prepare: Name of a function of the trial, called before the loader is made; "" for none.
         has_thread: Whether batches pass through a thread of ours.
         restarts: Whether a dead worker is replaced.
-        epoch: Which epoch takes the fault, where the point is reached in each.
+        epoch: The epoch in which the fault is taken, if the point is reached in each epoch.
         is_dynamic: Whether a batch goes to whichever worker is idle, and not to each in turn.
     """
 
@@ -209,14 +210,14 @@ MODES = {mode.name: mode for mode in _MODES}
 
 
 class Effect(enum.Enum):
-    """What must be seen of a fault. In every case: right batches, nothing left, a next epoch."""
+    """The required effect. In any case, batches are right, nothing is left, an epoch follows."""
 
-    TOLD = "WorkerDiedError at its place, with all its words; or, with restarts, a right epoch"
+    TOLD = "WorkerDiedError in place of the batch, in full; or, with restarts, a right epoch"
     FAILED = "the worker's exception in place of its batch, and all other batches"
     LATE = "LoaderTimeoutError, then the whole epoch"
     DELAYED = "the whole epoch, later"
     INTERRUPTED = "one KeyboardInterrupt; then the whole epoch, or a closed iterator"
-    RAISED = "the exception out of the call of ours; then the rest, or a closed iterator"
+    RAISED = "the exception from the loader's call; then the rest, or a closed iterator"
     LEFT = "the exception leaves the user's loop, and the iterator with it"
     STARVED = "the whole epoch, or an error that names the limit"
     UNSEEN = "nothing but the whole epoch"
@@ -224,11 +225,11 @@ class Effect(enum.Enum):
 
 
 def effect_of(fault: Fault, point: Point, mode: Mode) -> Effect | None:
-    """What must come of a cell; None if its parts do not combine."""
+    """Return the required effect of a cell; None if its parts do not combine."""
     if point.name == "main-stage" and not mode.has_thread:
         return None
     if mode.name == "persistent" and point.name in {"main-abandoned", "main-held"}:
-        return None  # the loader has the iterator
+        return None  # the loader keeps the iterator
     if mode.name == "persistent" and point.name == "init" and fault.kind is Kind.RAISES:
         return None  # the worker never gets ready: each epoch fails
     match point.place:
@@ -314,56 +315,56 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """As it is named on command lines and in tests."""
+        """The cell's name on command lines and in tests."""
         return f"{self.fault.name}@{self.point.name}-{self.method}-{self.mode.name}"
 
     @property
     def lot(self) -> int:
-        """For an order that is always the same and mixes all sorts."""
+        """A key for an order that is always the same, and mixes all sorts of cells."""
         return zlib.crc32(self.id.encode())
 
     @property
     def effect(self) -> Effect:
-        """What must be seen."""
+        """The required effect."""
         effect = effect_of(self.fault, self.point, self.mode)
         assert effect is not None
         return effect
 
     @property
     def nth(self) -> int:
-        """Which time at the point counts."""
+        """At which arrival at the point the fault is taken, from 1."""
         return self.point.nth + self.mode.epoch * self.point.per_epoch
 
     @property
     def fault_epoch(self) -> int:
-        """Which epoch of the loader takes the fault."""
+        """The number of the epoch in which the fault is taken."""
         return self.mode.epoch if self.point.per_epoch else 0
 
     @property
     def variable(self) -> str:
-        """``SHMLOADER_FAULT``."""
+        """Value of ``SHMLOADER_FAULT``."""
         module = "during" if self.point.name == "during" else "actions"
         action = f"tests.faults.{module}.{self.fault.name.replace('-', '_')}"
         return f"{self.point.env}:{self.nth}:{action}"
 
     @property
     def exit_code(self) -> int:
-        """How the trial's main process must end."""
+        """Exit code with which the trial's main process must end."""
         if self.effect is not Effect.ENDED:
             return 0
         return -signal.SIGINT if self.fault.name == "ctrl-c" else self.fault.code
 
     @property
     def stuck_from(self) -> int:
-        """Which batch is the first to keep its worker's interpreter while the main process ends."""
+        """The first batch that holds its worker's interpreter while the main process ends."""
         if self.effect is Effect.ENDED and self.fault.kind is Kind.ENDS and not self.mode.epoch:
-            # Where any worker will do it gets a further task only when it has done one.
+            # With dynamic dispatch, a worker gets a further task only when it has done one.
             return 4 if self.mode.is_dynamic else 3
         return BATCHES
 
     @property
     def is_told_by_python(self) -> bool:
-        """Whether a process may end with a traceback of the fault, which is meant for the user."""
+        """Whether a process may end with a traceback of the fault, which the user should see."""
         fault, point = self.fault, self.point
         if fault.name == "ctrl-c" or fault.kind is Kind.STARVES:
             return True
@@ -371,10 +372,10 @@ class Cell:
 
 
 def cell_of(text: str) -> Cell:
-    """The cell of an id.
+    """Return the cell of an id.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such cell.
     """
     match = re.fullmatch(r"([\w-]+)@([\w-]+)-(\w+)-(\w+)", text)
     try:
@@ -389,7 +390,7 @@ def cell_of(text: str) -> Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every cell whose parts combine."""
+    """Return every cell whose parts combine."""
     return [
         Cell(fault, point, method, mode)
         for method, mode, fault, point in itertools.product(
@@ -403,11 +404,11 @@ Pair = tuple[str, str, str]
 
 
 def pairs_of(cell: Cell) -> list[Pair]:
-    """The pairs of parts that the sample is to cover.
+    """Return the pairs of parts of a cell that the sample must cover.
 
-    Three minutes do not hold every fault at every point. So a pair has a fault or a point in full,
-    and of the other what it is like: each fault in each kind of place, and each kind of fault at
-    each point; both with each start method and mode.
+    Every fault at every point would take more than three minutes. So the sample covers each fault
+    in each place, each kind of fault at each point, and both kinds and places with each start
+    method and mode.
     """
     fault, point = cell.fault, cell.point
     kind, place = fault.kind.name, point.place.name
@@ -422,11 +423,11 @@ def pairs_of(cell: Cell) -> list[Pair]:
 
 
 def pairwise(cells: Iterable[Cell], cost: dict[str, int]) -> Iterator[Cell]:
-    """Cells that together cover every pair that any covers; the same each time.
+    """Yield cells that together cover every pair that any cell covers; the same each time.
 
     Args:
-        cells: To choose from.
-        cost: Of each start method: a pair is covered by the cheaper one where both can.
+        cells: Cells to choose from.
+        cost: Cost of each start method. If several can cover a pair, a cheaper one does.
     """
     left = list(cells)
     pairs = {cell: pairs_of(cell) for cell in left}
@@ -436,7 +437,7 @@ def pairwise(cells: Iterable[Cell], cost: dict[str, int]) -> Iterator[Cell]:
             left,
             key=lambda cell: (
                 len(open_pairs.intersection(pairs[cell])) / cost[cell.method],
-                cell.lot,  # of equals, some of all sorts
+                cell.lot,  # among equals, mix all sorts
             ),
         )
         open_pairs.difference_update(pairs[best])

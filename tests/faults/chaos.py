@@ -1,8 +1,8 @@
 """Kills at random times: ``python -m tests.faults.chaos``; ``--help`` lists the options.
 
-Programs full of loaders run two at a time; workers, and most programs themselves, are killed by
-SIGKILL whenever it comes. A hang is a program that makes no step for long; a wrong batch, one
-whose bytes or place are not right; a leak, whatever a program holds or leaves at its end.
+Programs that use loaders run two at a time. Workers, and most programs themselves, are killed by
+SIGKILL at random times. A hang is a program that makes no step for long. A wrong batch is one with
+wrong bytes or at a wrong place. A leak is what a program still holds, or leaves behind, at its end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from tests.faults import docs
 from tests.faults.harness import Starter, is_server, session_of, stacks_of
 
-# Programs that must make a step within so long. A new worker that starts afresh imports torch.
+# Within so many seconds a program must make a step. A worker that is spawned imports torch.
 _STALL_S = {"fork": 20.0, "spawn": 90.0, "forkserver": 90.0}
-# A kill comes so long after the one before, in the mean, by start method.
+# Mean seconds between two kills, by start method.
 _PAUSE_S = {"fork": 0.06, "spawn": 2.0, "forkserver": 1.0}
 _METHODS = ["fork"] * 18 + ["spawn", "forkserver"]
-# Of ten programs, so many are killed themselves.
+# Of ten programs, so many are killed themselves in the end.
 _MAINS_OF_TEN = 7
-# What each problem begins with, and what several are called.
+# The text that a problem begins with, and the plural for the results.
 _SORTS = {
     "hang": "hangs",
     "wrong batch": "wrong batches",
@@ -42,15 +42,15 @@ _SORTS = {
 
 
 class Chaos:
-    """Kills until there were enough.
+    """Runs programs and kills until there were enough kills.
 
     Attributes:
-        counts: What happened, by name.
-        problems: What must not happen, in words, by the program's number.
+        counts: How often each thing happened, by name.
+        problems: Each program's number, and a problem in words.
 
     Args:
         seed: Decides all but the times at which things happen.
-        kills: How many.
+        kills: Number of kills after which no program is started.
     """
 
     def __init__(self, seed: int, kills: int) -> None:
@@ -63,7 +63,7 @@ class Chaos:
         self._began = time.monotonic()
 
     def run(self, jobs: int) -> None:
-        """All of it."""
+        """Run it, with so many programs at a time."""
         threads = [threading.Thread(target=self._work) for _ in range(jobs)]
         for thread in threads:
             thread.start()
@@ -72,7 +72,7 @@ class Chaos:
 
     @property
     def done(self) -> int:
-        """Kills so far."""
+        """Number of kills so far."""
         return self.counts["workers killed"] + self.counts["programs killed"]
 
     def _work(self) -> None:
@@ -98,7 +98,7 @@ class Chaos:
             self.counts[what] += times
 
     def tell(self, number: int, counts: Counter[str], problems: list[str]) -> None:
-        """A program has ended."""
+        """Note that a program has ended, and print its result."""
         with self._lock:
             self.counts += counts
             self.counts["programs"] += 1
@@ -112,7 +112,7 @@ class Chaos:
 
 
 class _Program:
-    """One program, and those who kill it."""
+    """One program, and the kills of its workers and of itself."""
 
     def __init__(self, chaos: Chaos, starter: Starter, number: int) -> None:
         self._chaos = chaos
@@ -168,7 +168,7 @@ class _Program:
         self._chaos.tell(self._number, counts, problems)
 
     def _live_until(self, condition: Callable[[], bool], code: int | None = None) -> int | None:
-        """Watch it until then; its exit code if it ends before."""
+        """Watch the program until a condition holds; return its exit code if it has ended."""
         while code is None and not self._hang and not condition():
             code = self._wait(0.01)
             steps = self._read_steps()
@@ -201,15 +201,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.chaos", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--kills", type=int, default=1000, metavar="N", help="how many (1000)")
-    parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
+    parser.add_argument("--kills", type=int, default=1000, metavar="N", help="kills (1000)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="programs at a time (2)")
     parser.add_argument("--docs", action="store_true", help="write the result into the docs")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Kill as often as the command line says; exit code 1 if anything was wrong."""
+    """Kill as often as the command line says; exit with 1 if anything was wrong."""
     options = _arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"--seed {seed}", flush=True)

@@ -1,4 +1,4 @@
-"""Writes what was run into ``docs/reliability.md``: a section for each command."""
+"""Writes results into ``docs/reliability.md``: a section for each command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
 def write_campaign(results: Iterable[tuple[Cell, bool]]) -> None:
-    """The table of faults and points, out of cells that were run, and whether each was right."""
+    """Write the table of faults and points.
+
+    Args:
+        results: Each cell that was run, and whether it was right.
+    """
     table: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     methods: Counter[str] = Counter()
     modes: Counter[str] = Counter()
@@ -43,8 +47,8 @@ def write_campaign(results: Iterable[tuple[Cell, bool]]) -> None:
         "",
         (
             "A number is how many trials of this fault at this point were right, over all start "
-            "methods and modes; where some were not, right / all. An empty field: the two do not "
-            "combine."
+            "methods and modes. Where some were not, the field has two numbers: right / all. In an "
+            "empty field, the fault and the point do not combine."
         ),
         "",
         "| fault | " + " | ".join(points) + " |",
@@ -60,15 +64,15 @@ def write_campaign(results: Iterable[tuple[Cell, bool]]) -> None:
 def write_chaos(
     seed: int, kills: int, minutes: float, counts: Counter[str], verdict: str, problems: list[str]
 ) -> None:
-    """What came of the kills.
+    """Write the results of the kills at random times.
 
     Args:
-        seed: Of the run.
-        kills: How many.
-        minutes: How long they took.
-        counts: What happened.
+        seed: Seed of the run.
+        kills: Number of kills.
+        minutes: How long the run took.
+        counts: How often each thing happened.
         verdict: How many problems of each sort there were.
-        problems: They.
+        problems: The problems, in words.
     """
     lines = [
         (
@@ -81,8 +85,9 @@ def write_chaos(
         *[f"| {name} | {counts[name]:,} |" for name in sorted(counts)],
         "",
         (
-            "A step is a batch that was checked, the end of an epoch, or a death that was told or "
-            "made good. What is counted apart is of the programs that were not killed in the end."
+            "A step is a batch that was checked, the end of an epoch, a death that an error told, "
+            "or a worker that was replaced. The separate counts of these are only of the programs "
+            "that were not killed in the end."
         ),
         *[f"- {problem.splitlines()[0]}" for problem in problems],
     ]
@@ -90,13 +95,13 @@ def write_chaos(
 
 
 def write_host(seed: int, kills: int, minutes: float, table: dict[str, dict[str, int]]) -> None:
-    """What came of the kills among the ranks of a host.
+    """Write the results of the kills among the ranks of a host.
 
     Args:
-        seed: Of the run.
-        kills: How many.
-        minutes: How long they took.
-        table: For each victim, what was counted, by its name.
+        seed: Seed of the run.
+        kills: Number of kills.
+        minutes: How long the run took.
+        table: For each victim, the counts by their headings.
     """
     total: Counter[str] = Counter()
     for counts in table.values():
@@ -120,11 +125,11 @@ def write_host(seed: int, kills: int, minutes: float, table: dict[str, dict[str,
 
 
 def write_environments(results: Iterable[tuple[str, str, str]]) -> None:
-    """The table of environments.
+    """Write the table of environments.
 
     Args:
-        results: Of each trial: the environment, by what batches were loaded, and what came of it.
-            Environments that differ but by an error's name, after a space, share a row.
+        results: For each trial: the environment, the loader, and the outcome. Environments whose
+            names differ only in the name of an error at the end share a row.
     """
     kinds: dict[str, None] = {}
     table: dict[str, dict[str, dict[str, list[str]]]] = {}
@@ -173,7 +178,7 @@ def _count(found: Counter[bool] | None) -> str:
 
 
 def _replace(section: str, lines: list[str]) -> None:
-    """Put lines between the section's marks."""
+    """Replace the lines between the section's marks."""
     begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
     text = PAGE.read_text()
     body = "\n".join([begin, *lines, end])

@@ -1,4 +1,4 @@
-"""The same faults, taken by a thread while the one that reached the point goes on."""
+"""The same faults, taken by a new thread while the thread that reached the point continues."""
 
 from __future__ import annotations
 

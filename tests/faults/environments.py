@@ -1,14 +1,14 @@
 """Loaders where the system gives less: limits, sandboxes, and a container without the usual mounts.
 
 Each trial is a forked child, in a session of its own, that enters its environment for good and
-loads an epoch there. Wherever it is, one of these must come of it, and never a hang:
+loads an epoch there. In every environment, the outcome must be one of these, and never a hang:
 
-* WORKS: all batches, right and in order.
-* FALLS_BACK: the same by torch's own workers, after a warning that says why.
-* TELLS: an error that says why, and no process left. What comes before and after it is right.
+* WORKS: all batches come, right and in order.
+* FALLS_BACK: they come from torch's own workers, after a warning that says why.
+* TELLS: an error says why, and no process is left. The batches before and after it are right.
 
-``python -m tests.faults.environments`` runs all of them, and torch's loader beside; ``--docs``
-writes the table.
+``python -m tests.faults.environments`` runs all trials, also with torch's loader. ``--docs`` writes
+the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import faulthandler
 import fnmatch
 import functools
 import json
-import multiprocessing.popen_fork  # noqa: F401 - whom RLIMIT_NPROC limits may not read it
+import multiprocessing.popen_fork  # noqa: F401 - another user may be unable to read it
 import os
 import platform
 import resource
@@ -51,13 +51,13 @@ MIB = 1 << 20
 # A trial that takes longer hangs; its stacks are written a moment before.
 LIMIT_S = 20.0
 _DUMP_S = LIMIT_S - 2
-# What it started must have ended so long after it. torch's workers look every 5 s whether somebody
-# is there.
+# Within so many seconds after a trial, its processes must have ended, by whether torch loaded:
+# torch's workers check only every 5 s whether their parent is still there.
 _LEFT_S = {False: 2.0, True: 8.0}
 
 BATCHES = 12
 
-#: How batches are loaded: by an engine on the user's thread, by one on its own; by torch.
+#: How batches are loaded: by an engine on the user's thread, by one on its own thread, by torch.
 LOADERS = ("plain", "seed", "torch")
 
 
@@ -83,9 +83,9 @@ class Environment:
     """Where a loader has to get along.
 
     Attributes:
-        name: In tables; with its variant, after a space, if there are several of a kind.
-        enter: Makes this process be there, for good. Raises NotImplementedError where it cannot.
-        reasons: An error must have one of these in its text.
+        name: Name in tables; with its variant, after a space, if there are several of a kind.
+        enter: Puts this process there for good. Raises NotImplementedError where it cannot.
+        reasons: An error, or the output, must have one of these in its text.
     """
 
     name: str
@@ -106,7 +106,7 @@ def _leave_address_space(nbytes: int) -> None:
 
 
 def _forbid_processes() -> None:
-    if os.getuid() == 0:  # whom no number of processes limits
+    if os.getuid() == 0:  # root is not limited
         os.setresuid(65534, 65534, 65534)
     _limit(resource.RLIMIT_NPROC, 1)
 
@@ -134,10 +134,10 @@ class Call:
     """A system call that is used, and which uses of it are denied.
 
     Attributes:
-        number: On x86-64.
-        argument: The one that is looked at, from 0; None: every use is denied.
-        mask: Those of its bits that are.
-        value: What they must be.
+        number: Its number on x86-64.
+        argument: Index of the argument that is tested, from 0. None: every use is denied.
+        mask: Bits of the argument that are tested.
+        value: A use is denied if the bits have this value.
     """
 
     number: int
@@ -150,7 +150,7 @@ _CLONE_THREAD = 0x10000
 _F_ADD_SEALS, _F_SETSIG = 1033, 10
 _MAP_SHARED = 1
 
-# What a loader uses, as strace shows it, but for what the interpreter itself cannot do without.
+# System calls of a loader, as strace shows them, except those that the interpreter needs.
 CALLS = {
     "memfd_create": Call(319),
     "ftruncate": Call(77),
@@ -204,10 +204,14 @@ class _Program(ctypes.Structure):
 
 
 def deny(call: Call, number: int) -> None:
-    """Have this process, and all that it starts, get an error for uses of a system call.
+    """Let uses of a system call fail in this process, and in all that it starts.
+
+    Args:
+        call: The system call.
+        number: The error (errno) with which it fails.
 
     Raises:
-        NotImplementedError: If that cannot be had here.
+        NotImplementedError: If this machine does not allow it.
     """
     if platform.machine() != "x86_64":
         raise NotImplementedError("system calls have other numbers here")
@@ -251,7 +255,7 @@ _PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
 
 
 def _enter_container(*, has_proc: bool) -> None:
-    """Be root of a user namespace of one's own, with 1 MB of /dev/shm."""
+    """Become root of a new user namespace, with 1 MB of /dev/shm."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(function: Any, *arguments: Any) -> None:
@@ -270,11 +274,11 @@ def _enter_container(*, has_proc: bool) -> None:
 
 
 def environments() -> list[Environment]:
-    """All of them."""
+    """Return all environments."""
     here = Environment("no limit", lambda: None, ())
     small = functools.partial(_enter_container, has_proc=True)
     bare = functools.partial(_enter_container, has_proc=False)
-    # torch's loader is killed by SIGBUS there.
+    # torch's workers are killed by SIGBUS there.
     shm = Environment("user namespace, 1 MB /dev/shm", small, ("shm",))
     no_proc = Environment("user namespace, 1 MB /dev/shm, no /proc", bare, ("shm", "/proc"))
     return [here, *_limits(), *_filters(), shm, no_proc]
@@ -295,7 +299,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
     """Load an epoch.
 
     Returns:
-        What came of it, the words of a warning or an error, and whether torch's workers did it.
+        The outcome, the text of a warning or an error, and whether torch's workers loaded.
     """
     options: dict[str, Any] = {"num_workers": 2, "batch_size": 1}
     make: Any = torch.utils.data.DataLoader
@@ -315,7 +319,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
                     values, labels = next(batches)
                 except StopIteration:
                     break
-                except shmloader.SharedMemoryError as error:  # in a batch's place
+                except shmloader.SharedMemoryError as error:  # in place of a batch
                     told.append(f"{type(error).__name__}: {error}")
                     failed += 1
                     continue
@@ -338,7 +342,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
 
 
 def _child(environment: Environment, kind: str, said: int) -> None:
-    """A trial; writes what came of it."""
+    """Run a trial, and write its outcome to the pipe ``said``."""
     try:
         environment.enter()
         with contextlib.suppress(RuntimeError):  # it takes a thread
@@ -359,10 +363,10 @@ class Verdict:
     """What came of a trial.
 
     Attributes:
-        environment: Where.
-        kind: How batches were loaded.
-        outcome: What.
-        text: In words; with what was said on stderr, if it is not right.
+        environment: The trial's environment.
+        kind: How batches were loaded, one of ``LOADERS``.
+        outcome: The outcome.
+        text: Details, with the output of the child if the outcome is not right.
     """
 
     environment: Environment
@@ -430,11 +434,11 @@ def _judge(pid: int, read: int) -> tuple[Outcome, str]:
 
 
 def main() -> None:
-    """Run what the command line names; exit code 1 if anything of ours is not right."""
+    """Run what the command line names; exit with 1 if our loader is not right in a trial."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.environments")
     parser.add_argument("patterns", nargs="*", metavar="ENVIRONMENT", help="* allowed; all if none")
-    parser.add_argument("--loader", choices=LOADERS, action="append", help="all if none")
-    parser.add_argument("--only", nargs="+", metavar="NAME, LOADER", help="these trials alone")
+    parser.add_argument("--loader", choices=LOADERS, action="append", help="default: all")
+    parser.add_argument("--only", nargs="+", metavar="NAME, LOADER", help="only these trials")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
     verdicts = []

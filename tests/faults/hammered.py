@@ -1,4 +1,4 @@
-"""The program that ``make chaos`` kills, whole or in part: loaders of all sorts, checked.
+"""The program that ``make chaos`` kills, or whose workers it kills: runs and checks loaders.
 
 Runs in the interpreter of :mod:`tests.faults.trial` until the file ``stop`` is in the trial's
 directory. Counts its steps in the file ``progress``, so that a hang is seen from the outside, and
@@ -33,17 +33,17 @@ LEFT_S = 2.0
 
 
 def make_sample(index: int) -> torch.Tensor:
-    """Bytes that only this index has."""
+    """Return bytes that no other index has."""
     return torch.arange(_SAMPLE_BYTES, dtype=torch.int64).mul_(index * 2 + 1).to(torch.uint8)
 
 
 def draw() -> torch.Tensor:
-    """A random number, which depends on the place alone where there is a seed."""
+    """Draw a random number. With a seed, it depends only on the epoch and the position."""
     return torch.randint(2**30, ())
 
 
 class Draws(torch.utils.data.Dataset):
-    """Map-style; what is drawn alone."""
+    """Map-style samples that are only random numbers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -56,14 +56,14 @@ class Draws(torch.utils.data.Dataset):
 
 
 class Samples(Draws):
-    """Map-style."""
+    """Map-style samples: bytes, index, random number."""
 
     def __getitem__(self, index: int) -> Any:
         return make_sample(index), index, draw()
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The same samples, such that batches come in the same order: dealt out by whole batches."""
+    """The same samples as a stream, in the same order: workers take whole batches in turn."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -77,11 +77,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Hammered:
-    """Loaders, epoch after epoch.
+    """Runs loaders, epoch after epoch.
 
     Args:
-        seed: Decides what they are.
-        method: Start method of their workers.
+        seed: Decides the loaders' options.
+        method: Start method of the workers.
     """
 
     def __init__(self, seed: str, method: str) -> None:
@@ -97,7 +97,7 @@ class Hammered:
         self._known = [make_sample(index) for index in range(24 * BATCH_SIZE)]
 
     def run(self) -> None:
-        """Until told to stop."""
+        """Run loaders until told to stop, and check what is left."""
         if self._method != "fork":
             resource_tracker.ensure_running()
             if self._method == "forkserver":
@@ -109,7 +109,7 @@ class Hammered:
         self._judge_what_is_left(before)
 
     def run_loader(self) -> None:
-        """Some epochs of one loader."""
+        """Run some epochs of one loader."""
         from shmloader import DataLoader
 
         options = self._choose()
@@ -164,7 +164,7 @@ class Hammered:
         kept: list[tuple[Any, int]] = []
         try:
             iterator = iter(loader)
-            # Not before: an epoch that was left is the present one while workers persist.
+            # Only after iter(): until then, ``epoch`` may be that of an epoch left early.
             drawn = self._draws_of(loader.epoch, options)
             for batch in itertools.islice(iterator, ends_after):
                 number = self._number_of(batch)
@@ -195,7 +195,7 @@ class Hammered:
                 self._problem(f"batch {number} has changed")
 
     def _draws_of(self, epoch: int, options: dict[str, Any]) -> list[list[int]] | None:
-        """What the samples of each batch are to draw, as this process draws it."""
+        """Return the numbers that each batch must draw, as drawn in this process."""
         from shmloader import DataLoader
 
         if "seed" not in options:
@@ -206,7 +206,7 @@ class Hammered:
         return [batch.tolist() for batch in loader]
 
     def _number_of(self, batch: Any) -> int:
-        """The number of a batch; -1 if it is none."""
+        """Return the number of a batch; -1 if its content is not right."""
         samples, indices, _ = batch
         first = int(indices[0])
         if first % BATCH_SIZE or indices.tolist() != list(range(first, first + BATCH_SIZE)):
@@ -242,7 +242,7 @@ class _Count(logging.Handler):
 
 def run(seed: str, method: str) -> None:
     """Run the program; prints its counts."""
-    import shmloader  # noqa: F401 - before we look at what is held
+    import shmloader  # noqa: F401 - before holdings are compared
 
     hammered = Hammered(seed, method)
     logging.getLogger("shmloader").addHandler(_Count(hammered))

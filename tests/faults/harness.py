@@ -1,7 +1,7 @@
-"""Runs trials, and judges from the outside: how they end, what they say, what they leave.
+"""Runs trials, and judges from the outside: how they end, what they print, what they leave.
 
-Each trial is a process in a session of its own, with a hard time limit. When that is over, every
-process of the session dumps its stacks, and is killed by its number.
+Each trial is a process in a session of its own, with a hard time limit. At the limit, every process
+of the session dumps its stacks, and is killed by its pid.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.template import Template, environment_of_programs
 ROOT = Path(__file__).parents[2]
 TRIAL = Path(__file__).with_name("trial.py")
 
-# How long a trial may take before it is a hang.
+# Seconds that a trial may take; longer is a hang.
 LIMIT_S = {"fork": 40.0, "spawn": 120.0, "forkserver": 120.0}
-# What a trial started must have ended so long after it.
+# Within so many seconds after a trial, its processes and multiprocessing's servers must end.
 LEFT_S = 2.0
 SERVERS_S = 15.0
-# After a request for stacks.
+# How long to wait for a process to write its stacks.
 _DUMP_S = 1.0
 
 _ENVIRONMENT = {
-    # A machine with one core; Python 3.12 and later where threads run.
+    # These warnings come on a machine with one core, and from forks since Python 3.12.
     "PYTHONWARNINGS": "ignore:This DataLoader will create:UserWarning,"
     "ignore:This process:DeprecationWarning",
     "OMP_NUM_THREADS": "1",
@@ -45,7 +45,7 @@ _ENVIRONMENT = {
 
 
 def session_of(leader: int) -> list[int]:
-    """Processes of a session that run, whoever their parent is."""
+    """Return the processes of a session that run, whatever their parent."""
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208 - numbers, not paths
         if name.isdecimal():
@@ -60,7 +60,7 @@ def _state(pid: int) -> str:
 
 
 def describe_process(pid: int) -> str:
-    """A process in a line: number, state, what it waits in, command."""
+    """Describe a process in a line: pid, state, what it waits in, command."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         wait = Path(f"/proc/{pid}/wchan").read_text()
@@ -76,7 +76,7 @@ def _answers_to(pid: int, number: int) -> bool:
 
 
 def is_server(pid: int) -> bool:
-    """Whether it is one of multiprocessing's own servers, or gone."""
+    """Whether a process is one of multiprocessing's own servers, or gone."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"multiprocessing.forkserver import" in command or b"resource_tracker" in command
@@ -84,21 +84,21 @@ def is_server(pid: int) -> bool:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether it has no memory any more: it is on its way out, where a busy machine lets it."""
+    """Whether a process has no memory any more: it is ending, slowly on a busy machine."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/statm").read_text().split()[0] == "0"
     return True
 
 
 def stacks_of(session: int, directory: Path) -> str:
-    """What all processes of a session are in, in words."""
+    """Return the stacks of all processes of a session, as text."""
     texts = []
     for pid in session_of(session):
         texts.append(describe_process(pid))
         stacks = directory / "stacks"
         size = stacks.stat().st_size if stacks.exists() else 0
         if not _answers_to(pid, signal.SIGUSR1):
-            texts.append("  (does not tell its stacks)")
+            texts.append("  (does not write its stacks)")
             continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -112,18 +112,18 @@ def stacks_of(session: int, directory: Path) -> str:
 
 
 def end_session(leader: int) -> list[str]:
-    """Kill what is left of a session; what there was."""
+    """Wait for the processes of a session, kill those that are left, and describe these."""
     began = time.monotonic()
     while left := session_of(leader):
         elapsed_s = time.monotonic() - began
-        # multiprocessing's own servers end by themselves, when they are done importing torch.
+        # multiprocessing's own servers end by themselves, once they have imported torch.
         if elapsed_s > LEFT_S and (
             elapsed_s > SERVERS_S or not all(is_server(pid) or _is_ending(pid) for pid in left)
         ):
             break
         time.sleep(0.01)
     words = [describe_process(pid) for pid in left]
-    for _ in range(5):  # a killed one may have just started another
+    for _ in range(5):  # a killed process may have just started another
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,11 +139,11 @@ class Ended:
 
     Attributes:
         code: Its exit code; None if it had to be killed.
-        out: What it printed.
-        err: What it said on stderr.
-        left: Processes of its session that lived on for two seconds, in words.
-        stacks: Of all its processes, if it had to be killed.
-        files: What it left in ``/dev/shm``.
+        out: What it wrote to stdout.
+        err: What it wrote to stderr.
+        left: Processes of its session that had not ended two seconds later, in words.
+        stacks: Stacks of all its processes, if it had to be killed.
+        files: Names of the files that it left in ``/dev/shm``.
     """
 
     code: int | None
@@ -158,8 +158,8 @@ class Starter:
     """Starts programs and waits for them; one at a time.
 
     Args:
-        is_fresh: Whether each is a new interpreter; else it is forked from one that has imported
-            torch and nothing of ours.
+        is_fresh: Whether each program is a new interpreter. If not, it is forked from one that has
+            imported torch, but not shmloader.
     """
 
     def __init__(self, *, is_fresh: bool) -> None:
@@ -174,7 +174,7 @@ class Starter:
     def start(
         self, arguments: list[str], directory: Path
     ) -> tuple[int, Callable[[float], int | None]]:
-        """Start ``trial.py``; returns its number, and what waits for its exit code."""
+        """Start ``trial.py``; return its pid, and a function that waits for its exit code."""
         environment = {**_ENVIRONMENT, actions.DIRECTORY: str(directory)}
         with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
             start = self._start_fresh if self._is_fresh else self._start_from_template
@@ -187,7 +187,7 @@ class Starter:
         code: int | None,
         wait: Callable[[float], int | None],
     ) -> Ended:
-        """What has become of a program. One that still runs (no code) is ended."""
+        """Return how a program ended. If it still runs (``code`` is None), it is killed."""
         stacks = ""
         if code is None:
             stacks = stacks_of(pid, directory)
@@ -258,10 +258,10 @@ class Verdict:
     """What a trial showed.
 
     Attributes:
-        cell: Its cell.
-        problems: What is not as it must be; empty if all is.
-        elapsed_s: How long it took.
-        measured: What it measured itself.
+        cell: The trial's cell.
+        problems: What is not as it must be; empty if all is right.
+        elapsed_s: How long the trial took.
+        measured: What the trial measured itself.
     """
 
     cell: Cell
@@ -309,7 +309,7 @@ def _judge(cell: Cell, ended: Ended, *, was_taken: bool) -> tuple[list[str], dic
 
 def _codes(cell: Cell) -> tuple[int, ...]:
     if cell.fault.name in {"sigint", "ctrl-c"} and cell.point.name == "main-exit":
-        # The program has come to its end; Python prints the interrupt of an exit function.
+        # The program is at its end; Python prints an interrupt of an exit function, and goes on.
         return (0,)
     return (cell.exit_code,)
 
@@ -323,7 +323,7 @@ _IN_EXIT = re.compile(r"^Exception ignored in atexit callback: .*\n", re.MULTILI
 
 
 def _without_what_is_meant(cell: Cell, err: str) -> str:
-    """What is said on stderr beyond what the user should see of this fault."""
+    """Return what stderr has beyond what the user should see of this fault."""
     err = err.replace("\0", "")
     if cell.fault.noise:
         err = re.sub(cell.fault.noise, "", err)
@@ -338,7 +338,7 @@ def _without_what_is_meant(cell: Cell, err: str) -> str:
 
 
 def _without_traceback(err: str, name: str) -> str:
-    """Less one traceback that ends with this exception."""
+    """Remove one traceback that ends with this exception."""
     found = _TRACEBACK.search(err)
     if found is None or not found[1].startswith(name):
         return err

@@ -1,18 +1,18 @@
 """Kills among ranks of one host: ``python -m tests.faults.host``; ``--help`` lists the options.
 
 In most trials a few ranks read some epochs from one pool (``worker_scope="host"``), and one process
-is killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. A worker
-or a rank that dies, or is stopped, must cost the other ranks nothing; of a dead owner each rank
-must learn by one clear error, in time, and then go on. In the others the ranks share a dataset
-(``share_on_host``), and the rank that builds it is killed, or one that takes it: if it was the
-builder, each rank must have the dataset or a clear error, in time, and after a restart of the run
-all must have it. In the end nothing may be left: no process, no name of a socket, nothing in
-/dev/shm, no memory of a dead rank in the workers.
+is killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. If a
+worker or a rank dies or is stopped, the other ranks must get all batches and no error. If the owner
+dies, each rank must get one clear error, in time, and then continue. In the other trials the ranks
+share a dataset (``share_on_host``), and the rank that builds it is killed, or one that takes it. If
+it was the builder, each rank must have the dataset or a clear error, in time, and after a restart
+of the run all ranks must have the dataset. In the end nothing may be left: no process, no name of a
+socket, nothing in /dev/shm, no memory of a dead rank in the workers.
 
 Each trial is a process that adopts the orphans of its ranks and has a /dev/shm of its own, if it
 may mount one, so several can run at a time. In most trials the ranks fork what they would spawn
 (:mod:`tests.faults.spares`), and in a few the owner is a new interpreter. A kill that comes too
-late, when all ranks have what they want, does not count, and the trial is made again.
+late, when the process or all ranks have finished, does not count, and the trial is repeated.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from tests.process.ranks import FORK, Rank, variables
 
 _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
 _MOST_RANKS = 4
-# How long an epoch takes, about, and how long the dataset's building.
+# How long a sample takes, and at least how long it takes to build the dataset.
 _SAMPLE_S, _BUILD_S = 0.001, 0.1
-# How long a whole trial may take, and how long what a process used may outlive it.
+# How long after a kill a rank's result may take, and what a process used may outlive it.
 _HANG_S, _LEFT_S = 60.0, 10.0
-# How soon a rank learns that the owner is dead, or the rank that builds.
+# How soon a rank must learn that the owner, or the rank that builds, is dead.
 _TOLD_S = 2.0
 # Of so many trials, the owner of one is a new interpreter.
 _FRESH_OF = 20
@@ -64,7 +64,7 @@ _VICTIMS = (
 )
 _OWNER_ERRORS = ("owns the workers", "should start the workers")
 _BUILDER_ERRORS = ("the rank that was building the object for this host, ended before sharing it",)
-# What is counted of each victim, and its name in the results. Problems begin with their sort.
+# What is counted for each victim, and its heading. A problem's text begins with its sort.
 _COUNTED = (
     ("trial", "kills"),
     ("hang", "hangs"),
@@ -83,7 +83,7 @@ class _Expected:
     """What the ranks should get.
 
     Attributes:
-        epochs: For each number of ranks, the epochs of each.
+        epochs: For each number of ranks, the epochs of each rank.
         dataset: The digest of the shared dataset.
     """
 
@@ -92,7 +92,7 @@ class _Expected:
 
 
 class _Samples:
-    """Samples that take a moment where there are workers."""
+    """Samples that take ``sample_s`` seconds each."""
 
     def __init__(self, sample_s: float) -> None:
         self.sample_s = sample_s
@@ -110,7 +110,7 @@ def _contents(batches: Any) -> list[Any]:
 
 
 def _expected() -> _Expected:
-    """What the ranks get without workers."""
+    """Return what the ranks should get, loaded without workers."""
     found: dict[int, list[Any]] = {}
     for ranks in range(2, _MOST_RANKS + 1):
         found[ranks] = []
@@ -124,7 +124,7 @@ def _expected() -> _Expected:
 
 # What a rank does ----------------------------------------------------------------------------
 
-# What it gets, and the errors with their times.
+# What a rank gets, and its errors with their times.
 _Found = tuple[list[Any], list[tuple[str, float]]]
 
 
@@ -166,7 +166,7 @@ def _take(announcements: Announcements, late_s: float) -> _Found:
 
 
 class _WaitTeller(logging.Handler):
-    """Announces a rank that waits for the one that builds, which is what it logs."""
+    """Announces that this rank waits for the one that builds, when shmloader logs that."""
 
     def __init__(self, announcements: Announcements) -> None:
         super().__init__()
@@ -203,9 +203,9 @@ class _Verdict:
     """What a trial has shown.
 
     Attributes:
-        was_late: Whether all ranks had ended when a process was to be killed.
+        was_late: Whether the victim, or all ranks, had finished before the kill.
         problems: What is not as it must be.
-        errors: Ranks that were told of a death.
+        errors: How many ranks got an error.
     """
 
     was_late: bool
@@ -214,7 +214,7 @@ class _Verdict:
 
 
 class _Trial:
-    """One run of ranks, of which a process is killed."""
+    """One run of ranks, in which a process is killed or stopped."""
 
     def __init__(self, seed: str, victim: str) -> None:
         self._random = random.Random(seed)
@@ -257,7 +257,7 @@ class _Trial:
         return [rank.process.pid or 0 for rank in self._ranks]
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
-        """Kill or stop a process, unless it has ended, or all ranks have what they want."""
+        """Kill or stop a process; note if it, or all ranks, had already finished."""
         self._was_late = not is_running(pid) or all(rank._ours.poll(0) for rank in self._ranks)
         self._killed_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
@@ -267,11 +267,11 @@ class _Trial:
         return self._announcements.wait_for(what, _HANG_S)
 
     def _pause(self, *most_s: float) -> None:
-        """Wait for a random time, up to one of these."""
+        """Wait for a random time, up to one of these limits."""
         time.sleep(self._random.uniform(0, self._random.choice(most_s)))
 
     def _result(self, number: int) -> _Found | None:
-        """Return what a rank has found; None if that is a problem."""
+        """Return what a rank got; None if there is a problem, which is noted."""
         rank = self._ranks[number]
         if not rank._ours.poll(max(0.0, self._killed_s + _HANG_S - time.monotonic())):
             self._problems.append(f"hang: rank {number}")
@@ -291,8 +291,8 @@ class _Trial:
 
         Args:
             number: The rank.
-            errors: What it was told.
-            clear: What an error says; none if there must be no error.
+            errors: The rank's errors.
+            clear: Texts of which an error must have one; none if there must be no error.
         """
         if len(errors) > bool(clear):
             self._problems.append(f"other problem: rank {number}: {errors}")
@@ -315,7 +315,7 @@ class _Trial:
         text = Path("/proc/net/unix").read_text()
         if names & set(re.findall(r"@(\S+)", text)):
             self._problems.append("leak: the name of a socket")
-        # Without a /dev/shm of its own, a trial tells of all files that others leave meanwhile.
+        # Without a /dev/shm of its own, a trial also reports files that other programs leave.
         if not _is_soon(lambda: not set(Path("/dev/shm").iterdir()) - self._in_shm):
             files = set(Path("/dev/shm").iterdir()) - self._in_shm
             self._problems.append(f"leak: {sorted(map(str, files))}")
@@ -378,7 +378,7 @@ class _PoolTrial(_Trial):
                 if not _is_soon(lambda: not self._is_used(memory)):
                     self._problems.append("leak: workers keep memory of a dead rank")
             case "stopped rank":
-                # One that is stopped while it starts the owner keeps all waiting.
+                # A rank that is stopped while it starts the owner would keep all others waiting.
                 self._wait_for("forked")
                 self._pause(0.4)
                 self._stopped_rank = self._random.randrange(self._count)
@@ -444,7 +444,7 @@ class _ShareTrial(_Trial):
         waiting = self._announcements.pids("waiting")
         self._signal(pids[self._dead_rank], signal.SIGKILL)
         self._ranks[self._dead_rank].process.join()
-        # Those that had begun to wait for what was never built.
+        # The ranks that had begun to wait for a dataset that was never built.
         self._in_vain = set()
         if self._victim == "builder" and not self._announcements.was_told("built", builder):
             self._in_vain = {pids.index(pid) for pid in waiting}
@@ -466,7 +466,7 @@ def _name_of_meeting(topic: str) -> str:
 
 
 def _processes() -> list[psutil.Process]:
-    """All processes of the trial; orphans are children of this one."""
+    """Return all processes of the trial. Its orphans are children of this process."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -479,7 +479,7 @@ def _processes() -> list[psutil.Process]:
 
 
 def _memory_of(pid: int) -> set[str]:
-    """The inodes of the anonymous files that a process has mapped."""
+    """Return the inodes of the memfds that a process has mapped."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {line.split()[4] for line in lines if "/memfd:" in line}
@@ -531,7 +531,7 @@ class _TrialProcess:
         self.until_s = time.monotonic() + 3 * _HANG_S
 
     def verdict(self) -> _Verdict:
-        """Return its verdict, if the connection is readable; otherwise that it hangs."""
+        """Return the trial's verdict if the connection is readable; otherwise kill it: it hangs."""
         verdict = _Verdict(was_late=False, problems=["hang: the trial"], errors=0)
         if self.connection.poll(0):
             try:
@@ -583,7 +583,7 @@ def _verdicts(
 
 
 def _in_child(function: Callable[[], Any]) -> Any:
-    """Call a function in a child: threads that torch starts are not to be forked."""
+    """Call a function in a child, since threads that torch starts must not be there at a fork."""
     ours, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: theirs.send(function()))
     process.start()
@@ -598,16 +598,16 @@ def _arguments() -> argparse.Namespace:
         prog="python -m tests.faults.host", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument(
-        "--times", type=int, default=300, metavar="N", help="how many (300), each victim in turn"
+        "--times", type=int, default=300, metavar="N", help="trials (300), each victim in turn"
     )
-    parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1)")
     parser.add_argument("--docs", action="store_true", help="write the result into the docs")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Kill as often as the command line says; exit code 1 if anything was wrong."""
+    """Kill as often as the command line says; exit with 1 if anything was wrong."""
     options = _arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"--seed {seed}", flush=True)

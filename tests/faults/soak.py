@@ -1,9 +1,9 @@
-"""Random mixes in one process for long: ``python -m tests.faults.soak``; ``--help`` for options.
+"""Runs random loaders in one process for long: ``python -m tests.faults.soak``; see ``--help``.
 
-Loaders of all sorts are made, used, hurt and dropped, one after the other, in a single process.
-Between any two of them, when nothing runs, that process is measured: memory, descriptors, threads,
-mappings. It fails where one of these goes on growing, where a batch is wrong, and where nothing
-moves for long.
+Loaders of all sorts are made, used and dropped, one after the other, in a single process, and
+workers are killed at random. From time to time, between two loaders, the process is measured:
+memory, descriptors, threads, mappings. The program fails if one of these keeps growing, if a batch
+is wrong, or if nothing happens for long.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.faults import actions
 from tests.faults.hammered import BATCH_SIZE, Hammered, Samples, make_sample
 from tests.faults.harness import is_server
 
-# Nothing moves for so long: a hang. A worker that starts afresh imports torch.
+# Without a step for so long, it hangs. A worker that is spawned imports torch first.
 _STALL_S = 120.0
-# What a loader leaves must be gone so long after it.
+# Within so many seconds after a loader, its processes must have ended.
 _LEFT_S = 5.0
 _PRINT_EVERY_S = 15.0
-# This part of the time is left out: caches fill, and torch starts its threads.
+# This part of the time is not judged: caches fill, and torch starts its threads.
 _WARM_UP = 0.3
-# A line through so many points; each is the least of its part of the time.
+# A line is drawn through so many points, each the least value in its part of the time.
 _POINTS = 40
 _KILL_SHARE = 0.01
 _FAIL_SHARE = 0.05
@@ -70,15 +70,16 @@ class Measured(NamedTuple):
         )
 
 
-# What a line may rise over a run after the warm-up, whatever its length.
+# How much a line may rise after the warm-up, however long the run is.
 ALLOWED = Measured(memory_mib=24.0, descriptors=2, threads=2, mappings=40)
 
 
 def rise(times: Sequence[float], values: Sequence[float]) -> float:
-    """How much a straight line through the values rises after the warm-up.
+    """Return how much a straight line through the values rises after the warm-up.
 
     Its slope is the median of the slopes between all pairs of points, so that a few outliers do
-    not matter; each point is the least of a part of the time, since what comes and goes is no leak.
+    not matter. Each point is the least value in a part of the time, since what goes away again is
+    no leak.
     """
     begin = times[0] + _WARM_UP * (times[-1] - times[0])
     length = times[-1] - begin
@@ -95,7 +96,7 @@ def rise(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def too_steep(times: Sequence[float], measured: Sequence[Measured]) -> list[str]:
-    """What goes on growing, in words."""
+    """Return what keeps growing, in words."""
     found = []
     for name, allowed in ALLOWED._asdict().items():
         rises = rise(times, [getattr(one, name) for one in measured])
@@ -105,7 +106,7 @@ def too_steep(times: Sequence[float], measured: Sequence[Measured]) -> list[str]
 
 
 class Failing(Samples):
-    """Some samples raise."""
+    """Samples of which some raise."""
 
     def __getitem__(self, index: int) -> Any:
         if random.random() < _FAIL_SHARE:
@@ -114,14 +115,14 @@ class Failing(Samples):
 
 
 class Soak(Hammered):
-    """Mixes until the time is over.
+    """Runs mixes until the time is over. A mix is a short use of one loader.
 
     Attributes:
         problems: What must not happen, in words.
 
     Args:
         seed: Decides all but the times at which things happen.
-        duration_s: How long.
+        duration_s: How long it runs.
     """
 
     def __init__(self, seed: int, duration_s: float) -> None:
@@ -129,7 +130,7 @@ class Soak(Hammered):
         self._began = time.monotonic()
         self._ends = self._began + duration_s
         self._printed = 0.0
-        # Collecting all garbage, and reading what is mapped, take as long as a mix.
+        # Not after each mix: collecting all garbage and reading all mappings take as long as one.
         self._measures_every_s = duration_s / 400
         self.problems: list[str] = []
         self._times: list[float] = []
@@ -144,7 +145,7 @@ class Soak(Hammered):
         ]
 
     def run(self) -> None:
-        """All of it."""
+        """Run mixes until the time is over, and judge the measurements."""
         resource_tracker.ensure_running()
         forkserver.set_forkserver_preload(["torch"])
         forkserver.ensure_running()
@@ -183,7 +184,7 @@ class Soak(Hammered):
                 self.counts["workers killed"] += 1
 
     def _workers(self) -> list[int]:
-        """Processes of this one, those of the fork server included, but for servers."""
+        """Return this process's descendants, with those of the fork server, without servers."""
         children = psutil.Process().children(recursive=True)
         return [child.pid for child in children if not is_server(child.pid)]
 
@@ -213,10 +214,10 @@ class Soak(Hammered):
             flush=True,
         )
 
-    # Mixes; a loader of worker processes is the class's own -------------------------------
+    # Mixes; ``run_loader`` of the base class is one more ---------------------------------
 
     def _epochs(self, batches: Any, check: Callable[[Any], None], *, leaves: bool = True) -> None:
-        """Some epochs of what gives batches; the last one may be left."""
+        """Take some epochs of an iterable of batches, each of which may be left early."""
         for _ in range(self._random.randint(1, 3)):
             stop = self._random.randint(1, 8) if leaves and self._random.random() < 0.3 else None
             for batch in itertools.islice(batches, stop):
@@ -225,7 +226,7 @@ class Soak(Hammered):
             self._step("whole epochs" if stop is None else "epochs left")
 
     def _run_here(self) -> None:
-        """Threads of this process, or none."""
+        """Use a loader with threads of this process, or without workers."""
         from shmloader import DataLoader
 
         threads = self._random.randint(0, 3)
@@ -238,7 +239,7 @@ class Soak(Hammered):
         self._epochs(loader, self._number_of)
 
     def _run_failing(self) -> None:
-        """Samples that raise, left out or handed on."""
+        """Use samples that raise: either they are skipped, or their errors are raised."""
         from shmloader import DataLoader
 
         skips = self._random.random() < 0.5
@@ -248,12 +249,12 @@ class Soak(Hammered):
             num_workers=self._random.randint(0, 2),
             on_error="skip" if skips else "raise",
         )
-        with contextlib.suppress(LookupError, RuntimeError):  # a killed worker's, too
+        with contextlib.suppress(LookupError, RuntimeError):  # also of a killed worker
             self._epochs(loader, self._check_samples)
         self._step("epochs left")
 
     def _run_shared(self) -> None:
-        """Batches that move to torch's shared memory while views of them are in use."""
+        """Move batches to torch's shared memory while views of them are in use."""
         from shmloader import DataLoader, WorkerDiedError
 
         loader = DataLoader(Samples(10 * BATCH_SIZE), batch_size=BATCH_SIZE, num_workers=2)
@@ -272,7 +273,7 @@ class Soak(Hammered):
             self._epochs(loader, share)
 
     def _run_prefetched(self) -> None:
-        """A sequence whose items are computed ahead, with jumps."""
+        """Read a sequence whose items are computed ahead, with jumps."""
         from shmloader import WorkerDiedError
         from shmloader.sequence import prefetch, smap
 
@@ -287,7 +288,7 @@ class Soak(Hammered):
                     self._step("batches")
 
     def _run_pipeline(self) -> None:
-        """A pipeline on threads."""
+        """Use a pipeline on threads."""
         from shmloader import PipelineDataLoader
 
         loader = PipelineDataLoader(
@@ -305,17 +306,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.soak", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="how long (20)")
-    parser.add_argument("--seed", type=int, default=None, help="of all choices; printed")
+    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="duration (20)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Soak as long as the command line says; exit code 1 if anything was wrong."""
+    """Run as long as the command line says; exit with 1 if anything was wrong."""
     options = _arguments()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"--seed {seed}", flush=True)
-    # A machine with few cores, or without an accelerator; workers that were killed, and replaced.
+    # Warnings of few cores or no accelerator, and logs of killed workers, are expected.
     warnings.simplefilter("ignore")
     logging.getLogger("shmloader").setLevel(logging.CRITICAL)
     random.seed(seed)

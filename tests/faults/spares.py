@@ -1,4 +1,4 @@
-"""Processes that multiprocessing spawns, without the seconds in which they would import torch.
+"""Spawns multiprocessing's processes without the seconds in which they would import torch.
 
 A spare is forked while its parent has done nothing yet. When the parent spawns a process, a spare
 becomes it: it has the same parent, the descriptors that were passed and no others, and runs the
@@ -20,15 +20,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing import util
 
-# Where a process finds the pipe that is a new interpreter.
+# The variable that gives a new interpreter the descriptor of the pipe.
 _VARIABLE = "SHMLOADER_TEST_ANNOUNCE"
-# Descriptors of our own lie above those that are passed, which keep their numbers.
+# Passed descriptors keep their numbers, so ours are moved above them.
 _LOWEST_FD, _LOWEST_PASSED_FD = 700, 800
 _TEXT_BYTES = 4096
 
 
 class Announcements:
-    """The processes that were announced, by what they are. The process that forks all makes it."""
+    """The processes that were announced, by kind. Made in the process that forks all others."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -40,25 +40,25 @@ class Announcements:
         os.write(self._write, f"{what} {pid or os.getpid()}\n".encode())
 
     def pids(self, what: str) -> list[int]:
-        """Return the processes that run."""
+        """Return the announced processes of a kind that run."""
         self._take()
         return [pid for pid in self._pids[what] if is_running(pid)]
 
     def was_told(self, what: str, pid: int) -> bool:
-        """Whether a process was announced, which may have ended."""
+        """Whether a process was announced. It may have ended since."""
         self._take()
         return pid in self._pids[what]
 
     def _take(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while lines := os.read(self._read, select.PIPE_BUF):
-                # Each line is written at once, and the pipe never holds as many as fit in a read.
+                # Each line is written at once, and one read takes all that the pipe ever holds.
                 for line in lines.decode().splitlines():
                     kind, pid = line.rsplit(" ", 1)
                     self._pids[kind].append(int(pid))
 
     def wait_for(self, what: str, timeout_s: float) -> list[int]:
-        """Return the processes that run, as soon as one has been announced."""
+        """Wait until a process of a kind has been announced; return those of them that run."""
         until_s = time.monotonic() + timeout_s
         while not (found := self.pids(what)) and not self._pids[what]:
             left_s = until_s - time.monotonic()
@@ -89,7 +89,7 @@ class Announcements:
         util.spawnv_passfds = spawn_from_spare
 
     def tell_forks(self) -> None:
-        """Announce each process that this one forks from now on."""
+        """Announce each process that this process forks from now on."""
         _tell_forks(self._write)
 
     def keep_only(self, *others: int) -> None:
@@ -110,7 +110,7 @@ def _tell_forks(fd: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - as it is much faster
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -119,7 +119,7 @@ def is_running(pid: int) -> bool:
 
 
 class _Spare:
-    """A forked child, which waits until it becomes another process, or its parent ends."""
+    """A forked child that waits until it becomes another process, or until its parent ends."""
 
     def __init__(self, announcements: Announcements, others: list[_Spare]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

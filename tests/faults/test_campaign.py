@@ -1,4 +1,4 @@
-"""The fault campaign's own parts. Its cells run by ``make sample`` and ``make faults``."""
+"""The parts of the fault campaign. ``make sample`` and ``make faults`` run its cells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def nothing_remains() -> None:
-    """In place of the check after each test: trials are processes of their own."""
+    """Replaces the check after each test, since trials are processes of their own."""
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_chaos_tells_problems_by_their_sort() -> None:
 
 
 def soaked(grow: Measured, *, at_first: int = 0) -> list[str]:
-    """The verdict on 1,000 measurements that wave, and grow by so much over the second half."""
+    """Judge 1,000 measurements that oscillate, and grow by so much over the second half."""
     times = [float(second) for second in range(1000)]
     measured = []
     for second in range(1000):
@@ -95,7 +95,7 @@ def test_a_soak_fails_on_a_slope_and_on_nothing_else() -> None:
     for place, name in enumerate(Measured._fields):
         (told,) = soaked(still._replace(**{name: 3 * ALLOWED[place]}))
         assert name in told
-    # What comes and goes is no slope, however high; neither is one step.
+    # What goes away again is no slope, however high; neither is a single step.
     times = [float(second) for second in range(1000)]
     spikes = [Measured(100 + 400 * (second % 3), 9, 3, 400) for second in range(1000)]
     assert too_steep(times, spikes) == []
@@ -140,7 +140,7 @@ def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> 
         "prlimit64 EPERM, plain": "works",
         "user namespace, 1 MB /dev/shm, no /proc, plain": "works",
     }
-    # In a new interpreter: one that has computed with torch is not to be forked.
+    # In a new interpreter, since one that has computed with torch must not be forked.
     command = [sys.executable, "-m", "tests.faults.environments", "--only", *expected]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

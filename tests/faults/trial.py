@@ -1,8 +1,8 @@
 """One trial of the fault campaign: a program that runs a loader, takes a fault, and judges.
 
 ``python tests/faults/trial.py CELL`` runs in a fresh interpreter, or in a fork of one that has
-imported torch, and nothing of ours (:mod:`tests.template`). Prints one line of JSON: what was found
-wrong, and what was measured. Where the fault ends this very process, it prints nothing, and
+imported torch, but not shmloader (:mod:`tests.template`). Prints one line of JSON: what was found
+wrong, and what was measured. If the fault ends this very process, it prints nothing, and
 :mod:`tests.faults.harness` judges alone.
 """
 
@@ -33,25 +33,25 @@ from tests.faults import actions, hammered
 from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Place, cell_of
 from tests.holdings import Holdings
 
-# What a death may take to be told, and what may be left after close() for how long.
+# Seconds within which a death must be told, close() must return, and nothing may be left.
 TOLD_S = 2.0
-# Starting a worker afresh imports torch.
+# The same limit where a worker is spawned, and must import torch first.
 START_S = 30.0
 TIMEOUT_S = 0.5
 
-# Large enough to be lent, not copied out (more than 64 KiB a batch).
+# Large enough for a batch to be lent and not copied out (more than 64 KiB).
 _SAMPLE_BYTES = 20_000
 
 
 def dump_stacks_on_signal() -> None:
-    """Have all stacks of this process written into the trial's directory at SIGUSR1."""
+    """Let SIGUSR1 write all stacks of this process into the trial's directory."""
     directory = os.environ.get(actions.DIRECTORY)
     if directory:
         fd = os.open(f"{directory}/stacks", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
 
 
-if __name__ == "__mp_main__":  # a worker that was started afresh
+if __name__ == "__mp_main__":  # a worker that was spawned
     dump_stacks_on_signal()
 
 
@@ -66,16 +66,16 @@ def _reach(point: str) -> None:
 
 
 def make_sample(index: int) -> torch.Tensor:
-    """Bytes that only this index has."""
+    """Return bytes that no other index has."""
     return torch.arange(_SAMPLE_BYTES, dtype=torch.int64).mul_(index * 2 + 1).to(torch.uint8)
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Samples that tell their indices.
+    """Samples that carry their indices.
 
     Args:
-        is_late: Whether they wait until the fault is taken: it is, once main waits for them.
-        stuck_from: Number of the first batch that never comes, and keeps its worker's interpreter.
+        is_late: Whether samples wait until the fault is taken, so that main has to wait for them.
+        stuck_from: First batch whose samples hold their worker's interpreter for a minute.
     """
 
     def __init__(self, *, is_late: bool = False, stuck_from: int = BATCHES) -> None:
@@ -95,18 +95,18 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def collate(samples: list[Any]) -> Any:
-    """torch's, after the point."""
+    """Reach the point, then collate as torch does."""
     _reach("worker.collate")
     return torch.utils.data.default_collate(samples)
 
 
 def init(worker_id: int) -> None:
-    """Nothing, after the point."""
+    """Reach the point, and do nothing else."""
     _reach("worker.init")
 
 
 def hash_of(batch: Any) -> str:
-    """Of all its bytes."""
+    """Return the hash of all bytes of a batch."""
     images, labels = batch
     digest = hashlib.blake2b(images.numpy().tobytes(), digest_size=16)
     digest.update(labels.numpy().tobytes())
@@ -114,7 +114,7 @@ def hash_of(batch: Any) -> str:
 
 
 def expected_hashes() -> dict[str, int]:
-    """The number of each batch, by its hash, made without any loader."""
+    """Return the number of each batch by its hash, computed without a loader."""
     hashes = {}
     for number in range(BATCHES):
         indices = range(number * BATCH_SIZE, (number + 1) * BATCH_SIZE)
@@ -127,14 +127,14 @@ def expected_hashes() -> dict[str, int]:
 
 
 def copy_slowly(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy, where the interpreter is about to end, out of a long call of torch's."""
+    """Copy a tensor. If the fault is taken at exit, make a long call of torch first."""
     if "main.exit" in os.environ.get("SHMLOADER_FAULT", ""):
         torch.arange(1_000_000).flip(0).sort()
     return tensor.clone()
 
 
 def simulate_pinning() -> None:
-    """Pin by copying, where torch has no accelerator; the thread is the real one."""
+    """If torch has no accelerator, pin by copying, in the loader's real thread."""
     if torch.accelerator.is_available():
         return
     from shmloader.loader import iterator
@@ -153,7 +153,7 @@ def simulate_pinning() -> None:
 
 
 def simulate_device() -> None:
-    """A device in this process's memory, whose copies are done one step late."""
+    """Simulate a device in this process's memory. Its copies are done one query late."""
     from shmloader.device import backend, device
     from shmloader.loader import arguments, dataloader
 
@@ -186,7 +186,7 @@ def simulate_device() -> None:
 
 
 class _Interrupts:
-    """Lets Ctrl-C out of our calls alone, so that the trial does not lose a batch by itself."""
+    """Raises KeyboardInterrupt only in the loader's calls, so that the trial loses no batch."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -222,13 +222,13 @@ class _Log(logging.Handler):
 
 
 def _says_stopped(text: str, pid: int) -> bool:
-    """Whether an error says that worker 1, which has this number, is stopped."""
+    """Whether an error says that worker 1, which has this pid, is stopped."""
     words = rf"Worker 1 \(pid {pid}\).*the process is stopped \(SIGSTOP\)"
     return re.search(words, text) is not None
 
 
 class Trial:
-    """A cell, run and judged.
+    """Runs and judges one cell.
 
     Attributes:
         problems: What is not as it must be, a line each.
@@ -240,12 +240,12 @@ class Trial:
         self.problems: list[str] = []
         self.log: list[str] = []
         self._hashes = expected_hashes()
-        # (time.monotonic_ns(), what) of each sign of life.
+        # Signs of life: (time.monotonic_ns(), what happened).
         self._marks: list[tuple[int, str]] = []
         self._kept: list[Any] = []
-        # Of the epoch that takes the fault.
+        # Numbers of the batches that came in the epoch of the fault.
         self._delivered: list[int] = []
-        # Names of the classes, and the texts: an error itself may hold what we look for.
+        # Class names and texts of errors. Not the errors: they could keep alive what must be gone.
         self._kinds: list[str] = []
         self._texts: list[str] = []
         self._stall_s = self._close_s = 0.0
@@ -254,7 +254,7 @@ class Trial:
     # Tools -------------------------------------------------------------------------------
 
     def note(self, what: str) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._marks.append((time.monotonic_ns(), what))
 
     def _check(self, is_right: object, text: str) -> None:
@@ -262,7 +262,7 @@ class Trial:
             self.problems.append(text)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call something of ours, from any thread; only there a Ctrl-C may come."""
+        """Call the loader, from any thread. A Ctrl-C is raised only during such calls."""
         if self._interrupts is None or threading.current_thread() is not threading.main_thread():
             return function(*arguments)
         with self._interrupts.allowed():
@@ -293,8 +293,8 @@ class Trial:
     # The scenario ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All of it."""
-        import shmloader  # noqa: F401 - before we look at what is held
+        """Run the whole trial."""
+        import shmloader  # noqa: F401 - before holdings are compared
 
         cell = self.cell
         if cell.mode.prepare:
@@ -327,8 +327,8 @@ class Trial:
             resource_tracker.ensure_running()
             if self.cell.method == "forkserver":
                 multiprocessing.set_forkserver_preload(["torch"])
-                # As a pool starts it: a server that somebody else has started does not keep
-                # Ctrl-C from a worker that imports the user's program.
+                # With SIGINT blocked, as a pool starts it: otherwise Ctrl-C would reach a worker
+                # that is still importing the user's program.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 forkserver.ensure_running()
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -357,14 +357,14 @@ class Trial:
         self._texts.append(_text_of(error))
 
     def _run_epoch(self, between: str = "") -> None:
-        """The epoch that takes the fault."""
+        """Run the epoch in which the fault is taken."""
         iterator = self._iterate()
         while self._next(iterator, self._delivered):
             if between:
                 _reach(between)
 
     def _next(self, iterator: Any, delivered: list[int]) -> bool:
-        """One step of an epoch; whether it goes on."""
+        """Do one step of an epoch; return whether the epoch continues."""
         try:
             batch = self._call(next, iterator)
         except StopIteration:
@@ -404,7 +404,7 @@ class Trial:
             )
 
     def _continue_if_stopped(self, text: str) -> None:
-        """Let a stopped worker go on once an error has said so; it may be stopped just now."""
+        """Continue a stopped worker once an error says that it is stopped."""
         taken = actions.taken()
         if taken is not None and _says_stopped(text, taken[0]):
             with contextlib.suppress(ProcessLookupError):
@@ -431,7 +431,7 @@ class Trial:
             self._call(self.note, "closed")
 
     def _run_drained(self) -> None:
-        """A whole epoch, after which workers are told to stop: by it, or by close()."""
+        """Run a whole epoch. Workers are told to stop at its end, or by close()."""
         self._run_epoch()
         self._close()
         with contextlib.suppress(KeyboardInterrupt):
@@ -445,11 +445,11 @@ class Trial:
         _ends_at_exit.append(self)
 
     def _run_thread(self) -> None:
-        """The epoch, in a thread that is not the main one."""
+        """Run the epoch in a thread that is not the main one."""
         is_over = threading.Event()
         thread = threading.Thread(target=self._run_in_thread, args=(is_over,), name="user's")
         thread.start()
-        # Not join(): interrupted, it takes the thread for one that has ended (Python 3.11).
+        # Not join(): if it is interrupted, Python 3.11 takes the thread for ended.
         while not is_over.is_set():
             try:
                 self._call(is_over.wait)
@@ -472,7 +472,7 @@ class Trial:
         iterator = self._iterate()
         for _ in range(3):
             self._next(iterator, self._delivered)
-        iterator.itself = iterator  # only the collector ends it
+        iterator.itself = iterator  # a cycle: only the garbage collector ends it
 
     def _run_abandoned(self) -> None:
         gc.disable()
@@ -482,7 +482,7 @@ class Trial:
         gc.collect()
 
     def _run_held(self) -> None:
-        """An exception of the user's holds the frame that holds the iterator."""
+        """Let a user's exception hold the frame that holds the iterator."""
 
         def fail() -> None:
             iterator = self._iterate()
@@ -507,7 +507,7 @@ class Trial:
             self._note_error(error)
 
     def _whole_epoch(self, which: str) -> None:
-        """An epoch in which nothing is amiss."""
+        """Run an epoch in which everything must be right."""
         delivered: list[int] = []
         errors = len(self._kinds)
         iterator = self._iterate()
@@ -555,15 +555,15 @@ class Trial:
             getattr(self, f"_judge_{effect.name.lower()}")(victim)
 
     def _judge_promptness(self, taken_ns: int) -> None:
-        """From the fault on, something happens at least every two seconds."""
+        """Check that from the fault on something happens at least every two seconds."""
         afresh = self.cell.method != "fork"
         is_in_main = self.cell.point.place is Place.MAIN
         before, last, is_replaced, is_starting = taken_ns, "", False, False
         for at, what in self._marks:
             is_replaced = is_replaced or last == "log"
             if at > taken_ns:
-                # Workers that are started afresh import torch first; a fault in the main process
-                # may come, and be told, before they give their first batch.
+                # Spawned workers import torch first. A fault in the main process may come, and be
+                # told, before they deliver their first batch.
                 awaits_first = is_in_main and is_starting and what == "batch"
                 is_slow = afresh and (is_replaced or last == "start" or awaits_first)
                 gap_s = (at - before) / 1e9
@@ -593,7 +593,7 @@ class Trial:
 
     def _judge_told(self, victim: int) -> None:
         if self.cell.mode.is_dynamic and not self._kinds and self._epoch_is_whole():
-            return  # it had nothing to load any more, and the other worker took the rest
+            return  # it had no task any more, and the other worker took the rest
         self._expect_errors("WorkerDiedError")
         self._check(
             self._delivered == list(range(len(self._delivered))), f"batches: {self._delivered}"
@@ -654,8 +654,8 @@ class Trial:
     def _judge_late(self, victim: int) -> None:
         self._expect_whole()
         if self.cell.mode.is_dynamic and self.cell.fault.name == "stop-worker" and not self._kinds:
-            # It was idle, and others took all that was left: nothing was waited for from it, or
-            # the epoch would not be whole while it stands.
+            # It was idle when it was stopped, and the other worker took all that was left. So no
+            # batch of it was waited for; otherwise the epoch would not be whole.
             return
         self._check(set(self._kinds) == {"LoaderTimeoutError"}, f"errors: {self._texts}")
         self._check(
@@ -741,7 +741,7 @@ class Trial:
         self._check(elapsed_s < 1, f"the second close() took {elapsed_s:.2f} s")
 
     def report(self) -> str:
-        """The line of JSON."""
+        """Return the line of JSON."""
         return json.dumps(
             {
                 "problems": self.problems,
@@ -752,12 +752,12 @@ class Trial:
         )
 
 
-# What the end of the interpreter is to find.
+# Trials whose iterators must still exist when the interpreter ends.
 _ends_at_exit: list[Trial] = []
 
 
 def _text_of(error: BaseException) -> str:
-    """Its text and notes, whatever its class makes of it."""
+    """Return an error's text and notes, even if its ``__str__`` fails."""
     try:
         text = str(error)
     except Exception:
@@ -768,10 +768,10 @@ def _text_of(error: BaseException) -> str:
 
 
 def run_cell(cell: Cell) -> None:
-    """Run a trial to the end of this program; ``SHMLOADER_FAULT`` is read when ours is imported."""
+    """Run a trial. ``SHMLOADER_FAULT`` is set here: shmloader reads it when it is imported."""
     os.environ["SHMLOADER_FAULT"] = cell.variable
     os.environ[actions.MAIN_PID] = str(os.getpid())
-    # Whoever starts us in the background ignores it, and Python leaves that as it is.
+    # A program that is started in the background inherits that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -14,7 +14,7 @@ from shmloader.threads.wakeup import Wakeup
 
 
 class CallingPool:
-    """Makes a batch when somebody waits for one."""
+    """Makes a batch when a thread waits for one."""
 
     has_queue = True
     is_inline = False

@@ -14,16 +14,15 @@ from shmloader.pools.status_page import AtWork, Phase
 
 
 class ScriptedPool:
-    """Workers that answer only what :meth:`answer` and the like were told.
+    """A pool whose workers do only what the test says by :meth:`answer` and similar methods.
 
     Attributes:
-        hanging: By worker, what hangs in it.
+        hanging: By worker, the sample that hangs in it.
         sent_hung: By ticket, the samples that were sent along as hung.
-        sent: Tickets that each worker was sent and has not answered, by their numbers.
-        log: What the engine had done to workers, in order.
-        now_s: What :meth:`wait` believes the time to be; a wait that gets nothing takes its
-            timeout.
-        idle: Called when the engine waits and nothing has happened; to make something happen.
+        sent: By worker, the indices of the tickets that it has not answered, by their numbers.
+        log: What the engine asked the pool to do with workers and slots, in order.
+        now_s: The time for :meth:`wait`. A wait that gets no event takes its whole timeout.
+        idle: Called when the engine waits and there is no event, so that the test can make one.
     """
 
     has_queue = is_inline = is_inherited = False
@@ -45,7 +44,7 @@ class ScriptedPool:
     # What the test says --------------------------------------------------------------------
 
     def answer(self, worker_id: int, seq: int | None = None, answer: Answer | None = None) -> None:
-        """Answer a worker's oldest task, or one by its number: by default with its indices."""
+        """Answer a worker's oldest task, or the one with a number, by default with its indices."""
         tasks = self.sent[worker_id]
         seq = next(iter(tasks)) if seq is None else seq
         indices = tasks.pop(seq)
@@ -57,7 +56,7 @@ class ScriptedPool:
                 self.answer(worker_id)
 
     def hang(self, worker_id: int, seq: int, sample: int, left_s: float = 0.0) -> None:
-        """Be in one sample of a ticket until further notice, with so much time left."""
+        """Let a worker hang in a sample of a ticket, with so much time left for the sample."""
         self.hanging[worker_id] = AtWork(
             Phase.LOADING, self.epoch, seq, 1.0, sample=sample, sample_left_s=left_s
         )
@@ -89,7 +88,7 @@ class ScriptedPool:
         if not self._events:
             self.idle(self)
         if until_s is not None and self.now_s > until_s:
-            self.now_s = until_s  # what happens later has not happened yet
+            self.now_s = until_s  # events are later than the timeout
             return False
         if not self._events:
             assert until_s is not None, "the engine would wait for ever"

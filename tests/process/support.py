@@ -24,12 +24,12 @@ from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
 
-# A death is told within 2 s; tests run on busy machines.
+# A death is told within 2 s; tests allow more, since they run on busy machines.
 TOLD_S = 5.0
 
 
 class Calls(Dataset):
-    """A map-style dataset of a function."""
+    """A map-style dataset whose samples a function makes of their indices."""
 
     def __init__(self, function: Callable[[Any], Any], length: int) -> None:
         self.function = function
@@ -43,7 +43,7 @@ class Calls(Dataset):
 
 
 class Streams(IterableDataset):
-    """An iterable dataset of a function that gives an iterator."""
+    """An iterable dataset whose iterators a function makes."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -53,11 +53,11 @@ class Streams(IterableDataset):
 
 
 class Bad(LookupError):  # noqa: N818 - as users name theirs
-    """What datasets of tests raise."""
+    """The exception that datasets of tests raise."""
 
 
 class Numbers:
-    """Gives each number as it is, and raises for bad ones."""
+    """A dataset that returns each index as it is, and raises for bad ones."""
 
     def __init__(self, length: int, *bad: int) -> None:
         self.length = length
@@ -85,7 +85,7 @@ class Gate:
         os.write(self._write, b"x" * times)
 
     def wait_until_open(self, timeout_s: float = 10) -> None:
-        """In the process that is told, rather than let through: wait and take one."""
+        """Wait, in the test, until a worker opens the gate; take one opening."""
         ready, _, _ = select.select([self._read], [], [], timeout_s)
         assert ready, "nothing came through the gate"
         os.read(self._read, 1)
@@ -129,7 +129,7 @@ class WatchedLock:
 
 
 def only(samples: list[Any]) -> Any:
-    """A collate function: the one sample of the batch, as it is."""
+    """Return the one sample of a batch as it is. A collate function."""
     assert len(samples) == 1
     return samples[0]
 
@@ -149,7 +149,7 @@ def wait_for_end(pid: int, timeout_s: float = 10) -> None:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
-    """For what no event tells: look again and again."""
+    """Check a condition again and again until it holds, if no event tells of it."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
@@ -157,7 +157,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
 
 
 def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]:
-    """What is left of an epoch, however often a batch is late."""
+    """Yield the rest of an epoch, however often a batch is late."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -171,7 +171,7 @@ def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]
 
 
 def assert_refused_in_child(batches: Any) -> None:
-    """In a forked child, the iterator belongs to another process, and says so."""
+    """Check that an iterator says, in a forked child, that it belongs to another process."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -184,7 +184,7 @@ def assert_refused_in_child(batches: Any) -> None:
 
 
 def stack_of(ident: int | None) -> list[str]:
-    """The functions that a thread is in, the innermost first."""
+    """Return the names of the functions that a thread is in, the innermost first."""
     frame = sys._current_frames().get(ident or 0)
     names = []
     while frame is not None:
@@ -194,14 +194,14 @@ def stack_of(ident: int | None) -> list[str]:
 
 
 class Slots:
-    """Our memory in this process and others, but for what was there when this was made."""
+    """shmloader's memfds in this process and others, except those that existed before."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
         self._before = {*self.maps(), *self.files()}
 
     def maps(self, pid: int | str = "self") -> dict[int, int]:
-        """Mapped bytes in a process, by inode."""
+        """Return the mapped bytes in a process, by inode."""
         found: dict[int, int] = {}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:shmloader " in line:
@@ -212,7 +212,7 @@ class Slots:
         return found
 
     def files(self) -> dict[int, int]:
-        """Bytes really taken by each file that this process has open, by inode."""
+        """Return the allocated bytes of each of the files that this process has open, by inode."""
         found: dict[int, int] = {}
         for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
             try:
@@ -239,14 +239,14 @@ class Done:
     left: list[str]
 
     def assert_quiet(self, code: int = 0) -> None:
-        """It ended as meant, said nothing on stderr, and nothing of it is left."""
+        """Check that it ended with this code, wrote nothing to stderr, and left no process."""
         assert self.left == [], self.left
         assert self.err == "", self.err
         assert self.code == code, (self.code, self.out)
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """Processes of a session that live: what a program has started, whoever their parent is."""
+    """Return the live processes of a session: what a program has started, whatever its parent."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -258,7 +258,7 @@ def session_of(leader: int) -> list[psutil.Process]:
 
 
 class Program:
-    """A Python program in a session of its own, in an interpreter that is as good as new."""
+    """A Python program in a session of its own, in an interpreter as if it were new."""
 
     def __init__(
         self,
@@ -268,14 +268,14 @@ class Program:
         stdin: bool = False,
         is_fresh: bool = False,
     ) -> None:
-        """Start it.
+        """Start the program.
 
         Args:
             source: Its text.
-            path: Where to write it; None: it has no file, and comes by ``-c``, or stdin.
-            stdin: Whether it comes by standard input.
+            path: File to write the text to. None: it is passed by ``-c``, or by standard input.
+            stdin: Whether the text is passed by standard input.
             is_fresh: Whether the interpreter is really new, rather than forked from one that has
-                imported torch (:mod:`tests.template`): where its start is what is tested.
+                imported torch (:mod:`tests.template`). For tests of how a program starts.
         """
         source = textwrap.dedent(source)
         if path is not None:
@@ -286,7 +286,7 @@ class Program:
         directory = ROOT if path is None else path.parent
         out, out_end = os.pipe()
         err, err_end = os.pipe()
-        self._out, self._err = open(out), open(err)  # noqa: SIM115, PTH123 - closed at its end
+        self._out, self._err = open(out), open(err)  # noqa: SIM115, PTH123 - _rest() closes
         try:
             if stdin or is_fresh:
                 self._start_fresh(command, directory, out_end, err_end, source if stdin else "")
@@ -328,7 +328,7 @@ class Program:
         self.pid, self._wait = process.pid, wait
 
     def read_line(self, timeout_s: float = 40) -> str:
-        """The next line that it prints (flushed)."""
+        """Return the next line that the program prints. The program must flush it."""
         ready, _, _ = select.select([self._out], [], [], timeout_s)
         if not ready:
             self.kill()
@@ -340,7 +340,7 @@ class Program:
             process.kill()
 
     def finish(self, timeout_s: float = 40, left_s: float = TOLD_S) -> Done:
-        """Wait for its end, and for that of all that it started."""
+        """Wait until the program, and all that it started, has ended; kill what is left."""
         code = self._wait(timeout_s)
         if code is None:
             self.kill()
@@ -355,7 +355,7 @@ class Program:
         return Done(code, *self._rest(), names)
 
     def _rest(self) -> tuple[str, str]:
-        """What it has written and nobody has read, once all of it is killed."""
+        """Return its output that is not read yet, when all its processes have ended."""
         with self._out, self._err:
             return self._out.read(), self._err.read()
 
