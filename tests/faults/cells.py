@@ -159,8 +159,6 @@ _POINTS = [
 ]
 POINTS = {point.name: point for point in _POINTS}
 
-# Points that the trial's own code reaches between two calls of ours.
-_BETWEEN = {"main-thread", "main-abandoned", "main-held"}
 # Points at which no batch is waited for any more.
 _AFTERWARDS = {"stop", "main-close", "main-exit", "main-abandoned", "main-held"}
 # Points where our code raises nothing, and could not recover from an exception.
