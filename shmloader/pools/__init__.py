@@ -9,7 +9,7 @@ pool                workers                                     batches arrive
 ``ProcessPool``     processes that this process started, or     in slots of shared memory
                     that all ranks of a host share
 ``ThreadPool``      threads of this process                     as ordinary objects
-``ExecutorPool``    numbers for the tasks of an executor        as buffers, copied to slots here
+``ExecutorPool``    numbers that stand for an executor's tasks  as buffers, copied to slots here
 ``InlinePool``      the thread that asks for a batch            as ordinary objects
 ==================  ==========================================  ===================================
 
@@ -144,7 +144,7 @@ class Pool(Protocol):
     def is_waiting(self) -> bool:
         """Whether :meth:`wait` waits, or was left by an exception while it waited.
 
-        In that state the pool has reported everything that it has received.
+        In that state everything that was taken from a worker has been reported.
         """
 
     @is_waiting.setter
@@ -274,8 +274,8 @@ class SlotPool(ReplaceablePool, Protocol):
     """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
 
     Attributes:
-        ended_leases: Leases whose views are gone. Not empty when :meth:`take_returns` would return
-            something.
+        ended_leases: The slots whose views are gone. Not empty when :meth:`take_returns` would
+            return something.
     """
 
     ended_leases: Sized
@@ -313,7 +313,7 @@ class SlotPool(ReplaceablePool, Protocol):
         """Return the slots whose views are gone, each with whether it may be filled again."""
 
     def tidy(self, free_ids: list[int]) -> None:
-        """Give memory of free slots that is not needed back to the kernel."""
+        """Give unneeded memory of free slots back to the kernel."""
 
     def poison(self, slot_id: int) -> None:
         """Overwrite a slot that became free (``SHMLOADER_DEBUG=1``)."""

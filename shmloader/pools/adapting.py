@@ -21,9 +21,9 @@ _WAITS = 0.1
 _NEVER_WAITS = 0.02
 # The others can do it if all the work would keep them busy for less than this share of their time.
 _BUSY = 0.7
-# By which factor the rate has to grow for an additional worker to stay.
+# The factor by which the rate has to grow for an additional worker to stay.
 _GAIN = 1.05
-# In periods.
+# The longest pause, in periods.
 _LONGEST_PAUSE = 64
 
 

@@ -1,9 +1,9 @@
 """Writes a worker's answers: into the message if they are short, otherwise into the slot.
 
 It runs where batches are made, on the thread that makes them: in a worker process, or in a process
-of an executor. An answer goes to the slot that ``SlotWriter.open`` was last called with. A batch
-that does not fit into its slot fails. An error or report that does not fit is shortened, and a
-state that does not fit is left out.
+of an executor. The slot is the one that ``SlotWriter.open`` was last called with. A batch that does
+not fit into its slot fails. An error or report that does not fit is shortened, and a state that
+does not fit is left out.
 """
 
 import pickle
@@ -24,7 +24,7 @@ class AnswerWriter:
 
     Attributes:
         by_value: Whether the dataset was pickled by cloudpickle; its batches may need that, too.
-        offers: Whether the user's code is offered memory of the slot.
+        offers: Whether the user's code may be offered memory of the slot.
 
     Args:
         writer: Writer of the slot of the task in work.
@@ -35,8 +35,8 @@ class AnswerWriter:
         self.by_value = False
         self.offers = True
         self._kept_count = 0
-        # The layout by which the main process reads this worker's next batch, unless it gets a new
-        # one with it.
+        # The layout by which the main process reads this worker's next batch, unless a new one
+        # comes with the batch.
         self._last_layout = b""
         self._last_flat_layout: object = None
         self._shard_layouts = ShardLayouts()

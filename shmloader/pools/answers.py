@@ -166,8 +166,8 @@ class Death:
         was_elsewhere: Whether the worker was loading a batch of another rank that shares it.
         because: Why the worker is gone or could not be started, if that is known; else "".
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
-        is_final: Whether a restart would not help: the executor takes no tasks, or its processes
-            cannot make batches.
+        is_final: Whether a restart would not help: the executor takes no tasks or refuses the
+            dataset, or its processes cannot make batches.
     """
 
     pid: int

@@ -160,7 +160,7 @@ class Arena:
                 poison(self[slot_id], self.touched_bytes(slot_id))
 
     def trim(self, free_ids: list[int]) -> None:
-        """Give pages of free slots back that are far beyond what recent batches needed."""
+        """Give back pages of free slots that hold far more than recent batches needed."""
         self.batches = 0
         keep = int(self._recent_bytes)
         self._recent_bytes *= _RECENT_DECAY

@@ -37,7 +37,7 @@ class BatchServer:
     """Makes batches of one dataset.
 
     Attributes:
-        dataset: The dataset, by which a caller resumes it and starts its epochs.
+        dataset: The worker's dataset. Callers resume it and start its epochs through this object.
         writer: Writes to the task's slot.
         answers: Writes the answers.
 

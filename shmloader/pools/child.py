@@ -47,7 +47,7 @@ class WorkerStart:
         status_page: Where the worker writes what it is doing.
         startup: The start-up semaphore, held until the worker has loaded the dataset; None if the
             number of workers that start up at a time is not limited.
-        is_fresh: Whether the process is a fresh interpreter rather than a fork of the main process.
+        is_fresh: Whether the process is not a fork of the main process (spawn, forkserver).
         reports: Whether the worker first reports that torch's generator is not locked.
     """
 

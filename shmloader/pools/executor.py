@@ -389,7 +389,7 @@ class ExecutorPool(SlotReader):
         return process
 
     def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
-        """Send a task again, with the payload. Returns True if that failed, reported as a loss."""
+        """Send a task again, with the payload. Returns whether a loss was reported instead."""
         try:
             contents = self._contents()
         except Exception as error:
@@ -457,7 +457,7 @@ class ExecutorPool(SlotReader):
     def ask(self, worker_id: int) -> AtWork:
         """Return which task a worker has, and where the task runs, if the executor knows that.
 
-        Without a stack, which the executor's processes cannot show.
+        There is no stack, since the executor's processes cannot show one.
         """
         sent = self._at_work(worker_id)
         if sent is None:

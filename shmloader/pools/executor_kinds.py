@@ -137,7 +137,7 @@ class DaskExecutor(AnyExecutor):
         return has_stopped or self._client.status in ("closing", "closed")
 
     def _fail_if_closed(self) -> None:
-        """Fail all futures if the client is closed: its event loop may have ended before that.
+        """Fail all futures if the client is closed: its event loop may have ended before they did.
 
         A client that has lost its scheduler closes itself when it cannot connect again in time.
         """

@@ -256,7 +256,8 @@ class _Rank:
     def urgency(self) -> int:
         """Return how far the next task is behind the newest that the rank has sent to any worker.
 
-        Messages that are not tasks come first, and so do tasks of an earlier epoch.
+        Messages that are not tasks come first, since they take no time. So do tasks of an earlier
+        epoch.
         """
         message = self.messages[0][0]
         assert self._line is not None

@@ -113,7 +113,7 @@ class Lost(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Owner → rank: answers that the rank has shut down its connection.
+    """Owner → rank: the answer when the rank has shut down its connection.
 
     Attributes:
         is_last: Whether no other rank is left, so that the workers and their owner end.

@@ -195,8 +195,8 @@ class _HostService:
     def _use_cores_of(self, pid: int) -> None:
         """Let the workers also run on the cores of a rank.
 
-        Launchers bind each rank to other cores (Slurm's ``--cpu-bind``), and this process has those
-        of the rank that started it.
+        Launchers bind each rank to different cores (Slurm's ``--cpu-bind``), and this process has
+        inherited those of the rank that started it.
         """
         with Suppressed(OSError):  # the rank has ended, or its cores may not be read
             more = os.sched_getaffinity(pid) - self._cores if pid else set()

@@ -295,7 +295,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             worker.hang_up()
         if self._control is not None:
             if os.getpid() == self._pid:
-                with Suppressed(OSError):  # this works even if a forked child has a copy of it
+                with Suppressed(OSError):  # ends the connection, even if a forked child has a copy
                     self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
         for payload in self._payloads:

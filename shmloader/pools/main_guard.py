@@ -35,7 +35,7 @@ def name_of(worker_id: int | str) -> str:
 def refuse_during_import() -> None:
     """Refuse to start workers in a process that is importing the main file.
 
-    Does not return in a worker of shmloader: the worker ends with :data:`NO_GUARD_EXIT`.
+    Does not return in a process that shmloader has started: it ends with :data:`NO_GUARD_EXIT`.
 
     Raises:
         RuntimeError: In a process that other code has started.

@@ -33,7 +33,8 @@ class ProcessPool(SlotReader):
     See :class:`~shmloader.pools.Pool` for what the methods do and raise.
 
     Args:
-        workers: The workers, and the channels to them. The pool owns these from now on.
+        workers: The worker processes, or the channels to workers that ranks share. The pool owns
+            this object from now on.
         slot_bytes: The most bytes of a slot that a batch may take.
         slot_count: The most slots there may be.
         locker: Locks the pages of slots that are lent, if a device reads them.
@@ -86,7 +87,7 @@ class ProcessPool(SlotReader):
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
-        self._told_count = None  # an epoch's end cancels the leaving of workers: report anew
+        self._told_count = None  # an epoch's end makes leaving workers stay: report again
         self._workers.send(worker_id, pack(StartEpoch(epoch)))
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:

@@ -175,7 +175,7 @@ class SlotReader:
         return arena.is_short or arena.batches >= TRIM_EVERY
 
     def tidy(self, free_ids: list[int]) -> None:
-        """Give memory of free slots that is not needed back to the kernel."""
+        """Give unneeded memory of free slots back to the kernel."""
         if self.arena.is_short:
             for slot_id in free_ids:
                 self.arena.prepare(slot_id)

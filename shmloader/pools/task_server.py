@@ -195,7 +195,7 @@ def _receive_slot(
 
 
 def _read_attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> bytes:
-    """Return the bytes of a message. A slot may have come beside the message to hold them."""
+    """Return the bytes of a message. They may lie in a slot that came beside the message."""
     if not isinstance(data, Attached):
         return data
     slot = _receive_slot(data.nbytes, ancillary, flags)

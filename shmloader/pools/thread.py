@@ -15,9 +15,10 @@ that is needed to make its batch, so a waiting thread holds neither the dataset 
 Guarantees:
     * Between two samples a thread checks whether its batch was dropped, and stops if so. So
       ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * If a thread stays in the user's code for five seconds after that, it is left behind, and so is
-      a thread that takes longer than ``sample_timeout`` for a sample. It ends when that code
-      returns, and its batch is dropped. It blocks neither the caller nor the interpreter's exit.
+    * ``close`` leaves a thread behind that is still in the user's code after five seconds. A thread
+      that takes longer than ``sample_timeout`` for a sample is left behind, too. Such a thread ends
+      when that code returns, and its batch is dropped. It blocks neither the caller nor the
+      interpreter's exit.
     * At the interpreter's exit all threads are asked to pause for good, and the interpreter waits
       for them for a limited time (:mod:`shmloader.threads.fork_safety`).
 
@@ -187,7 +188,7 @@ class ThreadPool:
         return self._workers[worker_id].ask()
 
     def kill(self, worker_id: int, seq: int) -> bool:
-        """Leave a thread behind that takes too long for a sample. Returns whether it was left."""
+        """Leave a thread behind that takes too long for a sample. Returns whether that was done."""
         return self._workers[worker_id].leave_behind(seq)
 
     def replace(self, worker_id: int) -> None:

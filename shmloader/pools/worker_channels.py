@@ -142,8 +142,8 @@ class WorkerChannels(Generic[_Channel]):
         Args:
             worker_id: Number of the worker.
             data: The packed message.
-            descriptors: Sent with the message. They must stay open until it is sent; the caller
-                keeps them open as long as the worker lives.
+            descriptors: Sent with the message. They must stay open until it is sent, which may
+                take as long as the worker lives.
         """
         worker = self._workers[worker_id]
         if worker.is_lost:

@@ -85,7 +85,8 @@ class WorkerDataset:
             self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
         self.hung: Mapping[int, str] = {}
         self.maker: BatchMaker | None = None
-        # The answer to every task of all epochs, if the dataset or its state could not be loaded.
+        # The answer to every task of all epochs, if the dataset or its state could not be loaded
+        # or ``worker_init_fn`` failed.
         self._open_error: RemoteError | None = None
         self.error: RemoteError | None = None
         self.is_lost = self.is_ready = self.has_ended = False

@@ -260,7 +260,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     def exit_code(self, worker_id: int) -> int | None:
         """Return a lost worker's exit code, negative for a signal; None if it is not known.
 
-        It is not known if a SIGCHLD handler of the user's has reaped the worker.
+        For instance, a SIGCHLD handler of the user's may have reaped the worker.
         """
         code: int | None = self._workers[worker_id].process.exitcode
         return code
@@ -283,7 +283,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     # End ---------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        # Not set before: an interruption between this and what follows would leak the workers.
+        # Set here, not in close(): an interruption between the two would leak the workers.
         self._is_closed = True
         self._at_exit.cancel()
         # After a Ctrl-C, the second try does not wait for busy workers.
