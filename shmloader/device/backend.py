@@ -256,7 +256,7 @@ class Backend:
         """Wait until the user's work on earlier batches is done.
 
         Args:
-            newest: Number of the most recent batches that it does not wait for.
+            newest: How many of the most recent batches are not waited for.
         """
         while len(self._handed_over) > newest:
             oldest = next(iter(self._handed_over.copy()))

@@ -4,7 +4,8 @@ A copy is asynchronous: it may read the slot after the call has returned. So eac
 its slot are held here until the event after its copy; when they are dropped, the lease dies, and
 the slot may be filled again. The user never gets a view of such a slot: if the user's code copied
 the view asynchronously, the loader could not tell when that copy is done. So NumPy arrays and
-objects of unknown types are copied to ordinary memory.
+objects of unknown types are copied to ordinary memory first. An object with a ``to`` of its own
+then goes to the device from there.
 
 How a tensor gets to the device:
     * A large tensor in a page-locked slot is copied from the slot.

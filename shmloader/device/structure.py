@@ -29,9 +29,9 @@ def map_tensors(
     Args:
         function: Applied to each tensor.
         batch: Any value.
-        other: Applied to all other objects except immutable values. If it is given, the attributes
-            of copied containers that hold tensors or arrays are mapped, too, so the result shares
-            no memory with the batch. None leaves other objects and attributes as they are.
+        other: Applied to all other objects except immutable values. If it is given, a copied
+            container's attributes are mapped, too, if they hold tensors or arrays. The result then
+            shares no memory with the batch. None leaves other objects and attributes as they are.
     """
     mapper = _Mapper(function, other)
     mapped = mapper.walk(batch)

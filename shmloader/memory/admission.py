@@ -11,9 +11,10 @@ Two things are checked when a slot grows:
   slots at the same time, so a step takes only this worker's share of what is free. Thus nothing is
   refused just because others might have grown too, and what all of them take together exists.
 * All slots that a plain loop needs would fit, if each had the size of this worker's smallest batch.
-  This is checked from a worker's second batch on: with the smallest batch, a first one ten times as
-  large as the others raises no alarm. It is checked only if the number of batches is known. Slots
-  for batches that the user keeps for longer are not counted: they are checked when they are needed.
+  This is checked from a worker's second batch on. The smallest batch counts, so that a first batch
+  ten times as large as the others raises no alarm. It is checked only if the number of batches is
+  known. Slots for batches that the user keeps for longer are not counted: they are checked when
+  they are needed.
 """
 
 import math
@@ -142,8 +143,8 @@ class MemoryAdmission:
             Bytes from its start that are admitted now; ``end`` or more.
 
         Raises:
-            SharedMemoryError: If there is no memory. The message has the arithmetic. The slot is as
-                large as it was.
+            SharedMemoryError: If there is not enough memory. The message has the arithmetic. The
+                slot is as large as it was.
         """
         free = self._read_free()
         if free is None:

@@ -117,7 +117,7 @@ class OutOfBand:
         return id(buffer) in self._marks
 
     def take(self, buffer: pickle.PickleBuffer) -> None:
-        """Take a buffer out of the pickle. The pickler's ``buffer_callback``, called in order."""
+        """Take a buffer out of the pickle. As ``buffer_callback``, it is called in order."""
         mark = self._marks.get(id(buffer))
         if mark is not None:
             self.order.append(mark[1])

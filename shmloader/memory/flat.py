@@ -293,7 +293,7 @@ class ShardLayouts:
         Returns:
             The joined layout; the same object as in the last call if the shards' layouts are the
             same objects. If not all shards are packed, or they are not alike, a list of the
-            batches, copied out of the slot.
+            batches, of which those that were packed are copied out of the slot.
         """
         joined = self._joined
         if (

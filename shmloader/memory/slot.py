@@ -312,7 +312,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     if fd < 0:  # mmap would take this for anonymous memory
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     mapping = mmap.mmap(fd, nbytes, **MAPPING_OPTIONS)
-    # Otherwise a core dump of a worker would contain every slot. A refusal changes only that.
+    # Otherwise a core dump of a worker would contain every slot. If this is refused, it does.
     with Suppressed(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping

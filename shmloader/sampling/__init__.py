@@ -15,7 +15,7 @@ Samplers that draw at random have ``seed=`` and ``set_epoch()``. What they yield
 only on the arguments and the epoch's number, not on the random number generators of the process
 (see the module ``epochs``).
 
-The other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
+Other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
 position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches;
 ``sampler_order`` draws them through ``resumable_sampler``. ``steps`` cuts an order into batches and
 finds the samples that are left over, ``rollover`` carries these into the next epoch, and

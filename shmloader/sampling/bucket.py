@@ -58,8 +58,8 @@ class BucketBatchSampler(EpochSampler[list[Any]]):
         num_shards: Batches in a step; 0 if a step is a batch instead of a list of batches.
         shuffle: Whether each epoch has random batches in random order. A short last step, of the
             longest samples, stays last, and samples of equal length are distributed over buckets at
-            random. Otherwise samples are in order of length, and those of equal length in order of
-            index.
+            random. Without ``shuffle``, samples are in order of length, and those of equal length
+            in order of index.
         seed: Seed of the random numbers, from 0 to 2**64 - 1.
 
     Raises:

@@ -64,8 +64,8 @@ def array_batches(index_sampler: Any) -> Iterator[Any] | None:
         index_sampler: The sampler that a loader draws from.
 
     Returns:
-        None unless the sampler is torch's own batch sampler, over torch's own sequential sampler or
-        a random sampler without replacement that draws on the CPU.
+        None unless the sampler is torch's own batch sampler, over torch's own sequential sampler,
+        or over torch's own random sampler, without replacement and drawing on the CPU.
     """
     if type(index_sampler) is not BatchSampler:
         return None

@@ -28,7 +28,7 @@ class Permutation:
     """The numbers from 0 to ``length - 1``, in an order that depends only on the arguments.
 
     Args:
-        length: Number of numbers.
+        length: Count of the numbers.
         key: Numbers that determine the order, such as a seed and an epoch.
     """
 

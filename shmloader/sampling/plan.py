@@ -44,7 +44,7 @@ class EpochPlan:
         order: The argument.
         counter: The counter that numbers the epochs; it has the progress of the newest one.
         is_continued: Whether the newest epoch was begun by another run and continues here.
-        resumed: The loaded state with which the next epoch begins; None if none was loaded.
+        resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
     """
 

@@ -77,8 +77,8 @@ def find_ranks() -> tuple[int, int]:
 class Ranks:
     """The rank of this process and the world size, which are resolved when the first epoch begins.
 
-    A loader may be made before the processes of a run are launched. Until :meth:`resolve` is
-    called, each call of :meth:`find` looks the ranks up again.
+    A loader may be made before the processes of a run are launched. If the user gives no ranks,
+    each call of :meth:`find` looks them up again until :meth:`resolve` is called.
 
     Args:
         rank: The user's argument; None to find it out.

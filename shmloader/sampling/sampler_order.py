@@ -107,8 +107,8 @@ class SamplerOrder:
         """
         checkpoint = self.checkpoint(generator)
         if self._is_iterable:
-            # A resumed epoch has its base seed already. torch has drawn another one for these
-            # workers, so set the generators back.
+            # The base seed of a resumed epoch was drawn when the epoch first began. torch has drawn
+            # another one for these workers, so set the generators back.
             checkpoint.restore_generators(self._state or {})
             return drawing
         if as_arrays:

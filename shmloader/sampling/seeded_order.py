@@ -240,7 +240,7 @@ class SeededOrder(Sampler[list[Any]]):
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common.
 
-        They are the same on all ranks and for any number of ranks.
+        They depend neither on the rank nor on how many ranks share a global step.
         """
         if self._items is None:
             kind = "shuffled" if self._shuffle else "in order"
