@@ -68,9 +68,10 @@ applies. A thread cannot be ended: it is left behind, and its ticket is put into
   ranks, and costs a restart in the rank whose batch the worker was making.
 * With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
   oldest ticket from one queue, and the answer says which thread took it.
-* With ``executor=`` a worker is only a number, which stands for one task in flight; there are
-  ``num_workers`` of them. A task carries no dataset: the executor's process that runs it keeps one.
-  The result is written to a slot in this process (:mod:`shmloader.pools.executor`).
+* With ``executor=`` a worker is only a number, which stands for one task in flight; there are as
+  many of them as the window has tickets. A task carries no dataset: the executor's process that
+  runs it keeps one. The result is written to a slot in this process
+  (:mod:`shmloader.pools.executor`).
 * With ``num_workers=0`` the pool is inline and the window is 0. Nothing is drawn ahead: ``next()``
   draws an index batch, and sending its task makes the batch on the calling thread.
 

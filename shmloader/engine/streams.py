@@ -1,9 +1,11 @@
 """Tracks, from the workers' answers, how far their datasets have come. Pure.
 
 A worker's record says where its dataset is after the worker's last answer; a replacement of the
-worker resumes there. A batch is reported with its own delivery. The end of a stream is reported
-with the first delivery after everything that precedes the end in the order, or at the epoch's end.
-So what the user's thread notes does not depend on how fast the workers are.
+worker resumes there. A batch is reported with its own delivery. With ``in_order``, the end of a
+stream is reported with the first delivery that comes after the end in the order, so what the user's
+thread notes does not depend on how fast the workers are. Otherwise, the end is reported with a
+delivery once all batches of its worker are delivered. Ends that are left over are reported at the
+epoch's end.
 """
 
 import operator

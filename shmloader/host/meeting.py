@@ -183,7 +183,10 @@ class Meeting:
 
     @contextlib.contextmanager
     def _host_process(self) -> Iterator[int | None]:
-        """Yield a descriptor that is readable once the host has ended; None if there is no host."""
+        """Yield a descriptor that is readable once the host has ended.
+
+        Yields None if the host has ended already, or is not visible from here.
+        """
         try:
             pidfd = os.pidfd_open(self.host_pid)
         except OSError as error:  # the host has ended, or is in another container and not visible

@@ -85,9 +85,9 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     ``share(build())``.
 
     The memory has no name, and is freed when no process uses it any more. The rank that built the
-    object keeps it until all ranks of this host have it, or until its process ends. The number of
-    ranks is ``LOCAL_WORLD_SIZE``, or Slurm's number of tasks on this node, or else the world size.
-    With more than one rank, this works on Linux only.
+    object keeps it until all ranks of this host have it, or until its process ends. The host's
+    number of ranks is ``LOCAL_WORLD_SIZE``, or Slurm's number of tasks on this node, or else the
+    world size. With more than one rank, this works on Linux only.
 
     Args:
         build: Function that returns the object. Called without arguments, in one rank. Only that
@@ -222,8 +222,8 @@ class _Server(BackgroundThread):
     """Answers the other ranks, until all have come or the process ends.
 
     Args:
-        meeting: The meeting that they come to. The server closes it.
-        guests: How many of them will come at most.
+        meeting: The meeting that the ranks come to. The server closes it.
+        guests: How many other ranks will come at most.
         shared: The object. It owns descriptors of the payload.
         payload: The pickled object; None if it could not be built.
         error: The exception, if the object could not be built.

@@ -224,7 +224,7 @@ def warn_of_random_numbers(dataset: object, given: str) -> None:
 
     Args:
         dataset: The dataset. There is no warning if loading its samples runs no code of the user's.
-        given: Text of the argument that lets any worker take the next batch, as the user wrote it.
+        given: The argument that lets any worker take the next batch, as text: "executor=".
     """
     if prove(dataset) is None:
         warnings.warn(
@@ -345,7 +345,8 @@ def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, wha
 
     Args:
         order: The order of the epochs.
-        samples: The sampler or dataset, whose length is the number of samples, if it has one.
+        samples: The loader's sampler, or the dataset of a sharded loader. Its length, if it has
+            one, is the number of samples in the warning.
         what: What the samples have to fill, such as "a batch of 8".
     """
     with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length

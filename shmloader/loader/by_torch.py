@@ -140,12 +140,12 @@ def torch_iterator(loader: Any, plan: EpochPlan, parts: LoaderParts) -> TorchIte
 
 
 def samples_of(batch: Any, batch_size: int | None) -> int:
-    """Return the number of samples of any loader's batch, as the batch's first tensor shows it.
+    """Return the number of samples of any loader's batch, as the batch's first value shows it.
 
     Args:
         batch: The batch.
-        batch_size: The loader's batch size, for a batch without tensors; None if a batch is one
-            sample.
+        batch_size: The loader's batch size, which is returned if the first value is no tensor or
+            array; None if a batch is one sample.
     """
     if batch_size is None:
         return 1

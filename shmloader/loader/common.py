@@ -27,7 +27,7 @@ def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
 
 
 def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> float:
-    """Return the base seed of an iterator's workers: from ``seed=``, or else ``drawn`` by torch."""
+    """Return the base seed of an iterator's workers: from ``seed=``, or else torch's ``drawn``."""
     if config.fetch.seed is None:
         return drawn
     assert plan.epoch is not None

@@ -176,7 +176,7 @@ class LoaderParts:
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         failures: The samples that failed.
-        host_pool: The workers that the ranks of this host share; None if it has its own workers.
+        host_pool: The workers that the ranks of this host share; None if the loader has its own.
         statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
         streams: Positions or states of the workers' datasets in the newest epoch.

@@ -87,8 +87,8 @@ class DataLoader(MeasuredLoader[_T_co]):
 
         batch_size: Number of samples in a batch; None to load samples without batching.
         collate_fn: Makes a batch of a list of samples. ``default_collate`` writes straight into
-            the slot, even when your own function calls it. Your function can do the same: it
-            writes into a tensor that :func:`shmloader.empty` returns.
+            the slot, even when your own function calls it. Your function can do the same, by
+            writing into a tensor from :func:`shmloader.empty`.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last batch. "keep" delivers a
             shorter batch (torch's default). "discard" leaves them out, as ``drop_last=True`` does.
@@ -107,8 +107,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             are made.
         generator: Random generator for shuffling and for the base seed of the workers.
         seed: A whole number, 0 or more. With it, a sample's random numbers depend on the seed, the
-            epoch and the sample's position in the order alone, and not on which worker loads what,
-            or when. ``shuffle=True`` orders by the seed in place of torch's global generator. A
+            epoch and the sample's position in the order, and not on which worker loads what, or
+            when. ``shuffle=True`` orders by the seed in place of torch's global generator. A
             ``sampler`` or ``batch_sampler`` is drawn with generators of ``random``,
             ``numpy.random`` and torch that depend on the seed and the epoch; its ``set_epoch``, if
             it has one, is called with the epoch. These generators are set anew before each sample
@@ -127,8 +127,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             and the position in that worker's stream. If you give no sampler, ``loader.sampler`` and
             ``loader.batch_sampler`` yield the order that is delivered, for frameworks that read,
             wrap or iterate a loader's samplers. Calling ``set_epoch`` of these sets the number of
-            the next epoch, or that of the present epoch before its first batch is asked for. Cannot
-            be combined with ``generator``. None: all randomness is as with torch.
+            the next epoch. Before the first batch of the present epoch is asked for, it sets the
+            number of the present epoch. Cannot be combined with ``generator``. None: all randomness
+            is as with torch.
 
         **Workers**
 
@@ -167,7 +168,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         persistent_workers: Whether workers persist after an epoch.
         worker_init_fn: Called in each worker with the worker's number, from 0.
         multiprocessing_context: Name of a start method ("fork", "forkserver" or "spawn"), or a
-            context of ``multiprocessing``; None for the system's default.
+            context of ``multiprocessing``; None for the default of ``multiprocessing``.
 
         **Memory and device**
 
@@ -205,14 +206,14 @@ class DataLoader(MeasuredLoader[_T_co]):
             replaced. These replacements do not count for ``worker_restarts``, but here, too, a new
             worker's random generators start anew.
         worker_restarts: How many workers that die are replaced in an epoch. The batches that they
-            were loading are loaded again, in order. If no replacement is left, a death raises
-            ``WorkerDiedError``, and a second death over the same batch always does. With
-            ``executor``, this is how many batches that the executor has lost are submitted again in
-            an epoch. A batch that is lost more than once counts each time, and what the executor
-            makes again by itself does not count. The random generators of a new worker start anew
-            (with ``seed``, those of each sample are the same as before). An iterable dataset
-            resumes from its last state, see ``snapshot_every_n_steps``. Without a state, it is
-            iterated again from the start, and the samples that were already delivered are
+            were loading are loaded again, in order. If no replacement is left (with 0, there is
+            none), a death raises ``WorkerDiedError``, as does a second death over the same batch.
+            With ``executor``, this is how many batches that the executor has lost are submitted
+            again in an epoch. A batch that is lost more than once counts each time, and what the
+            executor makes again by itself does not count. The random generators of a new worker
+            start anew (with ``seed``, those of each sample are the same as before). An iterable
+            dataset resumes from its last state, see ``snapshot_every_n_steps``. Without a state, it
+            is iterated again from the start, and the samples that were already delivered are
             discarded.
         on_error: What happens to a sample for which a map-style dataset raises an ``Exception``.
             "raise": ``next()`` raises it in place of the batch. "skip": the batch is delivered
@@ -293,7 +294,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        # Set first: torch's constructor warns of too many processes, and reads them for that.
+        # Set first: torch's constructor calls check_worker_number_rationality(), which reads them.
         self.thread_pool, self.executor = thread_pool, executor
         check_torchs_arguments(
             num_workers=num_workers,

@@ -38,7 +38,7 @@ from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
 
 # An engine that has moved to its own thread stays there for at least so many batches. A move takes
-# some 0.3 ms, and while the engine runs on the user's thread, it takes a pause of the user's for a
+# some 0.3 ms, and to an engine that runs on the user's thread, a pause of the user's looks like a
 # long batch.
 _BATCHES_BETWEEN_MOVES = 1_000
 
@@ -167,7 +167,7 @@ class EngineIterator(CountingIterator):
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
     def _finalize_by(self, end: Callable[[], object]) -> None:
-        """Set the function that is called when the iterator is garbage, in place of another."""
+        """Set what is called when the iterator is garbage, in place of an earlier function."""
         before = getattr(self, "_finalizer", None)
         self._finalizer = weakref.finalize(self, end)
         self._finalizer.atexit = False

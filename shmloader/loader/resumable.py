@@ -156,13 +156,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         )
 
     def _last_batch_of(self, batch_sampler: object) -> LastBatch:
-        """Return what happens to samples that do not fill the last batch of this loader."""
+        """Return what this loader does with samples that do not fill the last batch."""
         if self.drop_last:
             return "discard"
         return "keep" if batch_sampler is not None else self.last_batch or "keep"
 
     def _set_plan(self, plan: EpochPlan) -> None:
-        """Set the plan, and make the batch sampler begin with the samples that it carries over."""
+        """Set the plan; the batch sampler begins with the samples that the plan carries over."""
         self._plan = plan
         carry_over = plan.order.carry_over
         if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):

@@ -180,7 +180,7 @@ def _of_seed(saved: object, _: BatchArgument) -> tuple[str, str]:
 
 
 def is_whole(state: dict[str, Any]) -> bool:
-    """Return whether a state is unchanged since :func:`sealed`, except for a way through JSON."""
+    """Return whether a state is as :func:`sealed` returned it, or as JSON restored that."""
     try:
         return bool(_checksum(state) == state.get("checksum"))
     except (TypeError, ValueError, RecursionError):
