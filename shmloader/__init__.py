@@ -22,7 +22,7 @@ The layers; imports run downward only::
     threads     background threads, and protection against forks and Ctrl-C
     messages    the messages between processes
     insight     where the time goes: the times of each batch, statistics and the verdict
-    errors      all exceptions; process_state has all state that belongs to the process
+    errors      the public exceptions; process_state has all state that belongs to the process
 """
 
 from torch.utils.data import (

@@ -14,7 +14,8 @@
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` in the constructor, and an exception of the
 user's own code keeps its type. Each class also derives from the built-in type in parentheses. So an
-``except RuntimeError`` written for torch's loader also catches a worker's death or a timeout.
+``except RuntimeError`` written for torch's loader also catches :class:`WorkerDiedError` and
+:class:`LoaderTimeoutError`.
 """
 
 
@@ -33,17 +34,19 @@ class LoaderTimeoutError(ShmloaderError, RuntimeError):
 class SampleTimeoutError(ShmloaderError, TimeoutError):
     """A sample took longer than ``sample_timeout`` seconds, and its worker was replaced.
 
-    The error's text has the sample's index, if it has one, and the worker's Python stack when it
-    was ended. The error is raised in place of the sample's batch, or handled as ``on_error`` says.
+    The error's text has the sample's index, and the worker's Python stack when it was ended. A
+    sample of an iterable dataset has no index, and for a call of ``__getitems__`` the text has the
+    number of samples instead. The error is raised in place of the sample's batch, or handled as
+    ``on_error`` says.
     """
 
 
 class SharedMemoryError(ShmloaderError, MemoryError):
     """Not enough shared memory, or shared memory that is gone.
 
-    Either a batch, index list or message needs more memory than its share, or it or a shared
-    object needs more than is free. Or an object of :func:`shmloader.share` is unpickled after the
-    process that pickled the object has dropped it or has ended.
+    A batch, index list or message needs more memory than its share, or than is free; or a shared
+    object needs more than is free. Also raised if an object of :func:`shmloader.share` is unpickled
+    after the process that pickled the object has dropped it or has ended.
     """
 
 

@@ -28,7 +28,7 @@ class _Faults:
         text: Value of the environment variable.
 
     Raises:
-        ValueError: If the text has not the form that the module's docstring describes.
+        ValueError: If the text does not have the form that the module's docstring describes.
     """
 
     def __init__(self, text: str) -> None:

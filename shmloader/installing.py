@@ -307,7 +307,7 @@ def _init_with(by_torch: Callable[..., None]) -> Any:
 
 
 def _set(installation: _Installation | None) -> None:
-    """Make an installation that of this process; None uninstalls."""
+    """Set the installation of this process; None uninstalls."""
     before, PROCESS.installation = PROCESS.installation, installation
     if before is not None:
         before.let_go()

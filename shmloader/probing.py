@@ -9,7 +9,7 @@ def probe(value: object, name: str, default: object = None) -> Any:
     """Return an attribute that a user's object may have, or a default.
 
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
-    for an unknown name, and with torch's loader this never happens.
+    for an unknown name, which never shows with torch's loader.
     """
     try:
         return getattr(value, name, default)

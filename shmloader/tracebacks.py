@@ -8,7 +8,7 @@ from torch.utils.data import _utils, dataloader
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 
-# The module whose method make() calls the user's code for a batch.
+# The file with the method make(), which calls the user's code for a batch.
 _MAKER = f"{_PACKAGE}batch/maker.py"
 
 # The files of torch that call a dataset and a collate function.

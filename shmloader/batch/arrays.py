@@ -197,7 +197,7 @@ def _tensor_over(array: Any) -> torch.Tensor:
         return torch.from_numpy(array.view(np.ndarray))
     low, nbytes = address_of(array)
     memory: Any = (ctypes.c_char * nbytes).from_address(low)
-    memory.keep = array  # keeps the array alive as long as a view of the memory
+    memory.keep = array  # keeps the array alive while there is a view of the memory
     first = array.__array_interface__["data"][0] - low
     return torch.from_numpy(np.ndarray(array.shape, array.dtype, memory, first, array.strides))
 
@@ -351,8 +351,8 @@ class ArraysHere:
     def find_gatherer(self) -> RowGatherer | None:
         """Return a gatherer for the dataset's present arrays; None if it is not only arrays.
 
-        Also returns None under a mode of torch's that affects collate, such as another default
-        device.
+        Also returns None under any mode of torch's, since it may affect collate, as another default
+        device does.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return None

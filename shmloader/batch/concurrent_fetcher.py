@@ -260,7 +260,7 @@ class ConcurrentFetcher:
         except BaseException:  # such as a KeyboardInterrupt
             cancelling = loop.call_soon_threadsafe(_cancel_all, loop)
             over.wait(_JOIN_S)
-            cancelling.cancel()  # if the work was over: it must not cancel the next batch's
+            cancelling.cancel()  # if the work was over: it must not cancel the next work
             raise
         if raised:
             raise raised.pop()

@@ -105,7 +105,7 @@ class RemoteError:
         return cls(*pickle.loads(data))
 
     def shortened(self, characters: int) -> Self:
-        """Return the error with a text of about so many ``characters``.
+        """Return the error with a text of at most about ``characters`` characters.
 
         The traceback and its last line, which begins with the class and the message, keep their
         beginnings and their ends.

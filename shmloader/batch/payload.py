@@ -240,9 +240,9 @@ class Payload:
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield the messages, with their descriptors, for a worker that is already running.
+        """Yield the messages, with their descriptors, for a process that is already running.
 
-        The worker receives them with :func:`receive_payload`.
+        It receives them with :func:`receive_payload` or :class:`PayloadReceiver`.
         """
         for at in range(0, len(self._descriptors), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS

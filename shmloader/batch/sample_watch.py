@@ -164,7 +164,7 @@ class WatchedSamples:
 
     @property
     def __getitems__(self) -> Any:
-        """The dataset's own ``__getitems__``, watched; None if it has none."""
+        """The dataset's own ``__getitems__``, watched; None if :func:`list_loader` finds none."""
         get = list_loader(self._dataset)
         if get is None:
             return None

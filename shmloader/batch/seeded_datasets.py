@@ -50,7 +50,8 @@ class SeededStream:
 class SeededIterator:
     """Iterates an iterable dataset, and seeds before each sample.
 
-    :meth:`begin` calls ``iter(dataset)``. It is called as soon as the epoch is known.
+    :meth:`begin` calls ``iter(dataset)``: when this iterator is made if the epoch is known by then,
+    otherwise before the first sample.
 
     Attributes:
         source: The dataset's own iterator; None until :meth:`begin`.

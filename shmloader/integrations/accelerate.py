@@ -102,7 +102,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 
 def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
-    """Replace the loader of torch's class inside accelerate's by one with ``loader``'s class."""
+    """Replace the loader of torch's class inside accelerate's by one rebuilt from ``loader``."""
     base = prepared.base_dataloader
     if isinstance(base.dataset, IterableDataset):
         order = {"batch_size": base.batch_size, "drop_last": base.drop_last}

@@ -7,7 +7,7 @@ from typing import Any
 try:
     from lightning import __version__
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # the same, in the package of that name
+except ImportError:  # the same classes, in a package of their own
     from pytorch_lightning import __version__
     from pytorch_lightning.callbacks import Callback
 
@@ -78,7 +78,8 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
             warnings.warn(
                 "Lightning ends each epoch after as many batches as the first one has, but with "
                 "last_batch='rollover' later epochs may have more. Where several loaders are "
-                "combined, these batches are not trained on: set last_batch='keep' or 'discard'",
+                "combined, the additional batches are not trained on: set last_batch='keep' or "
+                "'discard'",
                 stacklevel=2,
             )
         if not loop.restarting:

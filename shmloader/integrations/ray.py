@@ -20,17 +20,18 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     unless the loader has a ``device``.
 
     Args:
-        loader: A :class:`shmloader.DataLoader`. If the samples have to be divided, it needs a
-            ``batch_size``, and a ``sampler`` of the user's must be a ``DistributedSampler``.
+        loader: A :class:`shmloader.DataLoader`. Its samples have to be divided if there are several
+            training processes, the dataset is map-style and the sampler is not yet a
+            ``DistributedSampler``. The loader then needs a ``batch_size``, and no ``sampler=``.
 
     Returns:
-        ``loader`` itself, or, where the samples have to be divided, a new loader of the same class.
+        A new loader of the same class if the samples have to be divided, otherwise ``loader``.
 
     Raises:
         TypeError: If ``loader`` is of another class, or a ``ShardedDataLoader``, which divides
             itself among the ranks.
-        ValueError: If the samples have to be divided, and the loader has no ``batch_size`` or a
-            sampler that a ``DistributedSampler`` cannot replace.
+        ValueError: If the samples have to be divided, and the loader has no ``batch_size``, or has
+            a sampler that a ``DistributedSampler`` cannot replace.
     """
     check_loader(loader, "shmloader.integrations.ray.prepare_data_loader")
     context = ray.train.get_context()

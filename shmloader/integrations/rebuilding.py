@@ -39,8 +39,8 @@ def rebuild(loader: DataLoader[Any], dataset: Any, **order: Any) -> DataLoader[A
         loader: The loader. The arguments are read from its attributes of the same names.
         dataset: The dataset of the new loader.
         order: The arguments that say which samples are in which batch: ``batch_sampler``, or
-            ``sampler`` and ``batch_size``, or for an iterable dataset ``batch_size`` and
-            ``drop_last``.
+            ``sampler`` and ``batch_size``, or for an iterable dataset ``batch_size`` alone. With
+            ``batch_size``, there may be ``drop_last`` or ``last_batch``, too.
     """
     names = set(inspect.signature(DataLoader.__init__).parameters)
     names |= set(inspect.signature(type(loader).__init__).parameters)

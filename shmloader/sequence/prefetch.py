@@ -142,8 +142,8 @@ def prefetch(
     Reading an item out of order discards the items computed ahead. So put ``gather`` inside
     ``prefetch``, not around it. Workers start when the first item is read. They stop when the
     sequence is garbage-collected, or by its ``close()``. Only one thread at a time may use the
-    sequence. If computing an item raises, reading that item raises the same exception; the
-    following items are not affected.
+    sequence. If computing an item raises, reading that item raises, too; the following items are
+    not affected.
 
     Args:
         seq: A sequence, shared by the threads or copied to the processes.
