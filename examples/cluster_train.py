@@ -39,7 +39,7 @@ FAILS_AT = (1, 13)  # epoch and step
 
 
 class Points:
-    """Random points of 8 numbers, each with its sum, to which noise is added, and its index."""
+    """Random points of 8 numbers, each with the sum of its numbers, plus noise, and its index."""
 
     def __len__(self) -> int:
         return SAMPLES

@@ -166,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=20_000, help="tokens to write (%(default)s)")
     parser.add_argument("--tokens", type=Path, help="train once, as a rank, with this file")
-    parser.add_argument("--checkpoint", type=Path, help="with --tokens: its file")
+    parser.add_argument("--checkpoint", type=Path, help="with --tokens: the checkpoint's file")
     parser.add_argument("--kill-at", type=int, help="with --tokens: the step to be killed after")
     options = parser.parse_args()
     if options.tokens is not None:

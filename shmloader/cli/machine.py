@@ -20,7 +20,8 @@ from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
 _ROOT = Path("/")
-# A lower limit is called low: a loader with 16 workers takes some hundreds of descriptors.
+# With a lower limit, the report says that there are few: a loader with 16 workers takes some
+# hundreds.
 _FEW_DESCRIPTORS = 1024
 _LOCKED_BYTES = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Finds the user's loader by name, and makes others like it: with other workers, or of torch's."""
+"""Finds the user's loader by name, and makes loaders like it: with other workers, or torch's."""
 
 import contextlib
 import importlib
@@ -79,7 +79,7 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def _search_here() -> None:
-    """Let modules be imported from the current directory, unless Python is told not to."""
+    """Search the current directory for modules, as ``python -m`` does, unless told not to."""
     if sys.flags.safe_path:
         return
     with contextlib.suppress(OSError):  # the directory may have been removed

@@ -9,7 +9,7 @@ from shmloader.insight.trace import Trace
 
 
 class _State(NamedTuple):
-    """The sum of the epochs that are over, and the epochs that may still run, with iterators."""
+    """The sum of the epochs that are over, and those that may still run, with their iterators."""
 
     past: Record | None
     open: tuple[tuple[Record, weakref.ref[Any]], ...]
@@ -59,7 +59,7 @@ class Statistics:
 
     @staticmethod
     def traced(trace: Trace) -> tuple[Record | None, int]:
-        """Return the sum of the records of a trace, and their number."""
+        """Return the sum of what a trace has recorded, and the number of epochs in it."""
         parts = [part for part in trace.parts if part.waits.count or part.iter_ns]
         if len(parts) == 1:
             return parts[0].copy(), 1

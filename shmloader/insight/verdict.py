@@ -41,8 +41,8 @@ STALLED_SHARE = 0.3
 #: Workers wait for something else, such as a disk, if they have or want a core for less than the
 #: first share of their busy time. They compute if they do so for more than the second share.
 WAITING_SHARE, COMPUTING_SHARE = 0.4, 0.6
-#: Where the workers and the consumer's process use a smaller share of all cores than this, other
-#: programs use the cores, too.
+#: Where no core was free although the workers and the consumer's process use a smaller share of all
+#: cores than this, others use the cores, too.
 CORES_SHARE = 0.6
 #: Collating is slow where it takes a larger share of the workers' time than this.
 COLLATE_SHARE = 0.5

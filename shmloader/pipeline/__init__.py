@@ -24,9 +24,9 @@ Jobs run on *executors*, of which there are four kinds:
 * the user's own ``concurrent.futures.Executor``
 * for ``executor="process"``, the loader's engine, pool and slots
 
-If the stages keep the order, each item travels with a *checkpoint*: the position right after the
-item, where a resumed epoch begins. The pipeline's state is the checkpoint of the item that was
-delivered last.
+If the source can be resumed and the stages keep the order, each item travels with a *checkpoint*:
+the position right after the item, where a resumed epoch begins. The pipeline's state is the
+checkpoint of the item that was delivered last.
 
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
 ``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),

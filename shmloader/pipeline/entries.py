@@ -36,8 +36,8 @@ class Checkpoint(NamedTuple):
         read: How many items the source has yielded since ``saved`` (or since its beginning) that
             are complete: all their results came before this position.
         results: Which results of incomplete items came before this position. Each pair has a
-            stage's number, and how many results it made of the first item that it gets when the
-            epoch is resumed. Pairs are in ascending order of the stage's number.
+            stage's number, and how many results of the first item that the stage gets in the
+            resumed epoch came before. Pairs are in ascending order of the stage's number.
     """
 
     saved: object

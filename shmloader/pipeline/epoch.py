@@ -50,7 +50,7 @@ class StageExecutor(Protocol):
     """Runs the jobs of one or more stages."""
 
     def put(self, task: "Task") -> None:
-        """Run a job later, or resume it. Called from any thread; does not wait."""
+        """Have a job run, or resume. Called from any thread; does not wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +267,8 @@ class Epoch:
 
         Raises:
             TimeoutError: If no item comes in time. Nothing is lost.
-            ClosedLoaderError: If the epoch was left, or has failed before.
+            ClosedLoaderError: If the epoch was left or has failed before, or if a call on this
+                thread has not finished.
             RuntimeError: If another thread is in this method.
             BaseException: The exception of a :class:`Raised` that came instead of an item.
         """
@@ -394,7 +395,7 @@ class Epoch:
 
 
 def _park_if_exiting() -> None:
-    """Block the calling thread for good if it is a daemon and the interpreter exits.
+    """Block the calling thread for good if it is a daemon and the interpreter is exiting.
 
     The exit ends pipelines and executors. Without this, the thread would print an exception
     although the program ends as it should.

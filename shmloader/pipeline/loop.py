@@ -4,8 +4,8 @@ Guarantees:
     * ``end`` cancels all coroutines, and the asyncio tasks that ops have begun. A coroutine that
       resists being cancelled is abandoned. One that blocks the loop is left behind with its thread,
       which keeps neither the caller nor the interpreter alive.
-    * Contexts of stages are torn down on the loop when all coroutines were cancelled, or after
-      ``_CANCEL_S`` seconds.
+    * Contexts of stages are torn down on the loop when all cancelled coroutines have ended, or
+      after ``_CANCEL_S`` seconds.
 """
 
 import asyncio

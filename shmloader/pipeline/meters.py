@@ -1,10 +1,10 @@
 """Measures the stages of one epoch. Pure: the epoch sets the clock.
 
-A stage has ``concurrency`` *workers*: threads, coroutines, processes or tasks of an executor. At
-each moment a worker is in work (its item is in the op, or about to be), behind (its results wait
-for those of an earlier item), blocked (its results wait for space in the queue), or free (it waits
-for an item). The meters sum up these times over all workers, once for all time and once for the
-time in which the consumer waited.
+A stage counts as ``concurrency`` *workers*, one for each item that may be in work at once, whatever
+runs the op. At each moment a worker is in work (its item is in the op, or about to be), behind (its
+results wait for those of an earlier item), blocked (its results wait for space in the queue), or
+free (it waits for an item). The meters sum up these times over all workers, once for all time and
+once for the time in which the consumer waited.
 
 Summing up at each change would cost more than passing the items on. So the state is measured only
 before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
@@ -46,8 +46,8 @@ class Meter:
         failed_count: Calls that failed.
         left_out_count: Calls without a result.
         calls: Times in the op, one for each call; for the source, one for each item.
-        work_ns: Sum of the times of these calls in the op, and before the op was called; 0 for the
-            source.
+        work_ns: Sum of the times in work of these calls: in the op, and before and after it; 0 for
+            the source.
         working_ns: Time in work, over all workers.
         blocked_ns: Time blocked.
         behind_ns: Time behind.

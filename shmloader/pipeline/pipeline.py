@@ -1,4 +1,7 @@
-"""A built pipeline, and its iterator. One thread at a time takes items from them."""
+"""A built pipeline, and its iterator.
+
+Used from one thread at a time, but any thread may call ``stop`` and ``stats``.
+"""
 
 import contextlib
 import copy
@@ -26,8 +29,9 @@ from shmloader.threads.uninterruptible import uninterruptible
 class Pipeline:
     """A source and a chain of stages that process its items. Made by :meth:`PipelineBuilder.build`.
 
-    Iterate it, or call :meth:`get_item` for each item. Only one thread at a time may take items,
-    and only one *epoch* (a run through the source) is under way at a time.
+    Iterate it, or call :meth:`get_item` for each item. Only one thread at a time may use it, except
+    that any thread may call :meth:`stop` and :meth:`stats`. Only one *epoch* (a run through the
+    source) is under way at a time.
 
     Iteration starts the pipeline if it was not started, and then also stops it: at the end, at an
     error, at a ``break`` and when the iterator is garbage. Between :meth:`start` and :meth:`stop`
@@ -239,10 +243,10 @@ class Pipeline:
         ``snapshot_every_n_steps`` of :meth:`PipelineBuilder.add_source`), on the thread or the loop
         that iterates the source. A ``collections.abc.Sequence`` is resumed by index.
 
-        Stages with more than one item at once need ``output_order="input"``. If only some of an
-        item's results were delivered (by a generator function, or by ``disaggregate``), the op is
-        called with the item again, and the results that were delivered before are dropped. So the
-        op should make the same results again.
+        Stages with more than one item at once need ``output_order="input"``. A generator function
+        or ``disaggregate`` makes several results of an item. If only some of them were delivered,
+        the op is called with the item again, and the results that were delivered before are
+        dropped. So the op should make the same results again.
 
         Failures are counted from 0 again for ``max_failures``. At its end, a resumed epoch is
         judged (by a share of the calls, or because all calls failed) only if it had at least 100
@@ -264,7 +268,8 @@ class Pipeline:
         ``executor`` and ``buffer_size`` may differ from those with which the state was taken.
 
         Args:
-            state: What :meth:`state_dict` returned, of this or of an equally built pipeline.
+            state: What :meth:`state_dict` returned, of this pipeline or of one with the same source
+                and the same ops.
 
         Raises:
             TypeError: If the state is not a dict.

@@ -331,7 +331,8 @@ class ProcessExecutor:
         left_s = deadline - time.monotonic()
         if not self._thread.join(left_s) and self._thread.leave_closing():
             # The garbage collector runs this on a background thread, or the engine's thread hangs
-            # while it reads a result. That thread closes the rest later, since it still uses it.
+            # while it reads a result. The engine's thread still uses the engine, and closes it when
+            # it ends. Only the workers are ended here.
             if may_wait_here():
                 self._engine.end_workers()
             return

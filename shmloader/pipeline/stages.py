@@ -35,7 +35,7 @@ class Job:
         began_ns: When its op was called, or resumed; the executor sets it. 0 before that, and if
             the executor sets ``op_ns`` itself.
         op_ns: Time in the op so far.
-        work_ns: Time in the op, and before the op was called, so far.
+        work_ns: Time in work so far: in the op, and before and after it.
         result_count: How many results the job has made.
         results: The iterator of a generator function's results; the executor sets it.
         outputs: Results that wait for space in the queue; None if there were none so far.

@@ -23,11 +23,12 @@ _COLUMNS = (
 class PipelineStageStats:
     """The statistics of the source or of one stage, in one epoch.
 
-    A stage has ``concurrency`` workers: threads, coroutines, processes or tasks of an executor. At
-    each moment a worker is busy, or it waits for one of three reasons: an item, space in the queue
-    after the stage, or the results of an earlier item. The four shares (``busy_share``,
-    ``input_wait_share``, ``output_wait_share`` and ``order_wait_share``) are means over all workers
-    and over the time of the epoch, and add up to 1.
+    A stage counts as ``concurrency`` workers, one for each item that may be in work at once, even
+    if it shares fewer threads with other stages. At each moment a worker is busy, or it waits for
+    one of three things: an item, space in the queue after the stage, or the results of an earlier
+    item. The four shares (``busy_share``, ``input_wait_share``, ``output_wait_share`` and
+    ``order_wait_share``) are means over all workers and over the time of the epoch, and add up to
+    1.
 
     Attributes:
         name: "the source", "stage 'decode'" or "aggregate(32)".
@@ -53,8 +54,8 @@ class PipelineStageStats:
             the stage.
         order_wait_share: Share of the time in which results waited for those of an earlier item
             (``output_order="input"``).
-        thread_wait_share: Share of the time in work, of calls that are over, before the op was
-            called: the wait for a thread, the loop or a worker process; 0 to 1.
+        thread_wait_share: Share of the time in work, of calls that are over, outside the op: the
+            wait for a thread or the loop, or the way to a worker process and back; 0 to 1.
         limit_share: Share of the consumer's waiting time in which a worker was busy or waited for
             an earlier item; 0 to 1. The verdict compares these shares of all stages.
         queue_mean: Mean number of items in the queue before the stage; 0 for the source.
@@ -113,12 +114,12 @@ class PipelineStats:
 
     @property
     def finding(self) -> PipelineFinding:
-        """Which of the possible findings the verdict is based on."""
+        """What the verdict says is the limit."""
         return judge(self).finding
 
     @property
     def limiting(self) -> tuple[str, ...]:
-        """The names of the stages that limit the speed, in the order of the pipeline.
+        """The names of the source and the stages that limit the speed, in the pipeline's order.
 
         More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
         nothing. Empty before the first item, and if the wait for the first item is the limit.
@@ -127,7 +128,7 @@ class PipelineStats:
 
     @property
     def verdict(self) -> str:
-        """What limits the speed and what to change, in one sentence."""
+        """What limits the speed and what to change, in one or two sentences."""
         return judge(self).text
 
     def __str__(self) -> str:

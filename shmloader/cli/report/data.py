@@ -38,7 +38,7 @@ _MAX_AMOUNT = 1e15
 
 @dataclasses.dataclass(slots=True)
 class TracedBatch:
-    """A batch in a trace. Times are in milliseconds since the trace's first event.
+    """A batch in a trace. Times are in milliseconds since the earliest moment in the trace.
 
     Attributes:
         number: Its number in the trace.
