@@ -100,13 +100,16 @@ class Streams:
             self._ends.append(_End(seq, note))
 
     def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
-        """Return the notes for a ticket's delivery: what comes before it, then its own batch."""
+        """Return the notes for a ticket's delivery: on its batch, and on what is over by then."""
         self._workers[note.worker_id].undelivered -= 1
         if not (self._ends or self._left_out):
             return [note]
         over = [end for end in self._ends if self._is_over(end, seq)]
         self._ends = [end for end in self._ends if end not in over]
-        return [*self._take_left_out(), *_in_order(over), note]
+        ends = _in_order(over)
+        # Without an order, this batch may be the last one of a stream that has ended.
+        notes = [*ends, note] if self._in_order else [note, *ends]
+        return [*self._take_left_out(), *notes]
 
     def left_out(self, note: StreamNote) -> None:
         """Note that a batch is not delivered, since all its samples failed."""

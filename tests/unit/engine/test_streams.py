@@ -51,7 +51,7 @@ class Run:
         """What a worker and the engine do about its next task."""
         ticket = self.queues[worker_id].popleft()
         if self.given[worker_id] >= self.lengths[worker_id]:
-            self.scheduler.stream_ended(ticket.seq, 0, Beginning())
+            self.scheduler.stream_ended(ticket.seq, 0, Beginning(None, b"at the end"))
             for _ in range(self.scheduler.take_wanted_tickets()):
                 self.offer()
             return
@@ -134,6 +134,9 @@ def test_from_anywhere_the_walk_goes_on_as_it_would_have(lengths, stop, ahead, d
 def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahead, data):
     beginning = DatasetCheckpoints.at_beginning(len(lengths))
     run = Run(lengths, ahead * len(lengths), beginning, in_order=False).finish(data.draw)
+    assert run.user.checkpoints == tuple(
+        DatasetCheckpoint(length, b"at the end", length, has_ended=True) for length in lengths
+    )
     stop = min(stop, len(run.walk))
     states = DatasetCheckpoints(*run.seen[stop])
     resumed = Run(lengths, len(lengths), states, in_order=False).finish(data.draw)
@@ -141,6 +144,16 @@ def test_in_any_order_each_stream_goes_on_from_its_own_place(lengths, stop, ahea
     for worker_id, length in enumerate(lengths):
         mine = [batch for batch in resumed.walk if batch[0] == worker_id]
         assert mine == [(worker_id, b"%d" % n) for n in range(length - len(mine) + 1, length + 1)]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_stream_that_ends_before_its_last_batch_is_taken_has_ended_afterwards(in_order):
+    run = Run([1], 2, DatasetCheckpoints.at_beginning(1), in_order=in_order)
+    run.answer(0)
+    run.answer(0)
+    run.take()
+    run.user.note(run.scheduler.streams.take_ends())
+    assert run.user.checkpoints == (DatasetCheckpoint(1, b"at the end", 1, has_ended=True),)
 
 
 def test_a_new_worker_goes_on_from_what_its_predecessor_answered_not_from_what_was_delivered():
@@ -235,7 +248,7 @@ def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
     subject.stream_ended(0, 1, Beginning())
     subject.answered(1, 1, "batch", note=StreamNote(1))
     end = StreamNote(0, next_epoch=Beginning())
-    assert subject.handed_over(subject.take_next()) == [end, StreamNote(1)]
+    assert subject.handed_over(subject.take_next()) == [StreamNote(1), end]
 
 
 # ---------------------------------------------------------------- dump and load
