@@ -32,11 +32,11 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train a small network on handwritten digits (examples/train_digits.py)"
 	@echo "make test    run the quick tests, some of each kind (4 minutes)"
-	@echo "make test-full  run all other tests but the integration tests (20 minutes)"
+	@echo "make test-full  run the slow tests, except for those of integration (20 minutes)"
 	@echo "make test-integration  run the examples, torchrun, and each benchmark at its smallest size"
 	@echo "make test-frameworks  test under Lightning, accelerate, Hugging Face and others (downloads 2 GB; 15 minutes)"
 	@echo "make test-cluster  test executor= on clusters of Dask and Ray on this machine (10 minutes)"
-	@echo "make test-all  run all three, with every cell of tests/resume (hours)"
+	@echo "make test-all  run test, test-full and test-integration, with every cell of tests/resume (hours)"
 	@echo "make check   run ruff, ruff format --check, mypy and import-linter"
 	@echo "make docs    build the documentation into build/docs, without network"
 	@echo "make bench   compare with torch's DataLoader (benchmarks/throughput.py)"

@@ -133,7 +133,7 @@ def _describe_batch(found: Diagnosis) -> tuple[str, str]:
 def _describe_worker(found: Diagnosis) -> tuple[str, str]:
     if found.worker_bytes is None:
         return "unknown", ""
-    meaning = "The Python objects that it uses, its share of the batches, and the interpreter."
+    meaning = "The Python objects that it uses, and its share of the batches; not the interpreter."
     return size(found.worker_bytes), meaning
 
 

@@ -277,7 +277,7 @@ class LoaderStats:
 
     @property
     def verdict(self) -> str:
-        """What limits the speed and what to change, in one sentence.
+        """What limits the speed and what to change, in one sentence or two.
 
         It names the cause of most of the wait; two causes if the second has at least three quarters
         of the first's weight. Nearly full memory comes before all others.

@@ -85,9 +85,9 @@ def write_chaos(
         *[f"| {name} | {counts[name]:,} |" for name in sorted(counts)],
         "",
         (
-            "A step is a batch that was checked, the end of an epoch, a death that an error told, "
-            "or a worker that was replaced. The separate counts of these are only of the programs "
-            "that were not killed in the end."
+            "A step is a batch that was checked, the end of an epoch, a death that an error "
+            "reported, or a worker that was replaced. The separate counts of these are only of the "
+            "programs that were not killed in the end."
         ),
         *[f"- {problem.splitlines()[0]}" for problem in problems],
     ]
