@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.inbox import Inbox
-from shmloader.engine.streams import StreamNote
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError, LoaderTimeoutError
 from shmloader.insight.measurements import BatchTimes, Counts
@@ -31,14 +31,14 @@ class Delivery(NamedTuple):
         seq: Number of the ticket.
         left_out: Numbers of the tickets since the last delivery whose batches were left out, since
             all their samples failed.
-        streams: If checkpoints of the workers' datasets are kept: the notes on batches that were
+        notes: If checkpoints of the workers' datasets are kept: the notes on batches that were
             left out and on streams that ended since the last delivery, then the note on this batch.
         times: When the batch passed each step; None if an error was raised.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
-    streams: Sequence[StreamNote] = ()
+    notes: Sequence[DatasetNote] = ()
     times: BatchTimes | None = None
 
 
@@ -341,11 +341,11 @@ class EngineBase(abc.ABC):
     # Checkpoints of the workers' datasets ------------------------------------------------
 
     @property
-    def stream_beginnings(self) -> DatasetCheckpoints | None:
+    def beginnings(self) -> DatasetCheckpoints | None:
         """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
         return None
 
-    def take_stream_ends(self) -> list[StreamNote]:
+    def take_notes(self) -> list[DatasetNote]:
         """Return the notes that no delivery reported: ends of streams, and left-out batches.
 
         Called on the user's thread, at the epoch's end.

@@ -4,8 +4,8 @@ Checkpoints are kept of an iterable dataset, whose iterators are called streams,
 dataset that has a state of its own.
 
 An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
-workers' records (:mod:`shmloader.engine.streams`); a worker's replacement resumes from it. The
-other is kept here. It follows the batches that the user has received, and the loader's state is
+workers' records (:mod:`shmloader.engine.dataset_progress`); a worker's replacement resumes from it.
+The other is kept here. It follows the batches that the user has received, and the loader's state is
 made from it. The user's thread updates it from the deliveries.
 
 With ``in_order``, batches are handed over round-robin over the workers, skipping those whose
@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, dump_for_workers, read
-from shmloader.engine.streams import StreamNote
+from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.interruptions import is_interruption
 from shmloader.sampling.rng import kept, set_global_rng_state
 
@@ -57,7 +57,7 @@ class DatasetCheckpoints:
         """Return checkpoints of streams that have not begun."""
         return cls([DatasetCheckpoint()] * worker_count, base_seed=base_seed)
 
-    def note(self, notes: Iterable[StreamNote]) -> None:
+    def note(self, notes: Iterable[DatasetNote]) -> None:
         """Update the checkpoints by notes, in the order in which batches were handed over."""
         checkpoints = list(self.checkpoints)
         for note in notes:

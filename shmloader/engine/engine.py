@@ -19,13 +19,13 @@ from typing import NoReturn, cast
 from shmloader.batch.dataset_checkpoint import Beginning
 from shmloader.engine.base import EngineBase, delivery_of
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
 from shmloader.engine.lateness import late_batch, late_start
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slot_batches import SlotBatches
-from shmloader.engine.streams import StreamNote
 from shmloader.engine.wording import (
     describe_death,
     describe_loading,
@@ -52,15 +52,15 @@ from shmloader.pools.status_page import AtWork, Phase
 _log = logging.getLogger("shmloader")
 
 
-def _note_of(worker_id: int, answer: Answer) -> StreamNote | None:
+def _note_of(worker_id: int, answer: Answer) -> DatasetNote | None:
     """Return what an answer says about its worker's dataset."""
     if isinstance(answer, Batch):
-        return StreamNote(worker_id, answer.snapshot, answer.fingerprint)
+        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint)
     if isinstance(answer, Failure):
         if answer.is_final:
             return None  # the dataset could not be resumed: this stands for no batch
-        return StreamNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
-    return StreamNote(worker_id, answer.snapshot)
+        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
+    return DatasetNote(worker_id, answer.snapshot)
 
 
 def _explained(error: StopIteration) -> RuntimeError:
@@ -83,7 +83,7 @@ class Engine(EngineBase):
         sample_timeout_s: Longest time for a sample in seconds, for a pool whose workers can be
             replaced; None for no limit.
         worker_restarts: How many dead workers are replaced in an epoch.
-        streams: The checkpoints at which the workers' datasets begin, if these are iterable or
+        checkpoints: The checkpoints at which the workers' datasets begin, if these are iterable or
             have a state of their own.
         is_iterable: Whether the datasets are iterable.
         is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
@@ -91,8 +91,8 @@ class Engine(EngineBase):
         watch: Notes bad samples; None if their errors are raised.
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
             For dynamic dispatch only.
-        first_worker: The worker that gets the first ticket, if ``streams`` is None; with dynamic
-            dispatch, the one that is preferred.
+        first_worker: The worker that gets the first ticket, if ``checkpoints`` is None; with
+            dynamic dispatch, the one that is preferred.
         sharers: How many engines share the workers.
         read_loads: Returns how many tasks each worker has from the other engines, by worker number;
             None if that is not known.
@@ -109,7 +109,7 @@ class Engine(EngineBase):
         timeout_s: float,
         sample_timeout_s: float | None = None,
         worker_restarts: int = 0,
-        streams: DatasetCheckpoints | None = None,
+        checkpoints: DatasetCheckpoints | None = None,
         is_iterable: bool = True,
         is_dynamic: bool = False,
         is_seeded: bool = False,
@@ -127,7 +127,7 @@ class Engine(EngineBase):
         self.counts = pool.counts
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
-        self._base_seed = None if streams is None else streams.base_seed
+        self._base_seed = None if checkpoints is None else checkpoints.base_seed
         self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
         # A worker may serve other ranks as well, so a hung sample must not block it until this
@@ -139,8 +139,8 @@ class Engine(EngineBase):
             lend_limit,
             in_order=in_order,
             restart_limit=worker_restarts,
-            first_worker=first_worker if streams is None else streams.next_worker,
-            beginnings=None if streams is None else streams.checkpoints,
+            first_worker=first_worker if checkpoints is None else checkpoints.next_worker,
+            beginnings=None if checkpoints is None else checkpoints.checkpoints,
             is_iterable=is_iterable,
             is_dynamic=is_dynamic,
             has_queue=self._has_queue,
@@ -177,21 +177,21 @@ class Engine(EngineBase):
             self._resume(worker.worker_id)
 
     def _resume(self, worker_id: int) -> None:
-        if self._scheduler.streams is not None:
+        if self._scheduler.progress is not None:
             self._pool.resume(worker_id, self._scheduler.workers[worker_id].checkpoint)
 
     @property
-    def stream_beginnings(self) -> DatasetCheckpoints | None:
-        """See :attr:`EngineBase.stream_beginnings`."""
-        streams = self._scheduler.streams
-        if streams is None:
+    def beginnings(self) -> DatasetCheckpoints | None:
+        """See :attr:`EngineBase.beginnings`."""
+        progress = self._scheduler.progress
+        if progress is None:
             return None
-        return DatasetCheckpoints(streams.beginnings, base_seed=self._base_seed)
+        return DatasetCheckpoints(progress.beginnings, base_seed=self._base_seed)
 
-    def take_stream_ends(self) -> list[StreamNote]:
-        """See :meth:`EngineBase.take_stream_ends`."""
-        streams = self._scheduler.streams
-        return [] if streams is None else streams.take_ends()
+    def take_notes(self) -> list[DatasetNote]:
+        """See :meth:`EngineBase.take_notes`."""
+        progress = self._scheduler.progress
+        return [] if progress is None else progress.take_notes()
 
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
@@ -545,7 +545,7 @@ class Engine(EngineBase):
         while (worker := self._scheduler.workers.next_restart()) is not None:
             worker_id = worker.worker_id
             death = worker.death if isinstance(worker.death, Death) else None
-            checkpoint = None if self._scheduler.streams is None else worker.checkpoint
+            checkpoint = None if self._scheduler.progress is None else worker.checkpoint
             seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
             text = describe_restart(
                 worker_id,
@@ -661,7 +661,7 @@ class Engine(EngineBase):
             taker=worker_id if self._has_queue else None,
             is_kept=answer.is_kept,
             now_ns=now_ns,
-            note=None if self._scheduler.streams is None else _note_of(worker_id, answer),
+            note=None if self._scheduler.progress is None else _note_of(worker_id, answer),
         )
         if ticket.is_dropped:
             self._drop_slots()

@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
+from shmloader.engine.dataset_progress import DatasetNote, DatasetProgress
 from shmloader.engine.routing import Pace, Router, pick_idle
 from shmloader.engine.slots import FREE, FULL, RETIRED, SlotState, SlotTable
-from shmloader.engine.streams import StreamNote, Streams
 from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
@@ -77,7 +77,7 @@ class Ticket:
     sent_ns: int = 0
     is_slot_new: bool = False
     hung: dict[int, str] | None = None
-    note: StreamNote | None = None
+    note: DatasetNote | None = None
 
 
 class DroppedSlot(NamedTuple):
@@ -107,7 +107,7 @@ class Scheduler:
             room for it, and any worker may take it. Otherwise each ticket has its worker and slot
             from the start, or no worker until its answer comes if the pool has a queue.
         task_limit: The most tasks that a worker may have, with dynamic dispatch.
-        streams: Keeps checkpoints of the workers' datasets; None if there are none.
+        progress: Keeps checkpoints of the workers' datasets; None if there are none.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class Scheduler:
         self.task_limit = 1
         self.slots = SlotTable(window + lend_limit, on_free)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
-        self.streams: Streams | None = None
+        self.progress: DatasetProgress | None = None
         if beginnings is not None:
-            self.streams = Streams(
+            self.progress = DatasetProgress(
                 self.workers, beginnings, in_order=in_order, is_iterable=is_iterable
             )
         # With dynamic dispatch, the first worker of those with the fewest tasks gets the next task.
@@ -319,7 +319,7 @@ class Scheduler:
         taker: int | None = None,
         is_kept: bool = False,
         now_ns: int = 0,
-        note: StreamNote | None = None,
+        note: DatasetNote | None = None,
     ) -> Ticket:
         """Note a worker's answer to a ticket: a batch or an error.
 
@@ -344,25 +344,25 @@ class Scheduler:
             self.task_limit = self._pace.note(now_ns - began_ns)
         self._note_alive(worker, now_ns)
         self._answer(ticket, worker, answer, is_kept)
-        if note is not None and self.streams is not None and not ticket.is_dropped:
+        if note is not None and self.progress is not None and not ticket.is_dropped:
             ticket.note = note
-            self.streams.answered(note)
+            self.progress.answered(note)
         return ticket
 
-    def handed_over(self, ticket: Ticket) -> Sequence[StreamNote]:
+    def handed_over(self, ticket: Ticket) -> Sequence[DatasetNote]:
         """Note that a ticket's batch, or an exception in its place, is handed over.
 
         Returns:
             What the user's thread notes about the workers' datasets.
         """
-        if ticket.note is None or self.streams is None:
+        if ticket.note is None or self.progress is None:
             return ()
-        return self.streams.handed_over(ticket.seq, ticket.note)
+        return self.progress.handed_over(ticket.seq, ticket.note)
 
     def left_out(self, ticket: Ticket) -> None:
         """Note that a ticket's batch is not delivered, since all its samples failed."""
-        if ticket.note is not None and self.streams is not None:
-            self.streams.left_out(ticket.note)
+        if ticket.note is not None and self.progress is not None:
+            self.progress.left_out(ticket.note)
 
     def _note_alive(self, worker: Worker, now_ns: int) -> None:
         """Note that a worker has answered something."""
@@ -421,8 +421,8 @@ class Scheduler:
         if not worker.has_stream:
             return
         worker.has_stream = False
-        if self.streams is not None:
-            self.streams.ended(worker.worker_id, seq, next_epoch)
+        if self.progress is not None:
+            self.progress.ended(worker.worker_id, seq, next_epoch)
         for other in self._tickets.values():
             if other.worker_id == ticket.worker_id and other.answer is None:
                 other.is_dropped = True
@@ -686,8 +686,8 @@ class Scheduler:
         self._tickets_asked = self._tickets_for(self.workers.wanted_count)
         for worker in self.workers:
             worker.has_left_epoch = False
-        if self.streams is not None:
-            self.streams.leave_epoch()
+        if self.progress is not None:
+            self.progress.leave_epoch()
 
     def _forget(self, ticket: Ticket) -> None:
         """Remove a ticket that was not sent to any worker."""
@@ -709,8 +709,8 @@ class Scheduler:
             beginning: The pickled ``Beginning`` of its next epoch, or the last piece of it; None if
                 it has none.
         """
-        if self.streams is not None:
-            self.streams.entered(worker_id, beginning)
+        if self.progress is not None:
+            self.progress.entered(worker_id, beginning)
         self.workers[worker_id].has_left_epoch = True
 
     @property
@@ -737,8 +737,8 @@ class Scheduler:
         for worker in self.workers:
             worker.has_stream = True
             worker.is_death_untold = False
-        if self.streams is not None:
-            self.streams.start_epoch()
+        if self.progress is not None:
+            self.progress.start_epoch()
 
     def close(self) -> None:
         """Release all batches, and the layouts, which keep references to slots."""

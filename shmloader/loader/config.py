@@ -179,8 +179,8 @@ class LoaderParts:
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
-        streams: Positions or states of the workers' datasets in the newest epoch.
-        resume_streams: Those from which the next new iterator resumes; None to begin anew.
+        checkpoints: Positions or states of the workers' datasets in the newest epoch.
+        resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         executor_key: Identifies the loader in processes of an executor.
         process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.
@@ -191,16 +191,16 @@ class LoaderParts:
     failures: FailureList[FailedSample] = field(default_factory=FailureList)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
-    streams: DatasetCheckpoints | StreamHere | DatasetHere | None = None
-    resume_streams: DatasetCheckpoints | None = None
+    checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
+    resumed_checkpoints: DatasetCheckpoints | None = None
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
 
     def take_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""
-        resumed = self.resume_streams
-        self.streams = self.resume_streams = None
+        resumed = self.resumed_checkpoints
+        self.checkpoints = self.resumed_checkpoints = None
         return resumed
 
     def open_destination(self, config: LoaderConfig) -> Destination | None:

@@ -47,7 +47,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
     """
 
     _pool: InlinePool
-    _streams: StreamHere | DatasetHere | None  # type: ignore[assignment]
+    _checkpoints: StreamHere | DatasetHere | None  # type: ignore[assignment]
 
     def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
         """Load the dataset's state, which the sampler may depend on when it is iterated."""
@@ -57,7 +57,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
             load_dataset(config.dataset, saved)
         self._resumed: tuple[DatasetCheckpoint, Saved | None] | None = (checkpoint, saved)
 
-    def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
+    def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
         """Do nothing: the maker tracks the dataset's position."""
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
@@ -90,7 +90,7 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         maker = LocalMaker(
             config, *resumed, self._plan.epoch, self._timer, self._concurrent_fetcher
         )
-        self._streams = self._parts.streams = maker.streams
+        self._checkpoints = self._parts.checkpoints = maker.checkpoint
         self._maker = maker
         self._dataset_fetcher = maker.fetcher  # torch's name for it
         self._pool = InlinePool(
@@ -128,9 +128,9 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
             work, began_ns, time.monotonic_ns(), nbytes, self._step, self._source.draw_ns
         )
 
-    def _note_streams_ended(self) -> None:
-        if self._streams is not None:
-            self._streams.end()
+    def _note_datasets(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.end()
 
     def _loses(self, error: BaseException) -> bool:
         source = self._source
@@ -147,16 +147,16 @@ class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
         delivery = self._engine.delivery
         if delivery is not None:
             self._progress.done_until(delivery.seq)
-            if self._streams is not None:
+            if self._checkpoints is not None:
                 fingerprint, is_short = self._maker.last
-                self._streams.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+                self._checkpoints.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
 
 
 class LocalMaker:
     """Makes batches in the main process, and tracks how far the dataset has come.
 
     Attributes:
-        streams: The checkpoint of the dataset; None if states of the loader contain none.
+        checkpoint: The checkpoint of the dataset; None if states of the loader contain none.
         fetcher: torch's fetcher, or one of ours.
         take_report: Returns the report on a batch's samples; None with ``on_error="raise"``.
 
@@ -197,13 +197,13 @@ class LocalMaker:
             if fetch.is_iterable and not is_seeded:
                 load_iterator(self._maker.fetcher, saved)
         self.fetcher = self._maker.fetcher
-        self.streams: StreamHere | DatasetHere | None = None
+        self.checkpoint: StreamHere | DatasetHere | None = None
         self.take_report = None if config.on_error == "raise" else self._maker.take_report
         if fetch.is_iterable:
             self._only_reads = is_plain(config.collate_fn)
             self._begin_stream(config, checkpoint, saved, rng)
         elif config.saves_dataset:
-            self.streams = DatasetHere(config.dataset)
+            self.checkpoint = DatasetHere(config.dataset)
 
     def _begin_stream(
         self,
@@ -221,14 +221,14 @@ class LocalMaker:
             load_iterator(self.fetcher, saved)
         self.fetcher.ended |= checkpoint.has_ended
         self._fingerprints = take_fingerprints(self.fetcher)
-        self._stream = self.streams = StreamHere(
+        self._stream = self.checkpoint = StreamHere(
             self.fetcher, checkpoint, rng, asks=config.fetch.snapshot_every > 0
         )
 
     @property
     def last(self) -> tuple[int | None, bool]:
         """The last batch's fingerprint, and whether an iterable dataset has ended with it."""
-        if isinstance(self.streams, StreamHere):
+        if isinstance(self.checkpoint, StreamHere):
             return self._fingerprints.value, self.fetcher.ended
         return None, False
 
@@ -240,13 +240,13 @@ class LocalMaker:
         collector could free the maker, an iterable dataset's iterator, and the files that this
         iterator has open.
         """
-        if isinstance(self.streams, StreamHere):
+        if isinstance(self.checkpoint, StreamHere):
             return self._make_of_stream
-        return self._maker.make if self.streams is None else self._make_and_note
+        return self._maker.make if self.checkpoint is None else self._make_and_note
 
     def _make_and_note(self, indices: Any) -> Any:
-        assert self.streams is not None
-        self.streams.begin_batch()
+        assert self.checkpoint is not None
+        self.checkpoint.begin_batch()
         return self._maker.make(indices)
 
     def _make_of_stream(self, indices: Any) -> Any:

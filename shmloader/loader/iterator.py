@@ -85,7 +85,7 @@ class EngineIterator(CountingIterator):
         self._config, self._plan, self._parts = config, plan, parts
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
         self._progress = plan.progress
-        self._begin_streams(resumed)
+        self._begin_checkpoints(resumed)
         self._in_order = config.in_order
         stage, locker = self._make_stage()
         self._adapter = parts.adapter
@@ -128,13 +128,13 @@ class EngineIterator(CountingIterator):
     def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
         """Do nothing: workers load the states of their own datasets."""
 
-    def _begin_streams(self, resumed: DatasetCheckpoints | None) -> None:
+    def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
         """Begin to track the workers' datasets, if states of the loader contain theirs.
 
         Args:
             resumed: The checkpoints from which they resume; None for their beginnings.
         """
-        self._streams: DatasetCheckpoints | None = None
+        self._checkpoints: DatasetCheckpoints | None = None
         config = self._config
         if config.saves_dataset:
             begun = resumed or DatasetCheckpoints.at_beginning(
@@ -142,7 +142,7 @@ class EngineIterator(CountingIterator):
             )
             if begun.base_seed is not None:
                 self._base_seed = begun.base_seed
-            self._streams = self._parts.streams = begun
+            self._checkpoints = self._parts.checkpoints = begun
 
     def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
         """Return the stage that pins batches or copies them to a device, on its own thread.
@@ -293,9 +293,9 @@ class EngineIterator(CountingIterator):
     def _restart(self) -> None:
         self._stays_until = 0
         self._source.restart(self._sampler_iter)
-        begun = self._engine.stream_beginnings
+        begun = self._engine.beginnings
         if begun is not None:
-            self._streams = self._parts.streams = begun
+            self._checkpoints = self._parts.checkpoints = begun
 
     def _transformed(self, batch: Any) -> Any:
         try:
@@ -308,21 +308,21 @@ class EngineIterator(CountingIterator):
     def _note_end(self) -> None:
         source = self._source
         source.in_transit = True  # an interrupt here would leave ends of streams uncounted
-        self._note_streams_ended()
+        self._note_datasets()
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
 
-    def _note_streams_ended(self) -> None:
-        if self._streams is not None:
-            self._streams.note(self._engine.take_stream_ends())
+    def _note_datasets(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.note(self._engine.take_notes())
 
     def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - the workers note it
         delivery = self._source.delivery
         if delivery is not None:
-            seq, left_out, streams, _ = delivery
-            if self._streams is not None:
-                self._streams.note(streams)
+            seq, left_out, notes, _ = delivery
+            if self._checkpoints is not None:
+                self._checkpoints.note(notes)
             if self._in_order:
                 self._progress.done_until(seq)
             else:
@@ -330,8 +330,8 @@ class EngineIterator(CountingIterator):
                     self._progress.done(each)
 
     def _mark(self) -> tuple[int, Any]:
-        streams = self._streams
-        return self._progress.mark(), None if streams is None else streams.mark()
+        checkpoints = self._checkpoints
+        return self._progress.mark(), None if checkpoints is None else checkpoints.mark()
 
     def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - the delivery has it
         ended_ns = time.monotonic_ns()
@@ -373,8 +373,8 @@ class EngineIterator(CountingIterator):
 
     def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
         self._progress.go_back(mark[0])
-        if self._streams is not None:
-            self._streams.go_back(mark[1])
+        if self._checkpoints is not None:
+            self._checkpoints.go_back(mark[1])
         self._source.give_up(error)
         self._end_record()
 

@@ -242,10 +242,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             warn_of_lightning_epochs(self)
         plan = self._present_plan
         if plan.resumed is not None:
-            self._resume_streams(plan.resumed)
+            self._resume_checkpoints(plan.resumed)
         plan.begin(draws_seed=self._iterator is None)
 
-    def _resume_streams(self, state: dict[str, Any]) -> None:
+    def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
         if not self._saves_dataset:
             return
@@ -254,7 +254,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             iterator._shutdown_workers()  # type: ignore[attr-defined]
         if "streams" in state:
             resumed = DatasetCheckpoints.load(state["streams"], self.num_workers)
-            self._parts.resume_streams = resumed
+            self._parts.resumed_checkpoints = resumed
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
                 _log.info(
@@ -309,24 +309,24 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             "persistent": bool(self.persistent_workers),
             **plan.state_dict(draws_seed=not will_restart),
         }
-        return sealed(self._with_streams(copy.deepcopy(state)))
+        return sealed(self._with_checkpoints(copy.deepcopy(state)))
 
-    def _with_streams(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _with_checkpoints(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the positions or states of the workers' datasets."""
-        plan, streams = self._present_plan, self._parts.streams
+        plan, checkpoints = self._present_plan, self._parts.checkpoints
         is_iterable = isinstance(self.dataset, IterableDataset)
         if has_own_state(self.dataset) and not (is_iterable or self._can_save_dataset):
             self._warn_of_dataset()
-        if streams is None or not self._saves_dataset:
+        if checkpoints is None or not self._saves_dataset:
             return state
         is_mid = plan.epoch is not None and not plan.progress.is_ended
         is_persistent = self.num_workers == 0 or self._iterator is not None
         if is_mid:
-            state["streams"] = streams.dump()
+            state["streams"] = checkpoints.dump()
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
         elif is_persistent:
-            ended = DatasetCheckpoints.load(streams.dump(), self.num_workers)
+            ended = DatasetCheckpoints.load(checkpoints.dump(), self.num_workers)
             state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
         return state
 
@@ -363,10 +363,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
         loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
-        self._check_streams(loaded)
+        self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
 
-    def _check_streams(self, loaded: dict[str, Any]) -> None:
+    def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""
         if "streams" in loaded:
             if not self._saves_dataset:

@@ -58,7 +58,7 @@ class SlotIterator(EngineIterator):
             timeout_s=config.timeout_s,
             sample_timeout_s=config.fetch.sample_timeout_s,
             worker_restarts=config.worker_restarts,
-            streams=self._streams,
+            checkpoints=self._checkpoints,
             is_iterable=config.fetch.is_iterable,
             is_dynamic=is_dynamic,
             is_seeded=config.fetch.seed is not None,

@@ -214,13 +214,13 @@ class Count:
 
 
 def state_of(loader: DataLoader) -> dict[str, Any]:
-    return loader._parts.streams.dump()
+    return loader._parts.checkpoints.dump()
 
 
 def resume(loader: DataLoader, state: dict[str, Any]) -> None:
     states = DatasetCheckpoints.load(state, loader.num_workers)
     is_over = all(stream["has_ended"] for stream in state["streams"])
-    loader._parts.resume_streams = states.next_epoch() if is_over else states
+    loader._parts.resumed_checkpoints = states.next_epoch() if is_over else states
     loader._iterator = None
 
 
@@ -423,7 +423,7 @@ def test_snapshots_are_counted_from_the_epoch_s_beginning_with_batches_that_fail
     for _ in range(7):
         with contextlib.suppress(ValueError):
             next(batches)
-        (stream,) = batches._streams.dump()["streams"]
+        (stream,) = batches._checkpoints.dump()["streams"]
         at_once.append(stream.get("snapshot", {"at": 0})["at"])
     assert at == at_once == [0, 0, 3, 3, 3, 6, 6]
 
@@ -937,7 +937,7 @@ def test_the_interval_can_be_read_and_means_nothing_to_other_datasets() -> None:
     loader = DataLoader(range(4), num_workers=1, snapshot_every_n_steps=3)
     assert loader.snapshot_every_n_steps == 3
     assert rest(iter(loader)) == [[0], [1], [2], [3]]
-    assert loader._parts.streams is None
+    assert loader._parts.checkpoints is None
 
 
 def test_a_dataset_is_iterated_once_though_it_goes_on() -> None:

@@ -303,7 +303,7 @@ def test_a_worker_that_is_lost_between_epochs_is_replaced_for_the_next():
 
 def test_a_worker_that_is_lost_while_an_epoch_is_left_begins_the_next_one_at_its_start():
     streams = DatasetCheckpoints.at_beginning(2, base_seed=1)
-    engine, pool = engine_of(worker_restarts=1, streams=streams)
+    engine, pool = engine_of(worker_restarts=1, checkpoints=streams)
     engine.start(iter(range(8)))
     assert [engine.next_batch() for _ in range(4)] == [0, 1, 2, 3]
     begin = pool.start_epoch

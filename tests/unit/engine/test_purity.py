@@ -37,7 +37,7 @@ def path_of(module: str) -> Path:
         "shmloader.engine.scheduler",
         "shmloader.engine.slots",
         "shmloader.engine.workers",
-        "shmloader.engine.streams",
+        "shmloader.engine.dataset_progress",
         "shmloader.engine.routing",
         "shmloader.pools.adapting",
         "shmloader.messages",

@@ -48,10 +48,12 @@ def test_an_attribute_that_is_set_counts_from_the_next_epoch_on() -> None:
 
 def test_what_is_resumed_is_taken_once_and_replaces_where_the_datasets_were() -> None:
     parts = config.LoaderParts()
-    parts.streams, parts.resume_streams = (DatasetCheckpoints.at_beginning(n) for n in (1, 2))
-    resumed = parts.resume_streams
+    parts.checkpoints, parts.resumed_checkpoints = (
+        DatasetCheckpoints.at_beginning(n) for n in (1, 2)
+    )
+    resumed = parts.resumed_checkpoints
     assert parts.take_resumed() is resumed
-    assert parts.streams is None
+    assert parts.checkpoints is None
     assert parts.take_resumed() is None
 
 

@@ -16,7 +16,7 @@ from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.workers import WorkerTable
 
 
-class StreamNote(NamedTuple):
+class DatasetNote(NamedTuple):
     """Says that a worker's dataset has yielded a batch, or that it has ended.
 
     Attributes:
@@ -42,10 +42,10 @@ class StreamNote(NamedTuple):
 
 class _End(NamedTuple):
     seq: int
-    note: StreamNote
+    note: DatasetNote
 
 
-class Streams:
+class DatasetProgress:
     """Keeps the checkpoints in the workers' records. Part of the scheduler.
 
     Attributes:
@@ -76,11 +76,11 @@ class Streams:
         self._in_order = in_order
         self._is_iterable = is_iterable
         # What no delivery has reported yet: batches that were left out, and ends.
-        self._left_out: list[StreamNote] = []
+        self._left_out: list[DatasetNote] = []
         self._ends: list[_End] = []
         self._is_left = False
 
-    def answered(self, note: StreamNote) -> None:
+    def answered(self, note: DatasetNote) -> None:
         """Note that a batch, or an exception in its place, has come from a worker."""
         worker = self._workers[note.worker_id]
         worker.checkpoint = note.applied_to(worker.checkpoint)
@@ -95,11 +95,11 @@ class Streams:
             next_epoch: What the worker's next epoch begins with.
         """
         if not self._is_left:
-            worker, note = self._workers[worker_id], StreamNote(worker_id, next_epoch=next_epoch)
+            worker, note = self._workers[worker_id], DatasetNote(worker_id, next_epoch=next_epoch)
             worker.checkpoint = note.applied_to(worker.checkpoint)
             self._ends.append(_End(seq, note))
 
-    def handed_over(self, seq: int, note: StreamNote) -> list[StreamNote]:
+    def handed_over(self, seq: int, note: DatasetNote) -> list[DatasetNote]:
         """Return the notes for a ticket's delivery: on its batch, and on what is over by then."""
         self._workers[note.worker_id].undelivered -= 1
         if not (self._ends or self._left_out):
@@ -111,12 +111,12 @@ class Streams:
         notes = [*ends, note] if self._in_order else [note, *ends]
         return [*self._take_left_out(), *notes]
 
-    def left_out(self, note: StreamNote) -> None:
+    def left_out(self, note: DatasetNote) -> None:
         """Note that a batch is not delivered, since all its samples failed."""
         self._workers[note.worker_id].undelivered -= 1
         self._left_out.append(note)
 
-    def _take_left_out(self) -> list[StreamNote]:
+    def _take_left_out(self) -> list[DatasetNote]:
         notes, self._left_out = self._left_out, []
         return notes
 
@@ -125,7 +125,7 @@ class Streams:
             return end.seq < seq
         return not self._workers[end.note.worker_id].undelivered
 
-    def take_ends(self) -> list[StreamNote]:
+    def take_notes(self) -> list[DatasetNote]:
         """Return the notes that no delivery has reported. Called at the epoch's end."""
         ends, self._ends = self._ends, []
         return [*self._take_left_out(), *_in_order(ends)]
@@ -161,5 +161,5 @@ class Streams:
         self.beginnings = tuple(worker.checkpoint for worker in self._workers)
 
 
-def _in_order(ends: Iterable[_End]) -> list[StreamNote]:
+def _in_order(ends: Iterable[_End]) -> list[DatasetNote]:
     return [end.note for end in sorted(ends, key=operator.attrgetter("seq"))]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint, chained
 from shmloader.batch.iterable_state import Saved, dump_for_workers
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
 from shmloader.engine.stream_here import StreamHere
-from shmloader.engine.streams import StreamNote
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}
@@ -57,7 +57,7 @@ class Run:
             return
         self.given[worker_id] += 1
         snapshot = b"%d" % self.given[worker_id]
-        self.scheduler.answered(ticket.seq, 0, snapshot, note=StreamNote(worker_id, snapshot))
+        self.scheduler.answered(ticket.seq, 0, snapshot, note=DatasetNote(worker_id, snapshot))
 
     def take(self):
         """What `next()` does, if a batch is there."""
@@ -83,7 +83,7 @@ class Run:
                 self.answer(busy[min(choice, len(busy) - 1)])
         while self.take():
             pass
-        self.user.note(self.scheduler.streams.take_ends())
+        self.user.note(self.scheduler.progress.take_notes())
         return self
 
 
@@ -152,7 +152,7 @@ def test_a_stream_that_ends_before_its_last_batch_is_taken_has_ended_afterwards(
     run.answer(0)
     run.answer(0)
     run.take()
-    run.user.note(run.scheduler.streams.take_ends())
+    run.user.note(run.scheduler.progress.take_notes())
     assert run.user.checkpoints == (DatasetCheckpoint(1, b"at the end", 1, has_ended=True),)
 
 
@@ -177,7 +177,7 @@ def subject_of(worker_count, **options):
 
 def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
     subject = subject_of(3)
-    subject.answered(0, 0, "batch", note=StreamNote(0, b"in the midst"))
+    subject.answered(0, 0, "batch", note=DatasetNote(0, b"in the midst"))
     subject.stream_ended(1, 0, Beginning(RNG, b"at the end"))
     subject.end_epoch()
     subject.stream_ended(2, 0, Beginning(None, b"late"))
@@ -188,7 +188,7 @@ def test_an_epoch_that_is_left_gives_a_new_worker_nothing_to_go_on_from():
 
 def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is_left():
     subject = subject_of(2, is_iterable=False)
-    subject.answered(0, 0, "batch", note=StreamNote(0, b"after a batch"))
+    subject.answered(0, 0, "batch", note=DatasetNote(0, b"after a batch"))
     subject.end_epoch()
     assert subject.workers[0].checkpoint.snapshot == b"after a batch"
     assert subject.workers[1].checkpoint == DatasetCheckpoint()
@@ -209,34 +209,34 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     subject.left_epoch(1, short)
     subject.left_epoch(2, None)
     subject.start_epoch()
-    assert subject.streams.beginnings == (
+    assert subject.progress.beginnings == (
         DatasetCheckpoint(0, b"long", rng=RNG),
         DatasetCheckpoint(0, b"state"),
         DatasetCheckpoint(),
     )
-    assert [worker.checkpoint for worker in subject.workers] == list(subject.streams.beginnings)
-    assert subject.streams.take_ends() == []
+    assert [worker.checkpoint for worker in subject.workers] == list(subject.progress.beginnings)
+    assert subject.progress.take_notes() == []
 
 
 def test_a_batch_that_is_left_out_is_told_with_the_next_one_or_at_the_end_of_its_epoch():
     subject = subject_of(3, is_iterable=False)
-    notes = [StreamNote(worker_id, b"state") for worker_id in range(3)]
+    notes = [DatasetNote(worker_id, b"state") for worker_id in range(3)]
     for note in notes:
         subject.answered(note.worker_id, 0, "batch", note=note)
     subject.left_out(subject.take_next())
     assert subject.handed_over(subject.take_next()) == notes[:2]
     subject.left_out(subject.take_next())
-    assert subject.streams.take_ends() == notes[2:]
+    assert subject.progress.take_notes() == notes[2:]
     assert [worker.undelivered for worker in subject.workers] == [0, 0, 0]
-    subject.streams.left_out(notes[0])  # the last of an epoch that is left
+    subject.progress.left_out(notes[0])  # the last of an epoch that is left
     subject.end_epoch()
     subject.start_epoch()
-    assert subject.streams.take_ends() == []
+    assert subject.progress.take_notes() == []
 
 
 def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
     subject = subject_of(2, in_order=False)
-    subject.answered(0, 0, "batch", note=StreamNote(0))  # and is not handed over
+    subject.answered(0, 0, "batch", note=DatasetNote(0))  # and is not handed over
     subject.end_epoch()
     subject.answered(1, 0, "late")
     for worker_id in range(2):
@@ -246,9 +246,9 @@ def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
         subject.offer([number])
         subject.next_task()
     subject.stream_ended(0, 1, Beginning())
-    subject.answered(1, 1, "batch", note=StreamNote(1))
-    end = StreamNote(0, next_epoch=Beginning())
-    assert subject.handed_over(subject.take_next()) == [StreamNote(1), end]
+    subject.answered(1, 1, "batch", note=DatasetNote(1))
+    end = DatasetNote(0, next_epoch=Beginning())
+    assert subject.handed_over(subject.take_next()) == [DatasetNote(1), end]
 
 
 # ---------------------------------------------------------------- dump and load
@@ -260,9 +260,9 @@ def saved(state, of="iterator", is_short=False):
 
 def test_without_states_what_is_dumped_is_a_few_numbers():
     states = DatasetCheckpoints.at_beginning(2, base_seed=12)
-    failed = StreamNote(0, has_failed=True)
-    states.note([StreamNote(0, None, 3), StreamNote(1, None, 4), StreamNote(0, None, 5), failed])
-    states.note([StreamNote(1, next_epoch=Beginning())])
+    failed = DatasetNote(0, has_failed=True)
+    states.note([DatasetNote(0, None, 3), DatasetNote(1, None, 4), DatasetNote(0, None, 5), failed])
+    states.note([DatasetNote(1, next_epoch=Beginning())])
     check = chained(chained(0, 3), 5)
     expected = {
         "num_workers": 2,
@@ -281,7 +281,7 @@ def test_without_states_what_is_dumped_is_a_few_numbers():
 
 def test_what_is_dumped_is_nobody_else_s():
     states = DatasetCheckpoints.at_beginning(1)
-    states.note([StreamNote(0, saved({"at": [1]}))])
+    states.note([DatasetNote(0, saved({"at": [1]}))])
     first = states.dump()
     first["streams"][0]["snapshot"]["state"]["at"].append(2)
     first["streams"][0]["given"] = 7
@@ -295,7 +295,7 @@ def test_what_is_dumped_is_nobody_else_s():
 
 def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
     states = DatasetCheckpoints.at_beginning(1, base_seed=7)
-    states.note([StreamNote(0, saved({"at": [1]}, "dataset", is_short=True)), StreamNote(0)])
+    states.note([DatasetNote(0, saved({"at": [1]}, "dataset", is_short=True)), DatasetNote(0)])
     mine = states.dump()
     kept = copy.deepcopy(mine)
     loaded = DatasetCheckpoints.load(mine, 1)
@@ -307,9 +307,9 @@ def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
 
 def test_going_back_takes_back_what_was_noted_since():
     states = DatasetCheckpoints.at_beginning(2)
-    states.note([StreamNote(0)])
+    states.note([DatasetNote(0)])
     mark, before = states.mark(), states.dump()
-    states.note([StreamNote(1, next_epoch=Beginning()), StreamNote(0)])
+    states.note([DatasetNote(1, next_epoch=Beginning()), DatasetNote(0)])
     assert states.dump() != before
     states.go_back(mark)
     assert states.dump() == before
