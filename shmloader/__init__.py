@@ -7,7 +7,7 @@ The layers; imports run downward only::
 
     cli         the command line
     cluster     an executor over Ray; integrations adapts loaders to frameworks
-    installing  runs torch's own loaders on our engine; install_report lists them
+    installing  runs torch's own loaders on our engine, by stand_in; install_report lists them
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from shmloader.installing import InstallOptions, installed
+from shmloader.installing import installed
+from shmloader.stand_in import InstallOptions
 
 
 class LoaderMixin:

@@ -1,0 +1,160 @@
+"""Loaders of ours that stand in for loaders of torch's; see :mod:`shmloader.installing`."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any, TypedDict
+
+import torch
+import torch.utils.data
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from shmloader.batch.failures import OnError
+from shmloader.loader.dataloader import DataLoader
+from shmloader.sampling.seeded_order import SeededOrder
+
+#: The attributes of a loader that torch's constructor sets and torch's iterators read.
+_TORCHS = (
+    "dataset",
+    "batch_size",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+    "_dataset_kind",
+    "_IterableDataset_len_called",
+    "_DataLoader__multiprocessing_context",
+)
+
+#: The attribute in which a loader keeps the number of its next epoch, with ``seed``. It is a plain
+#: int, so copies and pickles of the loader keep it.
+_EPOCH = "_shmloader_epoch"
+
+
+class InstallOptions(TypedDict, total=False):
+    """The arguments of :func:`install`; :class:`shmloader.DataLoader` describes them."""
+
+    seed: int | None
+    on_error: OnError
+    max_failures: int | float | Fraction | None
+    sample_timeout: float | None
+    worker_restarts: int
+    thread_pool: bool
+    fetch_concurrency: int | None
+    shm_size: int | str | None
+    device: str | int | torch.device | None
+    device_transform: Callable[[Any], Any] | None
+    device_prefetch: int
+    snapshot_every_n_steps: int | None
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in (*inspect.signature(torch.utils.data.DataLoader.__init__).parameters, "self")
+} | {"snapshot_every_n_steps": 0}  # no state of these loaders is ever saved
+
+
+class StandIn(DataLoader[Any]):
+    """A loader of ours that has the attributes of a loader of torch's.
+
+    Attributes:
+        kind: The class of torch's loader.
+        left_out: The arguments of :func:`install` that do not fit the loader, and why; "" if all
+            fit.
+
+    Args:
+        loader: The loader of torch's.
+        options: The arguments of :func:`install`.
+    """
+
+    def __init__(self, loader: Any, options: InstallOptions) -> None:
+        # torch's constructor has checked these for the loader. It is not called again, since it
+        # would repeat its warnings.
+        own = self.__dict__
+        own.update({name: getattr(loader, name) for name in _TORCHS})
+        own["_DataLoader__initialized"] = True
+        self.kind = type(loader)
+        unfit = _unfit(loader, options)
+        self.left_out = "; ".join(f"without {name}: {why}" for name, why in unfit.items())
+        fit = {name: value for name, value in options.items() if name not in unfit}
+        own.update(_DEFAULTS, **fit)
+        self._iterator = None
+        self._owner = weakref.ref(loader)
+        self._sample_seed = own["seed"]
+        self._make_own_parts()
+        self._make_plan(*_given_samplers(loader))
+        plan = self._present_plan
+        plan.counter.next = vars(loader).get(_EPOCH, 0)
+        if isinstance(plan.order, SeededOrder):
+            plan.order.expect_epoch(plan.counter.next)
+
+    def begin(self, loader: Any, iterator: Any) -> Any:
+        """Begin an epoch of the loader, and return its iterator.
+
+        Args:
+            loader: The loader.
+            iterator: The iterator whose persistent workers load; None to start new workers.
+        """
+        self.__dict__["_IterableDataset_len_called"] = loader._IterableDataset_len_called
+        self._iterator = iterator
+        try:
+            begun = iter(self)
+        finally:
+            # The loader keeps the iterator. With a reference here, too, there would be a cycle, and
+            # only the garbage collector would end the workers.
+            self._iterator = None
+        if self._sample_seed is not None:
+            vars(loader)[_EPOCH] = self._present_plan.counter.next
+        return begun
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as the loader itself does."""
+        owner = self._owner()
+        if not self.thread_pool and owner is not None:
+            owner.check_worker_number_rationality()
+
+
+def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
+    """Return which arguments of :func:`install` do not fit a loader, and why, by their names.
+
+    Without workers, an argument that simply has no effect counts as fitting, such as ``shm_size``.
+    """
+    unfit = {}
+    if isinstance(loader.dataset, IterableDataset):
+        names = ("thread_pool", "on_error", "max_failures", "fetch_concurrency")
+        unfit = dict.fromkeys(names, "the dataset is iterable")
+    elif loader.multiprocessing_context is not None:
+        unfit["thread_pool"] = "the loader has a multiprocessing_context"
+    if loader.generator is not None:
+        unfit["seed"] = "the loader has a generator"
+    given = {name for name, value in options.items() if value != _DEFAULTS[name]}
+    without_workers: tuple[str, ...] = ()
+    if loader.num_workers == 0:
+        without_workers = ("thread_pool", "worker_restarts", "sample_timeout")
+    return {name: why for name, why in unfit.items() if name in given} | dict.fromkeys(
+        given.intersection(without_workers), "the loader has no workers"
+    )
+
+
+def _given_samplers(loader: Any) -> tuple[Iterable[Any] | None, Iterable[Any] | None]:
+    """Return a loader's sampler and batch sampler; None for one that is torch's default."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    is_usual = type(batches) is BatchSampler and batches.sampler is sampler
+    if batches is not None and not (is_usual and loader.batch_size is not None):
+        return None, batches
+    if type(sampler) is SequentialSampler:
+        return None, None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return None, None
+    return sampler, None
