@@ -7,8 +7,9 @@ samples take. ``ragged`` explains why samples cannot be collated.
 
 ``sample_rng`` seeds random number generators through the wrappers in ``seeded_datasets``, with the
 numbers of ``seeds``. It skips samples that draw no random numbers, which ``drawing`` proves.
-``failures`` carries exceptions and failed samples to the main process. ``iterable_state`` and
-``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint`` describes.
+``remote_error`` carries exceptions to the main process, and ``failures`` failed samples.
+``iterable_state`` and ``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint``
+describes.
 
 ``payload`` carries the dataset and the functions to a worker, and ``portable`` to a process of an
 executor. ``unpicklable`` finds the part that cannot be pickled. ``timer`` measures the parts of the

@@ -1,4 +1,4 @@
-"""Carries exceptions and failed samples from a worker to the main process.
+"""Carries failed samples from a worker to the main process, and names samples in texts.
 
 Only plain values cross, so that neither a key nor an exception class of the user's can make an
 answer unreadable. Failed samples are noted where they are loaded
@@ -9,17 +9,13 @@ their batch is delivered.
 import contextlib
 import pickle
 import reprlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
-import cloudpickle
-from torch._utils import ExceptionWrapper, KeyErrorMessage
-
+from shmloader.batch.remote_error import RemoteError, cut_text
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.indices import without_position
-from shmloader.tracebacks import format_for_user
 
 #: How a sample that fails is handled. A function gets the sample's index and the exception, and
 #: returns another sample.
@@ -35,216 +31,13 @@ _TRACEBACK_CHARACTERS = 4000
 _INDEX_BYTES = 4 * 1024
 _INDEX_CHARACTERS = 200
 
-# The limits of traceback and key where only a short message can be sent.
+# The limits of traceback, exception's text and key where only a short message can be sent.
 _SHORT_TRACEBACK_CHARACTERS = 500
+_SHORT_MESSAGE_CHARACTERS = 200
 _SHORT_BYTES = 512
 
 # The most indices that a text lists.
 _SHOWN = 8
-
-# How many characters of an exception's own text are kept on one line.
-_MESSAGE_CHARACTERS = 1000
-_SHORT_MESSAGE_CHARACTERS = 200
-
-# These become a RuntimeError in the main process, where they would end a loop or a generator. So
-# does an exception that is not an ``Exception``: it would end a task, the loader, or the program.
-_CONTROL_FLOW = (StopIteration, StopAsyncIteration)
-
-# An exception whose pickled class is longer than this becomes a RuntimeError.
-_TYPE_BYTES = 8 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteError:
-    """An exception in a form that can cross to the main process.
-
-    Attributes:
-        kind: Name of the exception's class.
-        where: Where it was caught, for instance "in DataLoader worker process 3".
-        text: The traceback, as text, from the user's first frame on.
-        type_bytes: The pickled class; None if the main process is to raise a RuntimeError instead.
-        message: The exception's own text, on one line.
-        own_notes: The notes of :func:`note_sample`. ``text`` is as torch's, without them.
-    """
-
-    kind: str
-    where: str
-    text: str
-    type_bytes: bytes | None
-    message: str = ""
-    own_notes: tuple[str, ...] = ()
-
-    @classmethod
-    def caught(cls, where: str) -> Self:
-        """Wrap the exception that is being handled."""
-        error = sys.exception()
-        assert error is not None
-        return cls.of(error, where)
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> Self:
-        """Wrap an exception that was caught."""
-        kind = type(error)
-        notes = getattr(error, "__notes__", ())
-        own = tuple(str(note) for note in notes if isinstance(note, _SampleNote))
-        text = format_for_user(error)
-        for note in reversed(own):
-            text = text.removesuffix(f"{note}\n")
-        return cls(kind.__name__, where, text, _pickle_type(kind), _message_of(error), own)
-
-    def dumps(self) -> bytes:
-        """Return the error pickled as plain values, which can always be read."""
-        values = (
-            self.kind, self.where, self.text, self.type_bytes, self.message, self.own_notes,
-        )  # fmt: skip
-        return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def loads(cls, data: bytes) -> Self:
-        """Return the error that :meth:`dumps` has pickled."""
-        return cls(*pickle.loads(data))
-
-    def shortened(self, characters: int) -> Self:
-        """Return the error with a text of at most about ``characters`` characters.
-
-        The traceback and its last line, which begins with the class and the message, keep their
-        beginnings and their ends.
-        """
-        if len(self.text) <= characters:
-            return self
-        body = self.text.rstrip("\n")
-        trace, newline, last_line = body.rpartition("\n")
-        half = characters // 2
-        parts = _without_middle(trace, half), newline, _without_middle(last_line, half)
-        return replace(self, text="".join(parts) + self.text[len(body) :])
-
-    def reraise(self, note: str) -> NoReturn:
-        """Raise the exception in this process, with ``note`` added (PEP 678).
-
-        Raises:
-            Exception: An exception of the same class if that can be built from a text, otherwise a
-                RuntimeError. Its text begins as torch's does.
-        """
-        try:
-            self._raise()
-        except BaseException as error:
-            if not is_interruption(error):
-                with Suppressed(Exception):  # an exception may refuse attributes
-                    for each in (note, *self.own_notes):
-                        error.add_note(each)
-                error.with_traceback(None)  # it refers to this frame, which refers to the error
-            raise
-
-    def rebuilt(self, note: str) -> Exception:
-        """Return the exception that :meth:`reraise` would raise, without a traceback.
-
-        So it keeps no frame of this process alive.
-        """
-        try:
-            self.reraise(note)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            with Suppressed(Exception):  # an exception may refuse attributes
-                error.__context__ = None
-            return error.with_traceback(None)
-
-    @property
-    def summary(self) -> str:
-        """The name of the class and the message, on one line."""
-        return f"{self.kind}: {self.message}" if self.message else self.kind
-
-    def summarized(self, note: str) -> Exception:
-        """Return an exception of the same class whose text is one line, for a list of failures.
-
-        If the class cannot be built from a text, a RuntimeError is returned. The traceback is in
-        the exception's notes, so Python prints it where the exception is the cause of another one.
-
-        Args:
-            note: A note for the exception, which says what failed, such as a sample in a worker.
-        """
-        error: Exception = RuntimeError(self.summary)
-        kind = self._load_type()
-        if kind is not None:
-            with Suppressed(Exception):  # the class's own constructor or text
-                built = _build(kind, self.message)
-                if isinstance(built, Exception) and "\n" not in str(built):
-                    error = built
-        with Suppressed(Exception):  # an exception may refuse attributes
-            error.add_note(note)
-            error.add_note(self.text.rstrip("\n"))
-        return error
-
-    def _load_type(self) -> Any:
-        """Return the class; None if the main process cannot load it or must not raise it."""
-        if self.type_bytes is not None:
-            with Suppressed(Exception):  # a module that only the worker has
-                return pickle.loads(self.type_bytes)
-        return None
-
-    def _raise(self) -> NoReturn:
-        kind = self._load_type()
-        if kind is not None:
-            # torch's wrapper passes KeyError and some others their text in the form they need.
-            wrapper: Any = object.__new__(ExceptionWrapper)
-            wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, self.text, self.where
-            try:
-                wrapper.reraise()
-            except (kind, RuntimeError):
-                raise
-            except Exception as error:
-                if is_interruption(error):
-                    raise
-                # The class's own constructor failed.
-        raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
-
-
-def _without_middle(text: str, characters: int) -> str:
-    if len(text) <= characters:
-        return text
-    half = characters // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
-
-
-def _message_of(error: BaseException) -> str:
-    """Return an exception's own text on one line, whatever its ``__str__`` does."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as raised:
-        if is_interruption(raised):
-            raise
-        text = "<exception str() failed>"
-    return _cut(text, _MESSAGE_CHARACTERS)
-
-
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[:characters]} …"
-
-
-def _build(kind: Any, text: str) -> Any:
-    """Return an exception of a class with a text, built as torch builds it."""
-    if kind is KeyError:
-        return KeyError(KeyErrorMessage(text))
-    return kind(message=text) if getattr(kind, "message", None) else kind(text)
-
-
-class _SampleNote(str):
-    """A note of :func:`note_sample`, which tells it from other notes of an exception."""
-
-    __slots__ = ()
-
-
-def note_sample(error: BaseException, note: str) -> None:
-    """Add a note to an exception of the user's code, such as which sample failed.
-
-    The note replaces an earlier one of this function, since a dataset may raise the same exception
-    for two samples.
-    """
-    with Suppressed(Exception):  # an exception may refuse attributes
-        notes = getattr(error, "__notes__", None)
-        if notes:
-            error.__notes__ = [each for each in notes if not isinstance(each, _SampleNote)]
-        error.add_note(_SampleNote(note))
 
 
 def describe_bad_index(index: object) -> str:
@@ -273,21 +66,6 @@ def describe_bad_number(number: int, *, is_resumed: bool, is_here: bool) -> str:
     where = "" if is_here else " in this worker"
     since = "its state was loaded" if is_resumed else "the epoch began"
     return f"The dataset's iterator failed at sample {number}, counted from 0{where} since {since}."
-
-
-def _pickle_type(kind: type[BaseException]) -> bytes | None:
-    """Pickle a class by name, or else by value.
-
-    Returns None for a class that the main process must not raise, and for one that cannot be
-    pickled or whose pickle is too long.
-    """
-    if issubclass(kind, _CONTROL_FLOW) or not issubclass(kind, Exception):
-        return None
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        with contextlib.suppress(Exception):
-            data: bytes = dumps(kind)
-            return data if len(data) <= _TYPE_BYTES else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +101,7 @@ class BadSample:
         """Return the sample in a form of less than 4 KiB."""
         data = _dump_index(self.index)
         error = self.error.shortened(_SHORT_TRACEBACK_CHARACTERS)
-        error = replace(error, message=_cut(error.message, _SHORT_MESSAGE_CHARACTERS))
+        error = replace(error, message=cut_text(error.message, _SHORT_MESSAGE_CHARACTERS))
         if error.type_bytes is not None and len(error.type_bytes) > _SHORT_BYTES:
             error = replace(error, type_bytes=None)
         index = self.index

@@ -14,9 +14,9 @@ from shmloader.batch.failures import (
     describe_bad_list,
     describe_bad_number,
     describe_index,
-    note_sample,
 )
 from shmloader.batch.ragged import collate
+from shmloader.batch.remote_error import note_sample
 from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.batch.failures import describe_indices, note_sample
+from shmloader.batch.failures import describe_indices
+from shmloader.batch.remote_error import note_sample
 from shmloader.interruptions import Suppressed
 from shmloader.tracebacks import without_ours
 

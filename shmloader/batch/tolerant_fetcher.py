@@ -10,7 +10,6 @@ from shmloader.batch.failures import (
     SampleReport,
     describe_bad_index,
     describe_bad_replacement,
-    note_sample,
 )
 from shmloader.batch.fetchers import (
     EmptyBatchError,
@@ -19,6 +18,7 @@ from shmloader.batch.fetchers import (
     one_by_one,
 )
 from shmloader.batch.ragged import collate
+from shmloader.batch.remote_error import note_sample
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed
 from shmloader.sampling.steps import is_sharded

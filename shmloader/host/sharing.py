@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, ranks_of_host

@@ -8,7 +8,8 @@ does not fit is left out.
 
 import pickle
 
-from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.failures import SampleReport
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import FlatLayout, ShardLayouts

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.failures import SampleReport
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, decode, lends
@@ -93,7 +94,7 @@ class Batch:
 class LocalError:
     """An exception of this thread, which is raised unchanged.
 
-    Has the part of :class:`~shmloader.batch.failures.RemoteError` that the engine uses.
+    Has the part of :class:`~shmloader.batch.remote_error.RemoteError` that the engine uses.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -9,9 +9,9 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import Timer
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import checksum

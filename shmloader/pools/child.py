@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data._utils import signal_handling
 
-from shmloader.batch.failures import RemoteError, note_sample
 from shmloader.batch.payload import receive_payload
+from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.seeds import seed_worker
 from shmloader.faults import FAULTS
 from shmloader.messages import RECEIVE_BYTES, unpack

@@ -47,8 +47,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.portable import PortablePayload
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.insight.measurements import Readings
 from shmloader.interruptions import is_interruption

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.portable import (
     MissingPayloadError,
@@ -39,6 +38,7 @@ from shmloader.batch.portable import (
     explain_missing,
     load_portable,
 )
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.memory.collate import install
 from shmloader.memory.slot import FIRST_BYTES, Slot

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack

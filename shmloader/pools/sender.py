@@ -4,7 +4,7 @@ import pickle
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.failures import RemoteError
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption

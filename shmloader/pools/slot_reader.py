@@ -5,7 +5,8 @@ Runs on the engine's thread.
 
 from collections.abc import Sequence, Sized
 
-from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.failures import SampleReport
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig

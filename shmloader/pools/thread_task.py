@@ -7,10 +7,11 @@ from typing import Any
 
 from shmloader.batch.arrays import no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import OnError, RemoteError
+from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError, list_loader, one_by_one
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.memory.gather import RowGatherer

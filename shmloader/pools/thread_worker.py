@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import RemoteError
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.core_time import core_time_here, core_time_of
 from shmloader.insight.measurements import Usage

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.batch.failures import OnError, RemoteError, note_sample
+from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
@@ -30,6 +30,7 @@ from shmloader.batch.iterable_state import (
     take_fingerprints,
 )
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import SlotCollate, packs

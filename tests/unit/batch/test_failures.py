@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from shmloader.batch.failures import (
-    LISTED,
-    BadSample,
-    RemoteError,
-    SampleReport,
-    describe_index,
-)
+from shmloader.batch.failures import LISTED, BadSample, SampleReport, describe_index
+from shmloader.batch.remote_error import RemoteError
 from shmloader.messages import INLINE_BYTES
 
 WHERE = "in DataLoader worker process 3"

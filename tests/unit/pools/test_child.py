@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmloader.batch.failures import RemoteError
+from shmloader.batch.remote_error import RemoteError
 from shmloader.pools import child
 
 

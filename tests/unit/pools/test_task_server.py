@@ -6,9 +6,10 @@ import zlib
 import pytest
 import torch
 
-from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.tolerant_fetcher import TolerantFetcher
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.codec import PickledLayout, decode
