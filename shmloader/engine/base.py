@@ -31,8 +31,9 @@ class Delivery(NamedTuple):
         seq: Number of the ticket.
         left_out: Numbers of the tickets since the last delivery whose batches were left out, since
             all their samples failed.
-        notes: If checkpoints of the workers' datasets are kept: the notes on batches that were
-            left out and on streams that ended since the last delivery, then the note on this batch.
+        notes: If checkpoints of the workers' datasets are kept: the note on this batch, and those
+            on batches that were left out and on streams that ended since the last delivery, in the
+            order in which they apply.
         times: When the batch passed each step; None if an error was raised.
     """
 

@@ -630,7 +630,7 @@ class Engine(EngineBase):
             self.check_open()
             raise
         except (OSError, RuntimeError) as error:
-            if is_interruption(error):
+            if is_interruption(error) or isinstance(error, InternalError):
                 raise
             refusals.append(str(error))
             self.in_transit = False

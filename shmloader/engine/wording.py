@@ -141,7 +141,8 @@ def describe_restart(
     if death is None:
         return f"{hang}A new thread replaces it."
     if death.reason:
-        return describe_end(death) + (f"Batches are made again: {again}." if seqs else "")
+        end = describe_end(death)
+        return f"{end}Batches are made again: {again}." if seqs else end.rstrip()
     because = f"{death.because} " if death.because else ""
     text = f"{hang or because or describe_end(death)}A new process replaces worker {worker_id}"
     text += f" and loads its unfinished batches again: {again}." if seqs else "."

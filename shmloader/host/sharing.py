@@ -139,12 +139,10 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             if is_interruption(error):
                 raise
             if meeting.has_lost_host:
-                pid = meeting.host_pid
-                process = f"process {pid}" if pid else "a process in another container"
                 raise RuntimeError(
-                    f"{process}, the rank that was building the object for this "
-                    "host, ended before sharing it. Its own output says why; if it was killed, "
-                    "there may have been too little memory."
+                    f"{_describe(meeting.host_pid)}, the rank that was building the object for "
+                    "this host, ended before sharing it. Its own output says why; if it was "
+                    "killed, there may have been too little memory."
                 ) from error
             # The host's build() was interrupted, or it had answered as many ranks as it expected.
             # So try again.
@@ -165,6 +163,8 @@ def _world_size() -> int:
     try:
         return find_ranks()[1]
     except ValueError as error:
+        if is_interruption(error):
+            raise
         raise ValueError(
             f"{error}. share_on_host() needs a process that knows its rank; under Lightning, call "
             "it in setup() or train_dataloader()"
@@ -332,7 +332,7 @@ def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
     Raises:
         ConnectionError, TimeoutError: If the host has ended, or has closed the meeting.
     """
-    _log.info("process %d builds an object for the ranks of this host", meeting.host_pid)
+    _log.info("%s builds an object for the ranks of this host", _describe(meeting.host_pid))
     channel = meeting.wait_for_host()
     data = channel.recv(_ANSWER_BYTES)
     answer: RemoteError | ReceivedPayload
@@ -348,6 +348,10 @@ def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
     return answer
 
 
+def _describe(pid: int) -> str:
+    return f"process {pid}" if pid else "a process in another container"
+
+
 def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
     """Return the object that the host has built.
 
@@ -355,7 +359,7 @@ def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
         Exception: What the host raised, or what unpickling the object raises.
     """
     if isinstance(answer, RemoteError):
-        answer.reraise(f"Process {builder} built the object for all ranks of this host.")
+        answer.reraise(f"The object for all ranks of this host was built by {_describe(builder)}.")
     with PROCESS.opening:
         before = PROCESS.received
         try:

@@ -8,6 +8,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
+from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
 
 def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -21,8 +23,9 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
     Args:
         loader: A :class:`shmloader.DataLoader`. Its samples have to be divided if there are several
-            training processes, the dataset is map-style and the sampler is not yet a
-            ``DistributedSampler``. The loader then needs a ``batch_size``, and no ``sampler=``.
+            training processes, the dataset is map-style, and neither ``sampler`` nor
+            ``batch_sampler`` yields one rank's samples only, as a ``DistributedSampler`` does. The
+            loader then needs a ``batch_size``, and no ``sampler=``.
 
     Returns:
         A new loader of the same class if the samples have to be divided, otherwise ``loader``.
@@ -37,11 +40,7 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     context = ray.train.get_context()
     count, rank = context.get_world_size(), context.get_world_rank()
     device = ray.train.torch.get_device()
-    if not (
-        count == 1
-        or isinstance(loader.dataset, IterableDataset)
-        or isinstance(loader.sampler, DistributedSampler)
-    ):
+    if count > 1 and not isinstance(loader.dataset, IterableDataset) and not _is_divided(loader):
         loader = _of_rank(loader, count, rank)
     if loader.device is None and device.type != "cpu":
         loader.device = device
@@ -53,13 +52,15 @@ def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
     if loader.batch_size is None:
         raise ValueError(
             "prepare_data_loader cuts the samples for the ranks, which a batch_sampler of your "
-            "own, or batch_size=None, does not allow: give batch_size, or cut it by rank yourself"
+            "own, or batch_size=None, does not allow: give batch_size, or a batch sampler that "
+            "yields only the batches of its rank, and has num_replicas and rank"
         )
     if not _has_default_sampler(loader):
         raise ValueError(
             "prepare_data_loader divides the samples by a DistributedSampler, which would replace "
-            f"your {type(loader.sampler).__name__}: give shuffle= instead of sampler=, or divide "
-            "the sampler by rank yourself and do not prepare the loader"
+            f"your {type(loader.sampler).__name__}: give shuffle= instead of sampler=, or a "
+            "sampler that yields only the samples of its rank, such as "
+            "shmloader.sampling.ShardedSampler"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
@@ -76,9 +77,18 @@ def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
     return rebuild(loader, loader.dataset, **order)
 
 
+def _is_divided(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's samplers yield the samples of one rank only."""
+    return isinstance(loader.sampler, DistributedSampler) or any(
+        map(is_cut_for_ranks, (loader.sampler, loader.batch_sampler))
+    )
+
+
 def _has_default_sampler(loader: DataLoader[Any]) -> bool:
     """Whether the loader's sampler is one that it makes without ``sampler=``, or equal to it."""
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return isinstance(sampler, SequentialSampler)
+    sampler: Any = loader.sampler
+    if type(sampler) in {RandomSampler, SeededRandomSampler}:
+        is_whole = not sampler.replacement
+    else:
+        is_whole = type(sampler) in {SequentialSampler, SeededSequentialSampler}
+    return is_whole and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.interruptions import is_interruption
+
 # How often to look for a message, which takes about 70 µs in all.
 LOOKS = 50
 # The same in a rank that shares workers.
@@ -81,10 +83,11 @@ def poll_soon(poll: "select.poll") -> list[tuple[int, int]]:
 
 
 def _let_others_run() -> None:
-    try:  # noqa: SIM105 - suppress() takes twice as long as the system call
+    try:
         os.sched_yield()
-    except OSError:  # a sandbox
-        pass
+    except OSError as error:  # a sandbox refuses it, or a signal handler raised a TimeoutError
+        if is_interruption(error):
+            raise
 
 
 class _Setting(ctypes.Structure):

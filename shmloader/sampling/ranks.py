@@ -16,6 +16,7 @@ from numbers import Integral
 
 import torch.distributed
 
+from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
@@ -49,6 +50,8 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         try:
             return find_ranks()
         except ValueError as error:
+            if is_interruption(error):
+                raise
             raise ValueError(f"{error}; rank= and world_size= override the environment") from None
     if rank is None or world_size is None:
         raise ValueError(
@@ -90,7 +93,7 @@ class Ranks:
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         is_given = rank is not None or world_size is not None
-        self._resolved = resolve_ranks(rank, world_size) if is_given else None
+        self._settled = resolve_ranks(rank, world_size) if is_given else None
 
     def find(self) -> tuple[int, int]:
         """Return the rank and the world size.
@@ -98,7 +101,7 @@ class Ranks:
         Raises:
             ValueError: If they are not resolved, and the environment variables are wrong.
         """
-        return resolve_ranks(None, None) if self._resolved is None else self._resolved
+        return resolve_ranks(None, None) if self._settled is None else self._settled
 
     def resolve(self) -> None:
         """Fix the ranks as they are now.
@@ -106,14 +109,16 @@ class Ranks:
         Raises:
             ValueError: If they are not resolved, and the environment variables are wrong.
         """
-        self._resolved = self.find()
+        self._settled = self.find()
 
     @property
     def known(self) -> tuple[int, int] | None:
         """The rank and the world size; None while :meth:`find` raises ValueError."""
         try:
             return self.find()
-        except ValueError:
+        except ValueError as error:
+            if is_interruption(error):
+                raise
             return None
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from shmloader import DataLoader
+from shmloader.sampling import ShardedSampler
 from tests.cluster.needed import needed
 
 needed("ray.train.torch")
@@ -18,6 +26,20 @@ adapter = needed("shmloader.integrations.ray")
 pytestmark = pytest.mark.filterwarnings("default")
 
 ROWS = torch.arange(22)
+
+
+class DividedBatches(BatchSampler):
+    rank, num_replicas = 0, 2
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self) - 1, -1, -1))
+
+
+class Shuffled(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter([0] * len(self))
 
 
 @pytest.fixture
@@ -57,6 +79,9 @@ def test_the_last_batch_is_treated_as_the_loader_says(arguments, lengths) -> Non
         Weighted([1.0] * 22, 22),
         RandomSampler(ROWS, replacement=True),
         RandomSampler(ROWS, num_samples=5),
+        SequentialSampler(range(5)),
+        Backwards(ROWS),
+        Shuffled(ROWS),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
@@ -68,8 +93,16 @@ def test_a_sampler_that_cannot_be_divided_is_refused_and_not_replaced(sampler) -
 
 
 @pytest.mark.usefixtures("of_two")
-def test_a_loader_that_is_divided_already_is_kept() -> None:
-    loader = DataLoader(ROWS, 4, sampler=DistributedSampler(ROWS, 2, 1))
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"sampler": DistributedSampler(ROWS, 2, 1), "batch_size": 4},
+        {"sampler": ShardedSampler(SequentialSampler(ROWS), rank=1, world_size=2), "batch_size": 4},
+        {"batch_sampler": DividedBatches(SequentialSampler(range(11)), 4, False)},
+    ],
+)
+def test_a_loader_that_is_divided_already_is_kept(order) -> None:
+    loader = DataLoader(ROWS, **order)
     assert adapter.prepare_data_loader(loader) is loader
 
 

@@ -254,8 +254,8 @@ def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
 
 def test_a_loss_that_an_executor_told_names_its_batches_if_there_are_any():
     death = Death(812, None, reason="the node is gone")
-    text = "DataLoader worker exited unexpectedly: the node is gone. "
-    assert describe_restart(1, death, [5, 7], None) == f"{text}Batches are made again: 5, 7."
+    text = "DataLoader worker exited unexpectedly: the node is gone."
+    assert describe_restart(1, death, [5, 7], None) == f"{text} Batches are made again: 5, 7."
     assert describe_restart(1, death, [], None) == text
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import signal
 from typing import Any
 
 import psutil
@@ -144,3 +145,35 @@ def test_what_does_not_happen_soon_is_not_waited_for() -> None:
     looks: Any = Looks(1 << 30)
     assert poll_soon(looks) == []
     assert 1 < looks.count < 1000
+
+
+@pytest.mark.parametrize("look", [lambda: receive_soon(nothing), lambda: poll_soon(Nothing())])
+def test_what_a_signal_handler_raises_between_two_looks_is_heard(look, monkeypatch) -> None:
+    def alarm(signum: int, frame: object) -> None:
+        raise TimeoutError("the watchdog")
+
+    monkeypatch.setattr(waker.os, "sched_yield", lambda: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(TimeoutError, match="the watchdog"):
+            look()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_where_the_processor_may_not_be_yielded_it_is_looked_nevertheless(monkeypatch) -> None:
+    def refuse() -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(waker.os, "sched_yield", refuse)
+    assert receive_soon(nothing) is None
+    assert poll_soon(Nothing()) == []
+
+
+def nothing() -> Any:
+    raise BlockingIOError
+
+
+class Nothing:
+    def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+        return []

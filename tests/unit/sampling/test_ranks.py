@@ -1,6 +1,7 @@
 """Where rank and world size come from, and what is refused."""
 
 import re
+import signal
 import types
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.sampling.ranks import find_ranks, rank_of, resolve_ranks
+from shmloader.sampling import ranks
+from shmloader.sampling.ranks import Ranks, find_ranks, rank_of, resolve_ranks
 
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
@@ -102,6 +104,30 @@ def test_only_who_has_the_arguments_is_told_of_them(variables, environment):
     with pytest.raises(ValueError, match="but got") as caught:
         find_ranks()
     assert "override" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: resolve_ranks(None, None), lambda: Ranks(None, None).known]
+)
+def test_a_signal_handler_s_exception_is_not_taken_for_one_of_the_variables(
+    function, environment, monkeypatch
+):
+    class AlarmError(ValueError):
+        pass
+
+    def alarm(signum: int, frame: object) -> None:
+        raise AlarmError
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(ranks, "_ranks_of_environment", interrupted)
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(AlarmError):
+            function()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_arguments_go_before_an_environment_that_is_malformed(environment):
