@@ -52,7 +52,7 @@ def test_verdicts_prints_what_was_found_for_each_kind_of_limit():
 
     assert done.returncode == 0, done.stdout + done.stderr
     for kind in ("slow collate", "start-up"):
-        row = rf"^\| {kind} \| [01] of 1 \| [a-z -]+: 1 \| [\d.]+ → [\d.]+ \|$"
+        row = rf"^\| {kind} \| [01] of 1 \| [a-z -]+: 1 \| [\d.,]+ → [\d.,]+ \|$"
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
 
 
@@ -69,7 +69,7 @@ def test_the_probe_of_an_accelerator_measures_each_of_its_parts(tmp_path):
     done = run("probe.py", "--device=late", "--smallest", f"--json={result_file}")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    figure = r"[\d.e+-]+ \|"
+    figure = r"[\d.,e+-]+ \|"
     for row in (
         rf"\| 2 \| {figure} {figure}",
         rf"\| 256 \| {figure} {figure} {figure}",
@@ -120,7 +120,7 @@ def test_what_measures_an_accelerator_says_so_in_a_line_if_there_is_none(name):
 def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
     done = run("sharded.py", "--smallest")
     assert done.returncode == 0, done.stdout + done.stderr
-    ratio = r"\| [\d.]+ \([\d.]+–[\d.]+\) "
+    ratio = r"\| [\d.,]+ \([\d.,]+–[\d.,]+\) "
     for loader in ("rank", "shards"):
         row = rf"^\| \(a\) [^|]+\| {loader} \| [^|]+{ratio}{ratio}\|$"
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
@@ -131,15 +131,15 @@ def test_the_benchmark_of_a_seed_s_cost_has_a_row_for_each_kind_of_dataset():
     done = run("seed_cost.py", "--smallest")
     assert done.returncode == 0, done.stderr
     for part in ("the digest", "random", "numpy.random", "torch"):
-        row = rf"^\| a sample: {part} \| [\d.]+ \("
+        row = rf"^\| a sample: {part} \| [\d.,]+ \("
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     for kind in ("TensorDataset", "code, no draws", "code, six draws on an image"):
         for workers in (0, 2):
-            row = rf"^\| {kind} \| {workers} \| ([\d.]+ \([^|]+ \| ){{3}}-?[\d.]+ \("
+            row = rf"^\| {kind} \| {workers} \| ([\d.,]+ \([^|]+ \| ){{3}}-?[\d.,]+ \("
             assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     for loader in ("torch", "shmloader", "shmloader, seed=0", "ShardedDataLoader"):
         for workers in (0, 2):
-            row = rf"^\| {loader} \| {workers} \| [\d.]+ \([^|]+ \| [\d.]+ \("
+            row = rf"^\| {loader} \| {workers} \| [\d.,]+ \([^|]+ \| [\d.,]+ \("
             assert re.search(row, done.stdout, re.MULTILINE), done.stdout
 
 
@@ -148,7 +148,7 @@ def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
     assert done.returncode == 0, done.stdout + done.stderr
     for workers in (2, 8):
         for loader in ("torch", "round robin", "idle takes oldest"):
-            row = rf"^\| {workers} \| {loader} \| [\d.]+ \([\d.]+–[\d.]+\) \| "
+            row = rf"^\| {workers} \| {loader} \| [\d.,]+ \([\d.,]+–[\d.,]+\) \| "
             assert re.search(row, done.stdout, re.MULTILINE), done.stdout
             drawn = rf"^waits in next\(\), {workers} workers, {loader}, all rounds\n.* \d+ ?#*$"
             assert re.search(drawn, done.stdout, re.MULTILINE), done.stdout
@@ -166,7 +166,7 @@ def test_what_statistics_cost_is_measured_alone_and_on_the_whole():
     done = run("statistics_cost.py", "--smallest")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\| the difference \| -?[\d.]+ \(", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\| the difference \| -?[\d.,]+ \(", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_benchmark_of_arrays_compares_with_torch_and_a_ceiling():
@@ -231,9 +231,9 @@ def test_the_comparison_with_other_loaders_measures_who_is_there_and_names_who_i
     assert text.endswith(f"\n\n{section}")
     for peer, module in PEERS.items():
         is_there = importlib.util.find_spec(module) is not None
-        told = r"[\d.]+ \| [\d.]+ \| " if is_there else "absent: ModuleNotFoundError: "
+        told = r"[\d.,]+ \| [\d.,]+ \| " if is_there else "absent: ModuleNotFoundError: "
         assert re.search(rf"^\| {peer} \| {told}", text, re.MULTILINE), text
-    assert re.search(r"^\| shmloader \| [\d.]+ \| ", text, re.MULTILINE), text
+    assert re.search(r"^\| shmloader \| [\d.,]+ \| ", text, re.MULTILINE), text
     names = "shmloader, shmloader, seed, torch"
     assert re.search(rf"^Content: `[0-9a-f]{{32}}` {names}", text, re.MULTILINE), text
     assert "</svg>" in (tmp_path / "results" / "E.svg").read_text()
