@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
-from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.ranks import divides_for_ranks
 from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
 
@@ -40,7 +40,8 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     context = ray.train.get_context()
     count, rank = context.get_world_size(), context.get_world_rank()
     device = ray.train.torch.get_device()
-    if count > 1 and not isinstance(loader.dataset, IterableDataset) and not _is_divided(loader):
+    is_divided = divides_for_ranks(loader.sampler) or divides_for_ranks(loader.batch_sampler)
+    if count > 1 and not isinstance(loader.dataset, IterableDataset) and not is_divided:
         loader = _of_rank(loader, count, rank)
     if loader.device is None and device.type != "cpu":
         loader.device = device
@@ -75,13 +76,6 @@ def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
     else:
         order["last_batch"] = loader.last_batch
     return rebuild(loader, loader.dataset, **order)
-
-
-def _is_divided(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's samplers yield the samples of one rank only."""
-    return isinstance(loader.sampler, DistributedSampler) or any(
-        map(is_cut_for_ranks, (loader.sampler, loader.batch_sampler))
-    )
 
 
 def _has_default_sampler(loader: DataLoader[Any]) -> bool:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from shmloader.batch.failures import OnError
 from shmloader.host.meeting import ranks_of_host
@@ -31,7 +31,7 @@ from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.ranks import Ranks, is_cut_for_ranks
+from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import SeededShardSampler
 from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
@@ -427,7 +427,7 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
     for given in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
         if _is_own_share(given):
             continue
-        if isinstance(given, DistributedSampler) or is_cut_for_ranks(given):
+        if divides_for_ranks(given):
             raise ValueError(
                 f"{type(given).__name__} gives a part of the samples to each rank, and "
                 "ShardedDataLoader would divide that part again: use shuffle=True, or a sampler of "

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from numbers import Integral
 
 import torch.distributed
+from torch.utils.data import DistributedSampler
 
 from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
@@ -166,6 +167,11 @@ def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
 def is_cut_for_ranks(sampler: object) -> bool:
     """Whether a sampler yields only one rank's share, as torch's ``DistributedSampler`` does."""
     return _share_of(sampler) is not None
+
+
+def divides_for_ranks(sampler: object) -> bool:
+    """Whether a sampler is made to yield one rank's share, even if there is only one rank now."""
+    return isinstance(sampler, DistributedSampler) or is_cut_for_ranks(sampler)
 
 
 def rank_of(samplers: Iterable[object]) -> int | None:

@@ -4,12 +4,10 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from torch.utils.data import DistributedSampler
-
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.epochs import EpochSampler
-from shmloader.sampling.ranks import is_cut_for_ranks, resolve_ranks
+from shmloader.sampling.ranks import divides_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
 from shmloader.sampling.steps import NOT_TAIL, Cut, DrawnSteps, step_count
@@ -111,7 +109,7 @@ def _check_sampler(sampler: object) -> None:
             f"sampler should yield the indices of all samples, but got sampler={sampler!r}"
         )
     for each in (sampler, probe(sampler, "sampler")):
-        if isinstance(each, DistributedSampler) or is_cut_for_ranks(each):
+        if divides_for_ranks(each):
             raise ValueError(
                 f"{type(each).__name__} yields only one rank's share of the samples, and "
                 "ShardedSampler would divide that again: give it a sampler of all samples"
