@@ -300,10 +300,10 @@ def check_last_batch(
             f"{got}"
         )
     if is_sharded:
-        if batch_sampler is not None and last_batch == "rollover":
+        if batch_sampler is not None:
             raise ValueError(
-                "last_batch cannot be 'rollover' with a batch_sampler, which makes the batches, "
-                f"{got}"
+                "last_batch is mutually exclusive with batch_sampler, which makes the batches: the "
+                f"ranks always get equally many, {got}"
             )
         return
     if last_batch == "pad":

@@ -296,18 +296,6 @@ class DataLoader(MeasuredLoader[_T_co]):
     ) -> None:
         # Set first: torch's constructor calls check_worker_number_rationality(), which reads them.
         self.thread_pool, self.executor = thread_pool, executor
-        check_torchs_arguments(
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            timeout=timeout,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            collate_fn=collate_fn,
-            worker_init_fn=worker_init_fn,
-            generator=generator,
-        )
-        if type(self) is DataLoader:  # a subclass of the user's may load from anything
-            check_dataset(dataset)
         if isinstance(num_workers, AutoCount) and (
             thread_pool or executor is not None or not is_map_style(dataset)
         ):
@@ -335,25 +323,46 @@ class DataLoader(MeasuredLoader[_T_co]):
             batch_sampler=batch_sampler,
             is_map_style=is_map_style(dataset),
         )
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            True if last_batch == "discard" and batch_sampler is None else drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+
+        def check_types() -> None:
+            """Check types that torch's constructor accepts, or refuses in words about operators."""
+            check_torchs_arguments(
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                timeout=timeout,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                collate_fn=collate_fn,
+                worker_init_fn=worker_init_fn,
+                generator=generator,
+            )
+            if type(self) is DataLoader:  # a subclass of the user's may load from anything
+                check_dataset(dataset)
+
+        try:
+            super().__init__(
+                dataset,
+                batch_size,
+                shuffle,
+                sampler,
+                batch_sampler,
+                num_workers,
+                collate_fn,
+                pin_memory,
+                True if last_batch == "discard" and batch_sampler is None else drop_last,
+                timeout,
+                worker_init_fn,
+                multiprocessing_context,
+                generator,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers,
+                pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )
+        except TypeError:
+            check_types()
+            raise
+        check_types()
         self.shm_size = shm_size
         self.worker_restarts = worker_restarts
         self.device = device

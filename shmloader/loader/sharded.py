@@ -4,10 +4,12 @@ The module is long because half of it documents and lists the arguments.
 """
 
 import concurrent.futures
+import reprlib
 from collections.abc import Callable, Iterable, Sequence, Sized
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
@@ -73,7 +75,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             default) adds samples from the start of the epoch, so that all batches of all ranks are
             full. "discard" leaves them out. "keep" delivers them as they are, so that a rank may
             have a shorter last batch, fewer shards in it, or one step fewer. "rollover" puts them
-            first in the next epoch; cannot be combined with ``batch_sampler``.
+            first in the next epoch. Cannot be combined with ``batch_sampler``.
 
         **Order and seed**
 
@@ -216,6 +218,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if batchify_fn is not None and collate_fn is not None:
             raise TypeError("batchify_fn is another name for collate_fn: give one of the two")
         _check_dataset(dataset)
+        shuffle = _checked_shuffle(shuffle)
         _check_samplers(sampler, batch_sampler)
         if batch_sampler is None and batch_size is None:
             raise ValueError("batch_size is needed unless there is a batch_sampler")
@@ -421,6 +424,12 @@ def _check_dataset(dataset: object) -> None:
             "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
             "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
         )
+
+
+def _checked_shuffle(shuffle: object) -> bool:
+    if isinstance(shuffle, bool | np.bool_ | None):
+        return bool(shuffle)
+    raise TypeError(f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}")
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:

@@ -85,6 +85,16 @@ REFUSED: list[dict[str, Any]] = [
     {"multiprocessing_context": "bad", "num_workers": 1, "dataset": STREAM, "shuffle": True},
     {"shuffle": True, "sampler": SAMPLER, "batch_sampler": BATCHES},
     {"batch_size": 0, "sampler": SAMPLER, "shuffle": True},
+    # torch's checks come before those of types that it does not check.
+    {"dataset": STREAM, "sampler": 3},
+    {"dataset": STREAM, "batch_sampler": 3},
+    {"sampler": 3, "shuffle": True},
+    {"batch_sampler": 3, "batch_size": 2},
+    {"batch_size": 0, "collate_fn": 3},
+    {"batch_size": 0, "generator": 3},
+    {"num_workers": -1, "worker_init_fn": 3},
+    {"num_workers": 1, "timeout": -1, "prefetch_factor": "2"},
+    {"dataset": 5, "num_workers": -1},
 ]
 
 ACCEPTED: list[dict[str, Any]] = [

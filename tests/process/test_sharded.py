@@ -477,20 +477,16 @@ def test_keep_and_discard_are_what_they_say(kind) -> None:
             assert len(loader) == len(values(loader)) == len(loader.batch_sampler) == 2
 
 
-@pytest.mark.parametrize("rule", ["keep", "discard", "pad"])
-def test_whole_batches_are_dealt_by_the_same_words(rule) -> None:
-    batches = [[0, 1], [2, 3], [4, 5]]
+def test_whole_batches_are_dealt_equally() -> None:
     ranks = [
         values(
             ShardedDataLoader(
-                torch.arange(6), batch_sampler=batches, last_batch=rule, rank=rank, world_size=2
+                torch.arange(6), batch_sampler=[[0, 1], [2, 3], [4, 5]], rank=rank, world_size=2
             )
         )
         for rank in (0, 1)
     ]
-    second = {"keep": [], "discard": [], "pad": [[0, 1]]}
-    assert ranks[0] == ([[0, 1]] if rule == "discard" else [[0, 1], [4, 5]])
-    assert ranks[1] == [[2, 3], *second[rule]]
+    assert ranks == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
 
 
 @pytest.mark.parametrize(
@@ -795,7 +791,12 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"tail": "drop"}, TypeError, r"last_batch= takes .*'discard' \(was 'drop'\)"),
         ({"last_batch": "uneven"}, ValueError, "last_batch='uneven'; did you mean 'keep'?"),
         ({"last_batch": ["keep"]}, ValueError, "'rollover' or 'pad', but got"),
-        ({"last_batch": "rollover", "batch_sampler": [[1]]}, ValueError, "with a batch_sampler"),
+        *(
+            ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "exclusive with batch_samp")
+            for rule in ("keep", "discard", "rollover", "pad")
+        ),
+        ({"shuffle": "no"}, TypeError, "shuffle should be True or False, but got shuffle='no'"),
+        ({"shuffle": 2}, TypeError, "shuffle=2"),
         ({"last_batch": "pad", "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
         ({"drop_last": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
         ({"batch_size": 2, "seed": "1"}, TypeError, "seed='1'"),
