@@ -144,6 +144,7 @@ def check_dataset(dataset: object) -> None:
 
 def check_torchs_arguments(
     *,
+    dataset: object,
     num_workers: Any,
     prefetch_factor: Any,
     timeout: Any,
@@ -153,9 +154,9 @@ def check_torchs_arguments(
     worker_init_fn: object,
     generator: object,
 ) -> None:
-    """Check types that torch's constructor does not check, or for which its message is unclear.
+    """Check types that torch's constructor accepts, or refuses with a text about operators.
 
-    torch raises a TypeError for each of these as well, but later, or with a text about operators.
+    torch raises a TypeError for each of these as well, some of them later.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -182,6 +183,7 @@ def check_torchs_arguments(
         raise TypeError(
             f"generator should be a torch.Generator, but got generator={reprlib.repr(generator)}"
         )
+    check_dataset(dataset)
 
 
 def _is_whole(value: Any) -> bool:

@@ -5,6 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import operator
 import weakref
@@ -31,7 +32,6 @@ from shmloader.loader.arguments import (
     NOT_TRANSFORM,
     check_arguments,
     check_auto,
-    check_dataset,
     check_executor,
     check_last_batch,
     check_may_have_workers,
@@ -324,21 +324,18 @@ class DataLoader(MeasuredLoader[_T_co]):
             is_map_style=is_map_style(dataset),
         )
 
-        def check_types() -> None:
-            """Check types that torch's constructor accepts, or refuses in words about operators."""
-            check_torchs_arguments(
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor,
-                timeout=timeout,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                collate_fn=collate_fn,
-                worker_init_fn=worker_init_fn,
-                generator=generator,
-            )
-            if type(self) is DataLoader:  # a subclass of the user's may load from anything
-                check_dataset(dataset)
-
+        check_types = functools.partial(  # a subclass of the user's may load from anything
+            check_torchs_arguments,
+            dataset=dataset if type(self) is DataLoader else (),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            timeout=timeout,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            collate_fn=collate_fn,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+        )
         try:
             super().__init__(
                 dataset,
