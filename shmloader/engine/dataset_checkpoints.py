@@ -127,10 +127,16 @@ class DatasetCheckpoints:
             )
         saved_count, streams = state.get("num_workers"), state["streams"]
         if type(saved_count) is int and saved_count != worker_count:
+            has_states = any("snapshot" in stream for stream in streams if isinstance(stream, dict))
+            why = (
+                "The state has that of each worker's dataset"
+                if has_states
+                else "Each worker reads its own part of an IterableDataset"
+            )
             raise ValueError(
                 f"the state does not fit this loader:\n- num_workers: {saved_count} in the state, "
-                f"{worker_count} in this loader. Each worker's dataset has a state of its own: set "
-                f"num_workers={saved_count}, or start the epoch from the beginning."
+                f"{worker_count} in this loader. {why}: set num_workers={saved_count}, or start "
+                "the epoch from the beginning."
             )
         next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
         if (

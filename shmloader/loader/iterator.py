@@ -37,6 +37,12 @@ from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
 
+#: Raised by an iterator that was made before a state was loaded.
+REPLACED = (
+    "load_state_dict() was called after this iterator was made: call iter() of the loader again, "
+    "which continues from the loaded state"
+)
+
 # An engine that has moved to its own thread stays there for at least so many batches. A move takes
 # some 0.3 ms, and to an engine that runs on the user's thread, a pause of the user's looks like a
 # long batch.
@@ -113,7 +119,7 @@ class EngineIterator(CountingIterator):
             self._has_optional_thread = is_optional and self._adapter is None
             # The engine does not move again before this many batches of the epoch.
             self._stays_until = 0
-            self._is_exhausted, self._is_fresh = False, True
+            self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False
             self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
@@ -202,7 +208,7 @@ class EngineIterator(CountingIterator):
         super()._reset(loader, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress
-        self._is_exhausted, self._is_fresh = False, True
+        self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False
         self._restart()
         self._record.note_begun(self._source.draw_ns)
 
@@ -280,8 +286,18 @@ class EngineIterator(CountingIterator):
                 staged.in_transit = True  # so that the caller ends the record
             raise
 
+    def replace(self) -> None:
+        """Deliver no further batch of this epoch, since the loader continues from a state."""
+        self._is_fresh = self._is_replaced = not self._is_exhausted
+
     def _leave_beginning(self) -> None:
-        """Draw the epoch again if its number was set to another one since ``iter()``."""
+        """Draw the epoch again if its number was set to another one since ``iter()``.
+
+        Raises:
+            RuntimeError: If a state was loaded since.
+        """
+        if self._is_replaced:
+            raise RuntimeError(REPLACED)
         self._is_fresh = False
         if self._plan.leave_beginning(self._progress):
             self._progress = self._plan.progress

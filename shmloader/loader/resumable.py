@@ -350,6 +350,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the next ``iter()`` delivers the batch that followed it.
 
+        Iterators that were made before raise RuntimeError at their next ``next()``: the state says
+        which batches were delivered, and does not count theirs.
+
         Args:
             state: What ``state_dict()`` of such a loader returned, in this process or another.
 
@@ -365,6 +368,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
+        for iterator in list(self._open_iterators):
+            iterator.replace()
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""

@@ -188,13 +188,17 @@ def test_in_any_order_nothing_is_lost_and_nothing_twice(dataset):
         assert sorted(first + [read(batch) for batch in loader]) == epoch
 
 
+@pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (2, 3), (2, 0)])
-def test_another_number_of_workers_is_refused(before, after):
-    with make(OwnState, before) as loader:
+def test_another_number_of_workers_is_refused_for_a_reason_that_is_true(dataset, before, after):
+    with make(dataset, before) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    other = make(OwnState, after)
-    with pytest.raises(ValueError, match=f"num_workers: {before} in the state, {after} in"):
+    other = make(dataset, after)
+    why = "reads its own part" if dataset is WithoutState else "has that of each worker's dataset"
+    with pytest.raises(
+        ValueError, match=f"num_workers: {before} in the state, {after} in .*{why}.*="
+    ):
         other.load_state_dict(state)
 
 

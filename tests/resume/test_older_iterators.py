@@ -1,0 +1,95 @@
+"""Iterators that were made before a state was loaded deliver nothing that it counts as done."""
+
+import pytest
+import torch
+
+import shmloader
+from tests.resume.kinds import Squares
+
+WAYS = {
+    "in process": {},
+    "in process, by a seed": {"seed": 3},
+    "workers": {"num_workers": 2},
+    "workers, by a seed": {"num_workers": 2, "seed": 3},
+    "workers in any order": {"num_workers": 2, "in_order": False},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+    "threads": {"num_workers": 2, "thread_pool": True},
+    "ranks": {"rank": 0, "world_size": 2},
+    "ranks with workers": {"rank": 0, "world_size": 2, "num_workers": 2},
+}
+
+
+def make(way):
+    options = WAYS[way]
+    kind = shmloader.ShardedDataLoader if "rank" in options else shmloader.DataLoader
+    return kind(Squares(), 4, **options)
+
+
+def read(batches):
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_iterator_made_before_a_state_is_loaded_says_to_call_iter_again(way, taken):
+    with make(way) as loader:
+        whole = read(loader)
+    with make(way) as loader:
+        batches = iter(loader)
+        given = read([next(batches), next(batches)])
+        state = loader.state_dict()
+    with make(way) as loader:
+        older = iter(loader)
+        for _ in range(taken):
+            next(older)
+        loader.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"call iter\(\) of the loader again"):
+                next(older)
+            assert loader.state_dict() == state
+        assert sorted(given + read(loader)) == sorted(whole)
+        assert len(read(loader)) == len(whole)
+
+
+def test_a_loop_in_which_a_state_is_loaded_does_not_go_on():
+    loader = make("in process")
+    state = loader.state_dict()
+    with pytest.raises(RuntimeError, match="load_state_dict"):  # noqa: PT012 - the loop raises
+        for _ in loader:
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("way", ["in process", "persistent workers"])
+def test_an_iterator_that_has_ended_stays_at_its_end(way):
+    with make(way) as loader:
+        state = loader.state_dict()
+        ended = iter(loader)
+        count = len(list(ended))
+        loader.load_state_dict(state)
+        assert next(ended, None) is None
+        assert loader.state_dict() == state
+        assert len(list(loader)) == count
+
+
+def test_a_state_that_does_not_fit_leaves_the_iterator_as_it_was():
+    loader = make("in process")
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="batch_size"):
+        loader.load_state_dict(shmloader.DataLoader(Squares(), 3).state_dict())
+    assert len(list(batches)) == len(loader) - 1
+
+
+def test_a_stream_that_was_begun_before_says_so_as_well():
+    class Numbers(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    loader = shmloader.DataLoader(Numbers(), 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    older = iter(loader)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        next(older)
+    assert read(loader) == [[2, 3], [4, 5], [6, 7]]
