@@ -307,7 +307,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         state = {
             **self._facts(),
             "persistent": bool(self.persistent_workers),
-            **plan.state_dict(draws_seed=not will_restart),
+            **plan.state_dict(
+                draws_seed=not will_restart, in_order=self.in_order or not self.num_workers
+            ),
         }
         return sealed(self._with_checkpoints(copy.deepcopy(state)))
 

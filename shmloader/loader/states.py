@@ -150,7 +150,10 @@ def _of_batches(saved: object, batches: BatchArgument) -> tuple[str, str]:
     if batches == "batch_size":
         return "batch_size", f"Set batch_size={_short(saved)}."
     if batches == "batch_sampler":
-        return "batches of batch_sampler", "Give a batch_sampler that makes such batches."
+        return (
+            "batches of batch_sampler",
+            "Give a batch_sampler that makes such batches; the number of ranks may differ.",
+        )
     return (
         "global batch (batch_size * num_shards * world_size)",
         f"Set batch_size so that the product is {_short(saved)}.",
@@ -195,6 +198,7 @@ def _is_sound(state: dict[str, Any]) -> bool:
         and all(map(_is_run, state.get("ahead", [])))
         and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
         and isinstance(state["persistent"], bool)
+        and ("rank" not in state or _is_rank(state["rank"]))
         and isinstance(origin, dict)
         and isinstance(origin.get("begun"), bool)
         and type(origin.get("seed", 0)) is int
@@ -210,6 +214,10 @@ def _is_run(value: object) -> bool:
         and all(map(_is_number, value))
         and value[0] < value[1]
     )
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))  # noqa: PLR2004
 
 
 def _is_number(value: object) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.progress import Progress, numbers_of, runs_of
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
@@ -130,7 +130,7 @@ class EpochPlan:
             state = None if before is None else self._match_base_seed(draws_seed, drawn=not before)
         else:
             epoch = resumed["epoch"]
-            progress = Progress(resumed["position"], numbers_of(resumed.get("ahead", ())))
+            progress = self.order.load_progress(resumed)
             self._was_persistent = resumed["persistent"]
             origin = resumed["origin"]
             if origin["begun"]:
@@ -210,25 +210,23 @@ class EpochPlan:
 
     # States ------------------------------------------------------------------------------
 
-    def state_dict(self, *, draws_seed: bool) -> dict[str, Any]:
+    def state_dict(self, *, draws_seed: bool, in_order: bool = True) -> dict[str, Any]:
         """Return the epoch, the position and what the order depends on, as plain values.
 
         Args:
             draws_seed: Whether torch will draw a base seed for the next epoch.
+            in_order: Whether batches are delivered in order.
         """
         progress = self.progress
         if self.epoch is None or progress.is_ended:
             self.commit()
             origin = {**self.checkpoint.dump(is_begun=False), "base_seed": draws_seed}
             return {"epoch": self.counter.next, "position": 0, "origin": origin}
-        state = {
+        return {
             "epoch": self.epoch,
-            "position": progress.position,
+            **self.order.dump_progress(in_order=in_order),
             "origin": self.order.dump(self.generator),
         }
-        if ahead := progress.ahead:
-            state["ahead"] = runs_of(ahead)
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next epoch continue from a state.
@@ -237,7 +235,7 @@ class EpochPlan:
             ValueError: If the state does not fit the order.
         """
         origin = state["origin"]
-        self.order.check_position(state["position"], origin.get("rest", ()))
+        self.order.check_progress(state)
         self.checkpoint.restore(origin)
         self.resumed = state
         self.counter.next = state["epoch"]

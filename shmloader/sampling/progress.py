@@ -2,7 +2,8 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 
 class Progress:
@@ -14,15 +15,23 @@ class Progress:
     Attributes:
         position: All tickets of the epoch before this number are done.
         is_ended: Whether the user has seen the epoch's end.
+        offset: The argument.
 
     Args:
         position: Where the epoch continues; 0 for a new epoch.
         ahead: Numbers of later tickets that are done already, and are not drawn again.
+        offset: Number of the epoch's items before ticket 0: not 0 if the epoch was begun on
+            another number of ranks, and stopped within a step of the present ones.
     """
 
-    __slots__ = ("_added", "_ahead", "_before", "_removed", "_start", "is_ended", "position")
+    __slots__ = (
+        "_added", "_ahead", "_before", "_removed", "_start", "is_ended", "offset", "position",
+    )  # fmt: skip
 
-    def __init__(self, position: int = 0, ahead: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, position: int = 0, ahead: frozenset[int] = frozenset(), offset: int = 0
+    ) -> None:
+        self.offset = offset
         self._start = self.position = position
         # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
         self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
@@ -76,6 +85,31 @@ class Progress:
     def _number(self, seq: int) -> int:
         """Return a ticket's number in the epoch."""
         return self._start + seq + bisect.bisect_right(self._before, seq)
+
+    def dump(self, number: Callable[[int], int] = int) -> dict[str, Any]:
+        """Return the position and the runs of tickets that are done ahead of it.
+
+        Args:
+            number: Function of each ticket's number that returns the number to save.
+        """
+        state: dict[str, Any] = {"position": number(self.position)}
+        if self._ahead:
+            state["ahead"] = [list(map(number, run)) for run in runs_of(self._ahead)]
+        return state
+
+    @classmethod
+    def load(
+        cls, state: dict[str, Any], number: Callable[[int], int] = int, offset: int = 0
+    ) -> Self:
+        """Return the progress that :meth:`dump` has saved.
+
+        Args:
+            state: What :meth:`dump` returned.
+            number: Function of each number saved that returns the ticket's number.
+            offset: See :class:`Progress`.
+        """
+        ahead = numbers_of([list(map(number, run)) for run in state.get("ahead", ())])
+        return cls(number(state["position"]), ahead, offset)
 
     def mark(self) -> int:
         """Return a mark for :meth:`go_back`, valid until ``mark`` is called again."""

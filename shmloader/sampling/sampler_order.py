@@ -153,5 +153,13 @@ class SamplerOrder:
             "seed": self._seed,
         }
 
-    def check_position(self, position: int, carried: Any) -> None:
+    def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - no ranks
+        """Return how far the newest epoch has come, as plain values."""
+        return self._progress.dump()
+
+    def load_progress(self, state: dict[str, Any]) -> Progress:
+        """Return the progress that :meth:`dump_progress` has saved."""
+        return Progress.load(state)
+
+    def check_progress(self, state: dict[str, Any]) -> None:
         """Do nothing: the end of the epoch is known only when the sampler is drawn."""

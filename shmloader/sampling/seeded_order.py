@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from shmloader.probing import probe
 from shmloader.sampling.fast_forward import too_few, without_done
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
@@ -136,9 +137,8 @@ class SeededOrder(Sampler[list[Any]]):
         Raises:
             TypeError: If the user's sampler has no length.
         """
-        return count_steps(
-            self._item_count() + len(self.carry_over.samples), self.cut, self._last_batch
-        )
+        count = self._item_count() + len(self.carry_over.samples) - self._progress.offset
+        return count_steps(max(0, count), self.cut, self._last_batch)
 
     @property
     def is_sharded(self) -> bool:
@@ -247,9 +247,11 @@ class SeededOrder(Sampler[list[Any]]):
         else:
             kind = describe(self._items)
         batch: int | str = self.cut.global_count
-        if self.takes_batches:
-            size = size_of_batches(self._items)
-            batch = f"{batch} whole" + ("" if size is None else f" of {size}")
+        if self.takes_batches:  # which ranks take in turns, however many ranks there are
+            size, shards = size_of_batches(self._items), probe(self._items, "num_shards")
+            batch = "any number of samples" if size is None else f"{size} samples"
+            if isinstance(shards, int) and shards:
+                batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
             "sampler": kind,
@@ -257,19 +259,56 @@ class SeededOrder(Sampler[list[Any]]):
             "seed": self._seed,
         }
 
-    def check_position(self, position: int, carried: Sized) -> None:
-        """Raise ValueError for a position after the end of an epoch, if that is known.
+    def check_progress(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a position after an epoch's end, or a state of other ranks alone.
 
         Args:
-            position: Number of steps that the user is done with.
-            carried: The items that the previous epoch left over.
+            state: A state of the loader.
         """
+        cut, saved = self.cut, state.get("rank")
+        if saved is not None and list(saved) != [cut.rank, cut.world_size]:
+            rank, world_size = saved
+            raise ValueError(
+                f"the state does not fit this loader:\n- rank: {rank} of {world_size} ranks in the "
+                f"state, {cut.rank} of {cut.world_size} in this loader. With in_order=False, each "
+                "rank has a state of its own: load it on that rank of as many ranks, or save "
+                "states with in_order=True."
+            )
         if self._items is not None:
             return  # checked when the user's sampler is drawn
         # The number of steps of the rank with the most, since the state may be another rank's.
-        most = -(-(self._item_count() + len(carried)) // self.cut.global_count)
-        if position > most:
-            raise too_few(position, most, "order")
+        carried = state["origin"].get("rest", ())
+        most = -(-(self._item_count() + len(carried)) // cut.global_count)
+        if state["position"] > most:
+            raise too_few(state["position"], most, "order")
+
+    def dump_progress(self, *, in_order: bool) -> dict[str, Any]:
+        """Return how far the newest epoch has come, as plain values for any number of ranks.
+
+        Whole items of the user's sampler are counted singly, and otherwise global steps.
+
+        Args:
+            in_order: Whether steps are delivered in order. Otherwise, each of several ranks has
+                delivered other steps, and the values are those of this rank alone.
+        """
+        cut, state = self.cut, self._progress.dump(self._count_done)
+        if not in_order and (cut.world_size > 1 or ("ahead" in state and self.takes_batches)):
+            state["rank"] = [cut.rank, cut.world_size]
+        return state
+
+    def _count_done(self, steps: int) -> int:
+        """Return how many items are before a step, or how many steps, if these are counted."""
+        if not self.takes_batches:
+            return steps
+        count = self._progress.offset + steps * self.cut.global_count
+        total = self._steps.item_count if isinstance(self._steps, DrawnSteps) else None
+        return count if total is None else min(count, total)
+
+    def load_progress(self, state: dict[str, Any]) -> Progress:
+        """Return the progress that :meth:`dump_progress` has saved, on these ranks."""
+        size = self.cut.global_count if self.takes_batches else 1
+        offset = state["position"] % size
+        return Progress.load(state, lambda count: -(-(count - offset) // size), offset)
 
     def checkpoint(
         self,
@@ -344,6 +383,7 @@ class SeededOrder(Sampler[list[Any]]):
                 draws_first=are_known(self._items),
                 weigh=_sample_count if self._batch_size is None and self._may_shard else _one,
                 start=start,
+                offset=self._progress.offset,
             )
         return self.steps_of(self.epoch, start)
 
@@ -375,7 +415,7 @@ class SeededOrder(Sampler[list[Any]]):
 
         It can be continued after an error of the user's sampler.
         """
-        cut = self.cut
+        cut, offset = self.cut, self._progress.offset
 
         def shape(items: list[Any]) -> Any:
             number = steps.drawn - 1
@@ -386,7 +426,7 @@ class SeededOrder(Sampler[list[Any]]):
                 raise
             if not self._is_positioned:
                 return step
-            first = number * cut.global_count + cut.rank * cut.share
+            first = offset + number * cut.global_count + cut.rank * cut.share
             return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
 
         return map(shape, without_done(steps, steps.drawn, self._done_ahead))

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.sampling.fast_forward import pass_over
+from shmloader.sampling.fast_forward import too_few
 from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
@@ -213,6 +213,10 @@ class DrawnSteps(Steps):
         draws_first: Whether the sampler draws from the global generators for its first item only.
         weigh: Function that returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.
+        offset: Number of items before step 0, which are drawn and discarded, too.
+
+    Attributes:
+        item_count: Number of items in the epoch, once the last one is drawn; else None.
     """
 
     def __init__(
@@ -226,9 +230,12 @@ class DrawnSteps(Steps):
         draws_first: bool = False,
         weigh: Callable[[Any], int] = lambda _: 1,
         start: int = 0,
+        offset: int = 0,
     ) -> None:
         super().__init__(last_batch, start)
-        self._to_pass = start
+        self.item_count: int | None = None
+        self._items_drawn = 0
+        self._to_pass = self._before = offset + start * cut.global_count
         self._draw = draw
         self._rng_state = rng_state
         self._draws_first = draws_first
@@ -244,33 +251,46 @@ class DrawnSteps(Steps):
         # Items that do not fill the last step, and are not yielded.
         self._unfinished: list[Any] = []
 
-    def _passed(self) -> Iterator[list[Any]]:
-        """Yield the items of each global step before the first step that this object yields."""
-        while self._to_pass and (items := self._draw_items(self._cut.global_count)):
+    def _pass_over(self) -> None:
+        """Draw the items before the first step that this object yields, and discard them.
+
+        Raises:
+            ValueError: If the sampler yields too few items for these steps.
+        """
+        cut = self._cut
+        while self._to_pass:
+            items = self._draw_items(min(self._to_pass, cut.global_count))
             self._note_beginning(items)
-            self._to_pass -= 1
-            yield items
+            self._to_pass -= len(items)
+            if not items and self._to_pass >= cut.global_count:
+                before, found = (
+                    -(-count // cut.share) for count in (self._before, self._items_drawn)
+                )
+                raise too_few(before, found, "sampler")
+            if not items:  # the last step that was delivered was short
+                self._to_pass = 0
 
     def _note_beginning(self, items: list[Any]) -> None:
-        if self._last_batch == "pad" and not self._beginning:
-            self._beginning = items
+        if self._last_batch == "pad" and len(self._beginning) < self._cut.global_count:
+            self._beginning += items[: self._cut.global_count - len(self._beginning)]
 
     def _next(self) -> list[Any] | None:
         cut = self._cut
         if self._to_pass:
             with self._random_numbers():
-                pass_over(self._passed(), self._to_pass, self.drawn, "sampler")
+                self._pass_over()
         items = self._take(cut.global_count)
+        self._note_beginning(items)
         missing = cut.global_count - len(items)
         if missing == 0:
-            self._note_beginning(items)
             return items[cut.rank * cut.share :][: cut.share]
+        self.item_count = self._items_drawn
         if not items or self._last_batch in {"discard", "rollover"}:
             self._unfinished = items
             return None
         own_count = cut.count(len(items))
         if self._last_batch == "pad":
-            beginning = self._beginning or items[:]
+            beginning = self._beginning
             items += [beginning[number % len(beginning)] for number in range(missing)]
         elif own_count == 0:
             return None
@@ -304,6 +324,7 @@ class DrawnSteps(Steps):
             self._waiting = taken + self._waiting
             raise
         self._has_begun = self._has_begun or len(taken) > waited
+        self._items_drawn += len(taken)
         return taken
 
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 import shmloader
+from shmloader.sampling import BucketBatchSampler
 
 LENGTH = 250
 GLOBAL_BATCH = 24
@@ -171,20 +172,125 @@ def test_another_global_batch_is_refused():
         other.load_state_dict(loader.state_dict())
 
 
-def test_a_dealt_batch_sampler_needs_as_many_ranks():
+# Batch samplers --------------------------------------------------------------------------
+
+LENGTHS = [1 + number * 7 % 50 for number in range(100)]
+
+
+class Noisy(Dataset):
+    """Samples with random numbers, which show the positions that they are seeded by."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()).item()], dtype=torch.double)
+
+
+def make_buckets(world_size, shards=0, **options):
+    return [
+        shmloader.ShardedDataLoader(
+            Noisy(),
+            batch_sampler=BucketBatchSampler(LENGTHS, 8, 4, shards, shuffle=True),
+            rank=rank,
+            world_size=world_size,
+            **options,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def take_batches(ranks, steps=None):
+    """The batches of so many steps of all ranks, or of the rest of the epoch, one by one."""
+    steps = itertools.count() if steps is None else range(steps)
+    return [batch for _, each in zip(steps, zip(*ranks, strict=False)) for batch in each]  # noqa: B905
+
+
+def values(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def load(state, ranks):
+    for rank in ranks:
+        rank.load_state_dict(state)
+        assert rank.state_dict() == state
+    return ranks
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_a_batch_sampler_goes_on_with_any_number_of_ranks(before):
+    (alone,) = make_buckets(1)
+    epochs = [values(alone), values(alone)]
+    for stop, after in itertools.product(range(-(-13 // before) + 1), (1, 2, 3, 4)):
+        ranks = make_buckets(before)
+        iterators = [iter(rank) for rank in ranks]
+        take_batches(iterators, stop)
+        state = json.loads(json.dumps(ranks[0].state_dict()))
+        others = load(state, make_buckets(after))
+        done = min(stop * before, 13)
+        rest = values(take_batches(others))
+        where = f"{before} ranks, {stop} steps, then {after} ranks"
+        assert rest[: 13 - done] == epochs[0][done:], where
+        assert {len(other) for other in others} == {-(-(13 - done % after) // after)}, where
+        # The last step is filled up with the epoch's first batches.
+        repeats = rest[13 - done :]
+        assert len(repeats) < after, where
+        assert indices(repeats) == indices(epochs[0][: len(repeats)]), where
+        assert values(take_batches(others))[:13] == epochs[1], where
+
+
+def indices(batches):
+    return [[sample[0] for sample in batch] for batch in batches]
+
+
+def test_a_batch_sampler_goes_on_with_other_ranks_again_and_again():
+    (alone,) = make_buckets(1)
+    epoch = values(alone)
+    for worlds in itertools.permutations((1, 2, 3, 4), 3):
+        given, state = [], None
+        for world_size in worlds:
+            ranks = make_buckets(world_size)
+            if state is not None:
+                load(state, ranks)
+            given += values(take_batches([iter(rank) for rank in ranks], 1))
+            state = ranks[-1].state_dict()
+        given += values(take_batches(load(state, make_buckets(1))))
+        assert given == epoch, worlds
+
+
+def test_with_workers_a_batch_sampler_goes_on_with_other_ranks():
+    (alone,) = make_buckets(1)
+    epoch = values(alone)
+    ranks = make_buckets(2, num_workers=2)
+    given = values(take_batches([iter(rank) for rank in ranks], 2))
+    state = ranks[1].state_dict()
+    others = load(state, make_buckets(3, num_workers=1))
+    assert (given + values(take_batches(others)))[:13] == epoch
+    for rank in ranks + others:
+        rank.close()
+
+
+def test_batches_of_shards_are_other_batches():
+    (loader,) = make_buckets(1)
+    (other,) = make_buckets(1, shards=2)
+    with pytest.raises(ValueError, match="'8 samples' in the state, '8 samples in each of 2 shar"):
+        other.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_a_state_of_one_of_several_ranks_in_any_order_is_for_that_rank_alone(has_batches):
     def make(rank, world_size):
-        batches = [[number, number + 1] for number in range(0, 40, 2)]
+        order = {"batch_size": 12 // world_size}
+        if has_batches:
+            order = {"batch_sampler": BucketBatchSampler(LENGTHS, 8)}
         return shmloader.ShardedDataLoader(
-            torch.arange(40), batch_sampler=batches, rank=rank, world_size=world_size
+            Noisy(), rank=rank, world_size=world_size, in_order=False, num_workers=1, **order
         )
 
-    ranks = [make(0, 2), make(1, 2)]
-    epoch = take(ranks)
-    take(ranks, 4)
-    state = ranks[0].state_dict()
-    others = [make(0, 2), make(1, 2)]
-    for other in others:
-        other.load_state_dict(state)
-    assert take(others) == epoch[4:]
-    with pytest.raises(ValueError, match="sampler: '2 whole' in the state, '1 whole' in this"):
-        make(0, 1).load_state_dict(state)
+    with make(1, 2) as saved:
+        next(iter(saved))
+        state = saved.state_dict()
+    make(1, 2).load_state_dict(state)
+    for rank, world_size in ((0, 2), (0, 1), (1, 3)):
+        with pytest.raises(ValueError, match=f"1 of 2 ranks in the state, {rank} of {world_size}"):
+            make(rank, world_size).load_state_dict(state)
