@@ -150,10 +150,9 @@ def _of_batches(saved: object, batches: BatchArgument) -> tuple[str, str]:
     if batches == "batch_size":
         return "batch_size", f"Set batch_size={_short(saved)}."
     if batches == "batch_sampler":
-        return (
-            "batches of batch_sampler",
-            "Give a batch_sampler that makes such batches; the number of ranks may differ.",
-        )
+        # Those of a seeded order are texts, for any number of ranks.
+        ranks = "; the number of ranks may differ" if isinstance(saved, str) else ""
+        return "batches of batch_sampler", f"Give a batch_sampler that makes such batches{ranks}."
     return (
         "global batch (batch_size * num_shards * world_size)",
         f"Set batch_size so that the product is {_short(saved)}.",

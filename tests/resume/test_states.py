@@ -802,7 +802,7 @@ def test_a_global_batch_of_another_size_names_what_it_is_the_product_of():
     [
         (None, (4, False), "batches of batch_sampler: 4 in the state, 8 in this loader. Give"),
         (None, (8, True), "'keep' in this loader. Give a batch_sampler with drop_last=True."),
-        (3, (4, False), "sampler: '1 whole of 4' in the state, '1 whole of 8' in this loader."),
+        (3, (4, False), "sampler: '4 samples' in the state, '8 samples' in this loader."),
     ],
 )
 def test_a_batch_sampler_of_torchs_with_other_batches_is_another_loader(seed, found, text):
