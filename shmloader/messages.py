@@ -39,6 +39,16 @@ class TooLong(NamedTuple):
     nbytes: int
 
 
+class Unsaved(NamedTuple):
+    """Stands for a state that could not be taken or pickled, or did not fit in its slot.
+
+    Attributes:
+        text: What the loader's ``state_dict()`` raises: the cause, and what to do.
+    """
+
+    text: str
+
+
 # From the main process to a worker ---------------------------------------------------------
 
 
@@ -123,7 +133,7 @@ class BatchDone(NamedTuple):
         checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
         report: A pickled ``SampleReport``, if failed samples are counted.
         snapshot: A pickled :class:`~shmloader.batch.iterable_state.Saved` of the dataset after this
-            batch, if one was due.
+            batch, or why there is none; None if none was due.
         times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by the worker's clock.
         fingerprint: Fingerprint of the batch, if the dataset is iterable.
     """
@@ -136,7 +146,7 @@ class BatchDone(NamedTuple):
     kept: bool
     checksum: int | None = None
     report: bytes | Spilled | None = None
-    snapshot: bytes | Spilled | TooLong | None = None
+    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
     times: tuple[int, ...] | None = None
     fingerprint: int | None = None
 
@@ -167,7 +177,7 @@ class BatchFailed(NamedTuple):
     kept: bool
     touched_bytes: int = 0
     report: bytes | Spilled | None = None
-    snapshot: bytes | Spilled | TooLong | None = None
+    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
     fingerprint: int | None = None
     is_final: bool = False
 
@@ -183,7 +193,7 @@ class BatchEmpty(NamedTuple):
     slot_id: int
     kept: bool
     report: bytes | Spilled | None
-    snapshot: bytes | Spilled | TooLong | None = None
+    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
 
 
 class StreamEnded(NamedTuple):

@@ -11,6 +11,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
+from shmloader.loader.arguments import SnapshotInterval
 from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.seeded_order import SeededOrder
 
@@ -55,7 +56,7 @@ class InstallOptions(TypedDict, total=False):
     device: str | int | torch.device | None
     device_transform: Callable[[Any], Any] | None
     device_prefetch: int
-    snapshot_every_n_steps: int | None
+    snapshot_every_n_steps: SnapshotInterval
 
 
 _DEFAULTS = {

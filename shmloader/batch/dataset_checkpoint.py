@@ -4,6 +4,8 @@ import pickle
 import zlib
 from typing import Any, NamedTuple, Self
 
+from shmloader.messages import Unsaved
+
 
 class DatasetCheckpoint(NamedTuple):
     """How far the dataset of one worker has come in an epoch.
@@ -29,6 +31,8 @@ class DatasetCheckpoint(NamedTuple):
         check: Checksum over the fingerprints of the batches since the snapshot.
         failed: Numbers of the batches since the snapshot that raised, counted from the stream's
             beginning.
+        unsaved: Why a newer state of the dataset could not be taken. Then only a replaced worker
+            resumes from this checkpoint; the loader's ``state_dict()`` raises.
     """
 
     given: int = 0
@@ -39,6 +43,7 @@ class DatasetCheckpoint(NamedTuple):
     rng_at: tuple[tuple[int, dict[str, Any]], ...] = ()
     check: int = 0
     failed: tuple[int, ...] = ()
+    unsaved: Unsaved | None = None
 
     @property
     def skip(self) -> int:
@@ -47,7 +52,7 @@ class DatasetCheckpoint(NamedTuple):
 
     def after_batch(
         self,
-        snapshot: bytes | None,
+        snapshot: bytes | Unsaved | None,
         fingerprint: int | None = None,
         *,
         has_failed: bool = False,
@@ -55,19 +60,22 @@ class DatasetCheckpoint(NamedTuple):
         """Return the checkpoint after a further batch.
 
         Args:
-            snapshot: The state after the batch, if one was taken.
+            snapshot: The state after the batch, or why there is none; None if none was due.
             fingerprint: The batch's fingerprint; None if its samples could not be read.
             has_failed: Whether an exception was raised in place of the batch.
         """
-        given = self.given + 1
-        if snapshot is not None:
+        given, unsaved = self.given + 1, self.unsaved
+        if isinstance(snapshot, Unsaved):
+            unsaved = snapshot
+        elif snapshot is not None:
             return DatasetCheckpoint(given, snapshot, given, rng=self.rng, rng_at=self.rng_at)
         check = self.check if fingerprint is None else chained(self.check, fingerprint)
         failed = (*self.failed, self.given) if has_failed else self.failed
         # This runs once for each batch, and is five times as fast as _replace().
         return DatasetCheckpoint(
-            given, self.snapshot, self.at, self.has_ended, self.rng, self.rng_at, check, failed
-        )
+            given, self.snapshot, self.at, self.has_ended, self.rng, self.rng_at, check, failed,
+            unsaved,
+        )  # fmt: skip
 
     def ended(self, next_epoch: "Beginning") -> "DatasetCheckpoint":
         """Return the checkpoint at the stream's end.
@@ -75,17 +83,13 @@ class DatasetCheckpoint(NamedTuple):
         Args:
             next_epoch: What the next epoch begins with.
         """
-        return DatasetCheckpoint(
-            self.given, next_epoch.snapshot, self.given, has_ended=True, rng=next_epoch.rng
-        )
+        return next_epoch.checkpoint()._replace(given=self.given, at=self.given, has_ended=True)
 
     def at_next_epoch(self) -> "DatasetCheckpoint":
         """Return the checkpoint at the next epoch's beginning, if the dataset persists."""
-        return (
-            DatasetCheckpoint(0, self.snapshot, rng=self.rng)
-            if self.has_ended
-            else DatasetCheckpoint()
-        )
+        if not self.has_ended:
+            return DatasetCheckpoint()
+        return DatasetCheckpoint(0, self.snapshot, rng=self.rng, unsaved=self.unsaved)
 
 
 class Beginning(NamedTuple):
@@ -93,12 +97,18 @@ class Beginning(NamedTuple):
 
     Attributes:
         rng: States of the global random generators; None if samples do not depend on them.
-        snapshot: The dataset's state, a pickled :class:`~shmloader.batch.iterable_state.Saved`;
-            None if the dataset has no state.
+        snapshot: The dataset's state, a pickled :class:`~shmloader.batch.iterable_state.Saved`, or
+            why there is none; None if the dataset has no state.
     """
 
     rng: dict[str, Any] | None = None
-    snapshot: bytes | None = None
+    snapshot: bytes | Unsaved | None = None
+
+    def checkpoint(self) -> DatasetCheckpoint:
+        """Return the checkpoint at the epoch's beginning."""
+        if isinstance(self.snapshot, Unsaved):
+            return DatasetCheckpoint(rng=self.rng, unsaved=self.snapshot)
+        return DatasetCheckpoint(0, self.snapshot, rng=self.rng)
 
     def dumps(self) -> bytes | None:
         """Return the pickled fields; None if both are None."""

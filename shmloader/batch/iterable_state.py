@@ -2,9 +2,10 @@
 
 Runs where the dataset is: in a worker, or in-process. The state of an iterable dataset is that of
 its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``. Otherwise it is that
-of the dataset, if the dataset has both methods. Otherwise there is no state. A dataset's state is
-loaded before ``iter(dataset)`` is called, and an iterator's state after that. A dataset that is its
-own iterator counts as an iterator.
+of the dataset, if the dataset has both methods. Otherwise there is no state. Nothing is asked for a
+state if ``snapshot_every_n_steps`` is 0, which it is for a ``torch.nn.Module`` unless the user sets
+it. A dataset's state is loaded before ``iter(dataset)`` is called, and an iterator's state after
+that. A dataset that is its own iterator counts as an iterator.
 
 A stream is resumed exactly if its samples depend only on its own state and on the process's global
 random generators. These are set to their states at the stream's beginning, so that an order that is
@@ -15,7 +16,7 @@ again and discarded, and a checksum shows whether they are the same.
 import contextlib
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
 
@@ -24,8 +25,11 @@ from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
 from shmloader.batch.sample_watch import WatchedIterator
 from shmloader.batch.seeded_datasets import SeededIterator
+from shmloader.messages import Unsaved
+from shmloader.sampling.own_state import has_own_state, has_state_methods, take_state
 from shmloader.sampling.rng import set_global_rng_state
-from shmloader.sampling.sampler_checkpoint import has_own_state
+
+_T = TypeVar("_T")
 
 
 class Saved(NamedTuple):
@@ -45,20 +49,23 @@ class Saved(NamedTuple):
     position: int = 0
 
 
-def save(fetcher: Any) -> Saved | None:
+#: Copies or pickles a state.
+Keep = Callable[[Saved], _T]
+
+
+def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
     """Return the state of the iterable dataset that a fetcher iterates; None if it has no state.
 
-    Raises:
-        Exception: What ``state_dict()`` raises. A StopIteration, which would end the stream,
-            becomes a RuntimeError.
+    Args:
+        fetcher: torch's fetcher.
+        keep: Copies or pickles the state.
     """
     iterator, dataset, position = parts_of(fetcher)
-    saved = None
     if has_own_state(iterator):
-        saved = _saved("iterator", iterator, is_short=fetcher.ended)
-    elif has_own_state(dataset):
-        saved = _saved("dataset", dataset, is_short=fetcher.ended)
-    return None if saved is None else saved._replace(position=position)
+        return _saved("iterator", iterator, keep, is_short=fetcher.ended, position=position)
+    if has_state_methods(dataset):
+        return _saved("dataset", dataset, keep, is_short=fetcher.ended, position=position)
+    return None
 
 
 def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
@@ -82,21 +89,24 @@ def take_fingerprints(fetcher: Any) -> FingerprintingCollate:
     return collate
 
 
-def save_dataset(dataset: Any) -> Saved | None:
+def save_dataset(dataset: Any, keep: Keep[_T]) -> _T | Unsaved | None:
     """Return the state of a dataset that no fetcher iterates; None if it has no state.
 
     That is a map-style dataset, or an iterable dataset between two epochs.
     """
-    return _saved("dataset", dataset, is_short=False) if has_own_state(dataset) else None
+    return _saved("dataset", dataset, keep) if has_state_methods(dataset) else None
 
 
-def _saved(of: Literal["iterator", "dataset"], thing: Any, *, is_short: bool) -> Saved | None:
-    try:
-        return Saved(of, is_short, thing.state_dict())
-    except NotImplementedError:  # the method is a base class's stub
-        return None
-    except StopIteration as error:
-        raise RuntimeError("state_dict() raised StopIteration") from error
+def _saved(
+    of: Literal["iterator", "dataset"],
+    thing: Any,
+    keep: Keep[_T],
+    *,
+    is_short: bool = False,
+    position: int = 0,
+) -> _T | Unsaved:
+    remedy = "Correct its state_dict(), or set snapshot_every_n_steps=0 to leave this state out"
+    return take_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
 
 
 def load_dataset(dataset: Any, saved: Saved | None) -> None:
@@ -181,7 +191,7 @@ def _other_samples(checkpoint: DatasetCheckpoint) -> ValueError:
     )
 
 
-def dump_here(saved: Saved, *, by_value: bool) -> bytes:
+def dump_here(saved: Saved, *, by_value: bool = False) -> bytes:
     """Pickle a state in a worker.
 
     Args:

@@ -82,7 +82,9 @@ class DatasetCheckpoints:
         map-style dataset does not end, so its newest state is used.
         """
         checkpoints = [
-            checkpoint.at_next_epoch() if is_iterable else DatasetCheckpoint(0, checkpoint.snapshot)
+            checkpoint.at_next_epoch()
+            if is_iterable
+            else DatasetCheckpoint(0, checkpoint.snapshot, unsaved=checkpoint.unsaved)
             for checkpoint in self.checkpoints
         ]
         return DatasetCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
@@ -94,8 +96,11 @@ class DatasetCheckpoints:
         user's ``state_dict()`` returned.
 
         Raises:
+            RuntimeError: If the state of a dataset could not be taken or pickled.
             Exception: What unpickling the user's state raises.
         """
+        for unsaved in (each.unsaved for each in self.checkpoints if each.unsaved is not None):
+            raise RuntimeError(unsaved.text)
         return {
             "num_workers": self._worker_count,
             "next_worker": self.next_worker,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.workers import WorkerTable
+from shmloader.messages import Unsaved
 
 
 class DatasetNote(NamedTuple):
@@ -21,14 +22,14 @@ class DatasetNote(NamedTuple):
 
     Attributes:
         worker_id: The worker.
-        snapshot: The dataset's state after the batch, if one came with it.
+        snapshot: The dataset's state after the batch, or why there is none; None if none was due.
         fingerprint: The batch's fingerprint, if one was taken.
         has_failed: Whether an exception came in the batch's place.
         next_epoch: What the stream's next epoch begins with, if the stream has ended; else None.
     """
 
     worker_id: int
-    snapshot: bytes | None = None
+    snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
     has_failed: bool = False
     next_epoch: Beginning | None = None
@@ -151,7 +152,7 @@ class DatasetProgress:
         worker = self._workers[worker_id]
         beginning = Beginning.loads(data if data is None else bytes(worker.next_beginning) + data)
         worker.next_beginning.clear()
-        worker.checkpoint = DatasetCheckpoint(0, beginning.snapshot, rng=beginning.rng)
+        worker.checkpoint = beginning.checkpoint()
 
     def start_epoch(self) -> None:
         """Begin the next epoch."""

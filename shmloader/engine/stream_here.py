@@ -1,16 +1,15 @@
 """Tracks how far the dataset of a loader without workers has come."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, parts_of, read, save, save_dataset
 from shmloader.batch.seeded_datasets import SeededIterator
 from shmloader.engine.dataset_checkpoints import dump_checkpoint
-from shmloader.interruptions import is_interruption
+from shmloader.messages import Unsaved
+from shmloader.sampling.own_state import has_own_state
 from shmloader.sampling.rng import global_rng_state
-from shmloader.sampling.sampler_checkpoint import has_own_state
 
 
 class DatasetHere:
@@ -25,15 +24,15 @@ class DatasetHere:
         self._dataset = dataset
         self._given = 0
         self._is_reading = False
-        self._before: Saved | None = None
+        self._before: Saved | Unsaved | None = None
 
     def begin_batch(self) -> None:
         """Note that the next batch is about to be read."""
-        self._before = _state_or_none(self._state)
+        self._before = self._state()
         self._is_reading = True
 
-    def _state(self) -> Saved | None:
-        return copy.deepcopy(save_dataset(self._dataset))
+    def _state(self) -> Saved | Unsaved | None:
+        return save_dataset(self._dataset, copy.deepcopy)
 
     def note_batch(self, fingerprint: int | None, *, has_failed: bool, is_short: bool) -> None:
         """See :meth:`StreamHere.note_batch`."""
@@ -102,18 +101,18 @@ class StreamHere:
         # The checkpoint before the newest batch.
         self._before = checkpoint
         # The dataset's state from which batches are read again.
-        self._start: Saved | None = None
+        self._start: Saved | Unsaved | None = None
         if checkpoint.snapshot is not None:
             self._start = read(checkpoint.snapshot)
         elif not checkpoint.given:
             # Needed only if reading a batch fails.
-            self._start = _state_or_none(self._state)
+            self._start = self._state()
         self._checkpoint = checkpoint._replace(
             snapshot=None, rng=rng if checkpoint.rng is None else checkpoint.rng
         )
 
-    def _state(self) -> Saved | None:
-        return copy.deepcopy(save(self._sources)) if self._asks else None
+    def _state(self) -> Saved | Unsaved | None:
+        return save(self._sources, copy.deepcopy) if self._asks else None
 
     def begin_batch(self) -> None:
         """Note that the next batch is about to be read."""
@@ -167,13 +166,13 @@ class StreamHere:
         """Return what :meth:`DatasetCheckpoints.dump` returns.
 
         Raises:
-            Exception: What the user's ``state_dict()`` raises, or copying its state.
+            RuntimeError: If the state of the dataset cannot be taken or copied.
         """
         checkpoint = self._checkpoint
         if checkpoint.has_ended:
-            saved = save_dataset(self._sources.dataset) if self._asks else None
+            own = save_dataset(self._sources.dataset, copy.deepcopy) if self._asks else None
             ended = DatasetCheckpoint(checkpoint.given, at=checkpoint.given, has_ended=True)
-            return _dumped(ended, copy.deepcopy(saved))
+            return _dumped(ended, own)
         if self._notes_rng:
             checkpoint = self._with_rng()
         saved = None if self._is_reading else self._state()
@@ -189,16 +188,6 @@ class StreamHere:
         )
 
 
-def _state_or_none(ask: Callable[[], Saved | None]) -> Saved | None:
-    """Return a dataset's state, or None if it raises: the user may never ask for the state."""
-    try:
-        return ask()
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return None
-
-
 class _Sources:
     """The attributes of a fetcher that :func:`save` reads."""
 
@@ -208,7 +197,9 @@ class _Sources:
         self.ended = ended
 
 
-def _dumped(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[str, Any]:
+def _dumped(checkpoint: DatasetCheckpoint, saved: Saved | Unsaved | None) -> dict[str, Any]:
+    if isinstance(saved, Unsaved):
+        raise RuntimeError(saved.text)
     return {
         "num_workers": 0,
         "next_worker": 0,

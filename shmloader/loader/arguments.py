@@ -44,6 +44,9 @@ from shmloader.sampling.steps import NOT_TAIL, LastBatch
 #: Whether each rank has its own workers, or all ranks of a host share workers.
 WorkerScope = Literal["rank", "host"]
 
+#: After how many batches a dataset's own state is saved.
+SnapshotInterval = int | Literal["auto"] | None
+
 #: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 LOOP_HOLDS = 2
 
@@ -400,7 +403,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     check_thread_pool(loader)
     check_executor(loader)
     interval = loader.snapshot_every_n_steps
-    if interval is not None:
+    if interval not in (None, "auto"):
         what = "a number of batches, or 0 or None for never"
         _check_count(interval, "snapshot_every_n_steps", what, minimum=0)
     concurrency = loader.fetch_concurrency

@@ -30,6 +30,7 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
+    SnapshotInterval,
     check_arguments,
     check_auto,
     check_executor,
@@ -234,10 +235,12 @@ class DataLoader(MeasuredLoader[_T_co]):
         snapshot_every_n_steps: After how many of its batches a worker saves the state of a dataset
             that has ``state_dict()`` and ``load_state_dict(state)``, or whose iterator has them; 0
             or None for never. (Methods of these names that need other arguments are not called.)
-            When the loader is resumed, or the worker replaced, an iterable dataset resumes from its
-            last saved state: what was delivered since then is read again and discarded. The batches
-            do not depend on this number; save large states rarely. The state of a map-style dataset
-            is saved after every batch, whatever the number is; 0 or None means never here, too.
+            "auto" means 0 if the dataset is a ``torch.nn.Module``, whose state is its weights, and
+            1 otherwise. When the loader is resumed, or the worker replaced, an iterable dataset
+            resumes from its last saved state: what was delivered since then is read again and
+            discarded. The batches do not depend on this number; save large states rarely. The state
+            of a map-style dataset is saved after every batch, whatever the number is. A state that
+            cannot be saved breaks no epoch: only ``state_dict()`` of the loader raises.
 
     Attributes:
         failures: The newest 100 samples that failed and were skipped or replaced, over all epochs,
@@ -289,7 +292,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         last_batch: LastBatch | None = None,
         thread_pool: bool = False,
         seed: int | None = None,
-        snapshot_every_n_steps: int | None = 1,
+        snapshot_every_n_steps: SnapshotInterval = "auto",
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
@@ -555,7 +558,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             keep_size=self.on_error == "skip" and self._is_in_ranks,
             may_shard=(self._may_shard and isinstance(order, SeededOrder) and order.may_give_lists),
             seed=self._seed_of_samples,
-            snapshot_every=self._snapshot_interval(is_iterable=is_iterable),
+            snapshot_every=self._snapshot_interval if self._saves_dataset else 0,
             is_persistent=bool(self.persistent_workers),
             concurrency=None if concurrency is None else operator.index(concurrency),
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
@@ -617,16 +620,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         may = may and (self.num_workers > 1 or self._shares_workers)
         may = may or self._adapter is not None
         return may and self._dataset_kind == _DatasetKind.Map
-
-    def _snapshot_interval(self, *, is_iterable: bool) -> int:
-        """Return after how many batches a worker saves its dataset's state; 0 for never.
-
-        A map-style dataset cannot re-read the batches since its last state, so its state is saved
-        after each batch.
-        """
-        if is_iterable:
-            return operator.index(self.snapshot_every_n_steps or 0)
-        return 1 if self._saves_dataset else 0
 
     # The end ---------------------------------------------------------------------------------
 

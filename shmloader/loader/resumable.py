@@ -7,6 +7,7 @@ them can move to another object.
 import contextlib
 import copy
 import logging
+import operator
 import os
 import threading
 import warnings
@@ -19,18 +20,19 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.loader.arguments import describe_epoch_remedy, is_data_pipe
+from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.rebuilt import warn_of_lightning_epochs, warn_of_lightning_states
-from shmloader.loader.states import BatchArgument, check_state, sealed
+from shmloader.loader.states import BatchArgument, check_savable, check_state, sealed
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
+from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rollover import RolloverBatchSampler
-from shmloader.sampling.sampler_checkpoint import counts_epochs, has_own_state
+from shmloader.sampling.sampler_checkpoint import counts_epochs
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import (
@@ -78,7 +80,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     thread_pool: bool
     executor: Any
     last_batch: LastBatch | None
-    snapshot_every_n_steps: int | None
+    snapshot_every_n_steps: SnapshotInterval
 
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
@@ -270,12 +272,20 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Whether a state contains the position of each worker's dataset, or its own state."""
         if isinstance(self.dataset, IterableDataset):
             return True
-        return has_own_state(self.dataset) and self._can_save_dataset
+        return has_state_methods(self.dataset) and self._can_save_dataset
+
+    @property
+    def _snapshot_interval(self) -> int:
+        """After how many batches a dataset's state is saved; 0 for never."""
+        every = self.snapshot_every_n_steps
+        if every == "auto":  # the state of a module is its weights
+            return 0 if isinstance(self.dataset, torch.nn.Module) else 1
+        return operator.index(every or 0)
 
     @property
     def _can_save_dataset(self) -> bool:
         """Whether the own states of a map-style dataset can be saved."""
-        wants = bool(self.snapshot_every_n_steps)
+        wants = self._snapshot_interval > 0
         shares = self.thread_pool or self.executor is not None
         return wants and not shares and self._adapter is None
 
@@ -296,7 +306,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         Raises:
             RuntimeError: If torch's own iterator loads: for a data pipe, or with worker processes
-                on a system without memfd and pidfd.
+                on a system without memfd and pidfd. Also if the state of the dataset, its iterator
+                or the sampler cannot be taken or pickled.
         """
         self._check_has_state()
         warn_of_lightning_states(self)
@@ -311,13 +322,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 draws_seed=not will_restart, in_order=self.in_order or not self.num_workers
             ),
         }
-        return sealed(self._with_checkpoints(copy.deepcopy(state)))
+        state = self._with_checkpoints(copy.deepcopy(state))
+        check_savable(state)
+        return sealed(state)
 
     def _with_checkpoints(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the positions or states of the workers' datasets."""
         plan, checkpoints = self._present_plan, self._parts.checkpoints
         is_iterable = isinstance(self.dataset, IterableDataset)
-        if has_own_state(self.dataset) and not (is_iterable or self._can_save_dataset):
+        if has_state_methods(self.dataset) and not (is_iterable or self._can_save_dataset):
             self._warn_of_dataset()
         if checkpoints is None or not self._saves_dataset:
             return state
@@ -338,7 +351,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
         from the states of all workers would need the same number of workers again.
         """
-        if self.snapshot_every_n_steps:
+        if self._snapshot_interval:
             how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
             if self.executor is not None:
                 how = "executor="
@@ -394,7 +407,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _describe_unsaved(self) -> str:
         """Say why this loader does not save the states of its dataset, and what to set."""
-        if not has_own_state(self.dataset):
+        if not has_state_methods(self.dataset):
             return "its dataset has no state_dict() and load_state_dict()"
         if self.thread_pool:
             return "thread_pool=True; set thread_pool=False"

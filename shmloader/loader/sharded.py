@@ -18,6 +18,7 @@ from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_TRANSFORM,
+    SnapshotInterval,
     WorkerScope,
     check_dataset,
     check_last_batch,
@@ -155,7 +156,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         on_error: What happens to a sample that raises an ``Exception``.
         max_failures: How many samples may fail in an epoch, or what share of them.
         snapshot_every_n_steps: Whether the state of a dataset with ``state_dict()`` is saved after
-            each step: 1 or more for yes, 0 or None for never.
+            each step: 1 or more for yes, 0 or None for never; "auto" for yes, unless the dataset is
+            a ``torch.nn.Module``.
 
     Attributes:
         rank: The rank. Until the first epoch begins, it is that of the present environment; None if
@@ -213,7 +215,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         worker_restarts: int = 0,
         on_error: OnError = "raise",
         max_failures: int | float | Fraction | None = None,
-        snapshot_every_n_steps: int | None = 1,
+        snapshot_every_n_steps: SnapshotInterval = "auto",
     ) -> None:
         if batchify_fn is not None and collate_fn is not None:
             raise TypeError("batchify_fn is another name for collate_fn: give one of the two")

@@ -1,11 +1,14 @@
 """The format of a loader's state, and the check whether a state fits a loader."""
 
 import json
+import pickle
 import reprlib
 import zlib
 from typing import Any, Literal
 
 from shmloader.batch.fingerprint import fingerprint
+from shmloader.batch.unpicklable import find_unpicklable
+from shmloader.interruptions import is_interruption
 
 #: Version of the format. Version 1, which had no checksum, can be read as well.
 VERSION = 2
@@ -34,6 +37,29 @@ BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
 _LAST_BATCHES = {"drop": "discard"}
 
 _OTHERS = {"epoch", "position", "origin", "persistent"}
+
+
+def check_savable(state: dict[str, Any]) -> None:
+    """Check the parts of a state that come from the user's objects.
+
+    Raises:
+        RuntimeError: If the state of a sampler could not be taken, or a part cannot be pickled.
+    """
+    unsaved = state["origin"].get("unsaved")
+    if unsaved is not None:
+        raise RuntimeError(unsaved.text)
+    try:
+        pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        found = find_unpicklable([state], ["state"])
+        where = "the state" if found is None else found.path
+        raise RuntimeError(
+            f"the loader's state cannot be pickled: {where}, which the dataset or the sampler has "
+            "returned. Return only values that can be pickled from its state_dict(); or set "
+            "state_dict = None in its class, or snapshot_every_n_steps=0 for a dataset"
+        ) from error
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:

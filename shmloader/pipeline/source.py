@@ -17,7 +17,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Se
 from typing import Any
 
 from shmloader.pipeline.entries import Checkpoint
-from shmloader.sampling.sampler_checkpoint import has_own_state
+from shmloader.sampling.own_state import has_own_state
 
 Source = Iterable[Any] | AsyncIterable[Any]
 

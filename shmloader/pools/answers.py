@@ -16,6 +16,7 @@ from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.slot import Slot
+from shmloader.messages import Unsaved
 
 #: Stands for the unknown id of a process of the user's executor.
 UNKNOWN_PID = -1
@@ -47,7 +48,8 @@ class Batch:
         is_kept: Whether the worker still holds memory of the slot.
         check: The number of bytes used of the slot, and their checksum; None if not checked.
         report: How many of its samples failed, and how; None if bad samples raise.
-        snapshot: State of the worker's dataset after the batch, if one came with it.
+        snapshot: State of the worker's dataset after the batch, or why there is none; None if none
+            was due.
         fingerprint: Fingerprint of the batch, if one was taken.
         times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
@@ -86,7 +88,7 @@ class Batch:
         self.is_kept = is_kept
         self.lends = False
         self.check: tuple[int, int] | None = None
-        self.snapshot: bytes | None = None
+        self.snapshot: bytes | Unsaved | None = None
         self.fingerprint: int | None = None
         self.looked_ns = self.seen_ns = 0
 
@@ -116,7 +118,8 @@ class Failure:
         error: Rebuilds the exception.
         is_kept: Whether the worker still holds memory of the slot.
         report: How many of the batch's samples failed, and how; None if bad samples raise.
-        snapshot: State of the worker's dataset after the batch, if one came with it.
+        snapshot: State of the worker's dataset after the batch, or why there is none; None if none
+            was due.
         fingerprint: Fingerprint of the batch, if one was taken.
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
@@ -124,7 +127,7 @@ class Failure:
     error: "RemoteError | LocalError"
     is_kept: bool = False
     report: SampleReport | None = None
-    snapshot: bytes | None = None
+    snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
     is_final: bool = False
 
@@ -137,12 +140,13 @@ class Empty:
         is_kept: Whether the worker still holds memory of the slot.
         report: How many of the batch's samples failed, and how; None for a task whose epoch was
             given up.
-        snapshot: State of the worker's dataset after the batch, if one came with it.
+        snapshot: State of the worker's dataset after the batch, or why there is none; None if none
+            was due.
     """
 
     report: SampleReport | None
     is_kept: bool = False
-    snapshot: bytes | None = None
+    snapshot: bytes | Unsaved | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from shmloader.messages import (
     StreamEnded,
     Task,
     TooLong,
+    Unsaved,
 )
 from shmloader.pools.answer_writer import AnswerWriter
 from shmloader.pools.worker_dataset import WorkerDataset
@@ -145,11 +146,21 @@ class BatchServer:
             self.dataset.fingerprint,
         )  # fmt: skip
 
-    def _put_notes(self) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | None]:
+    def _put_notes(
+        self,
+    ) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | Unsaved | None]:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""
-        maker = self.dataset.maker
+        maker, snapshot = self.dataset.maker, self.dataset.snapshot
         report = self.answers.put_report(None if maker is None else maker.take_report())
-        return report, self.answers.put_state(self.dataset.snapshot)
+        if isinstance(snapshot, Unsaved):
+            return report, snapshot
+        sent = self.answers.put_state(snapshot)
+        if isinstance(sent, TooLong) and not self._config.is_iterable:
+            return report, Unsaved(
+                f"the state of the dataset ({sent.nbytes} bytes) does not fit beside its batch in "
+                "a slot. Raise shm_size, or set snapshot_every_n_steps=0 to leave this state out"
+            )
+        return report, sent
 
     def _fail(self, task: Task, error: RemoteError, *, is_kept: bool) -> BatchFailed:
         sent = self.answers.put_error(error, is_kept=is_kept)
@@ -160,15 +171,9 @@ class BatchServer:
             dataset.fingerprint, dataset.is_lost,
         )  # fmt: skip
 
-    def _end(self, task: Task, *, is_kept: bool) -> StreamEnded | BatchFailed:
+    def _end(self, task: Task, *, is_kept: bool) -> StreamEnded:
         is_persistent = self._config.is_persistent
-        try:
-            beginning = self.dataset.next_beginning() if is_persistent else None
-        except BaseException:  # noqa: BLE001 - it is the answer
-            # The error answers this task, and the end answers the next one.
-            error = self.answers.put_error(RemoteError.caught(self._where), is_kept=is_kept)
-            return BatchFailed(*_of(task), error, is_kept, self.writer.touched_bytes)
-        sent = self.answers.put_state(beginning)
+        sent = self.answers.put_state(self.dataset.next_beginning() if is_persistent else None)
         return StreamEnded(*_of(task), is_kept, self.writer.touched_bytes, sent)
 
 

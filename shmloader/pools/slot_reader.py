@@ -11,7 +11,7 @@ from shmloader.errors import InternalError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import checksum
-from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, Spilled, TooLong
+from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, Spilled, TooLong, Unsaved
 from shmloader.pools import Events
 from shmloader.pools.answers import (
     Batch,
@@ -84,7 +84,7 @@ class SlotReader:
         if expected is not None:
             answer.check = (used_bytes, expected)
         if saved is not None:
-            answer.snapshot = self.read_state(worker_id, slot_id, saved, events)
+            answer.snapshot = self._snapshot(worker_id, slot_id, saved, events)
         events.answered(seq, epoch, worker_id, answer)
 
     def take_failure(self, worker_id: int, message: BatchFailed, events: Events) -> None:
@@ -98,7 +98,7 @@ class SlotReader:
             RemoteError.loads(data),
             is_kept=message.kept,
             report=self._report(slot_id, message.report),
-            snapshot=self.read_state(worker_id, slot_id, message.snapshot, events),
+            snapshot=self._snapshot(worker_id, slot_id, message.snapshot, events),
             fingerprint=message.fingerprint,
             is_final=message.is_final,
         )
@@ -110,7 +110,7 @@ class SlotReader:
         empty = Empty(
             self._report(slot_id, message.report),
             is_kept=message.kept,
-            snapshot=self.read_state(worker_id, slot_id, message.snapshot, events),
+            snapshot=self._snapshot(worker_id, slot_id, message.snapshot, events),
         )
         events.answered(message.seq, message.epoch, worker_id, empty)
 
@@ -119,6 +119,18 @@ class SlotReader:
             return None
         data = self._spilled(slot_id, sent) if isinstance(sent, Spilled) else sent
         return SampleReport.loads(data)
+
+    def _snapshot(
+        self,
+        worker_id: int,
+        slot_id: int,
+        sent: bytes | Spilled | TooLong | Unsaved | None,
+        events: Events,
+    ) -> bytes | Unsaved | None:
+        """Return the state that came with an answer, or why there is none; None if none was due."""
+        if isinstance(sent, Unsaved):
+            return sent
+        return self.read_state(worker_id, slot_id, sent, events)
 
     def read_state(
         self,

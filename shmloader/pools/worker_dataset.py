@@ -6,6 +6,7 @@ this exception answers every task of the epoch, in the order of the tasks.
 """
 
 import contextlib
+import functools
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -36,6 +37,7 @@ from shmloader.batch.timer import Timer
 from shmloader.memory.collate import SlotCollate, packs
 from shmloader.memory.gather import RowGatherer
 from shmloader.memory.slot_writer import SlotWriter
+from shmloader.messages import Unsaved
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 
@@ -48,7 +50,8 @@ class WorkerDataset:
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
         has_ended: Whether the iterable dataset is exhausted in this epoch.
-        snapshot: The dataset's pickled state after the last task; None if none was due.
+        snapshot: The dataset's pickled state after the last task, or why there is none; None if
+            none was due.
         maker: Makes the batches.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
@@ -79,7 +82,8 @@ class WorkerDataset:
         self._dataset: Any = None
         self._collate: SlotCollate | None = None
         self._on_error: OnError = "raise"
-        self._by_value = False
+        # Pickles the dataset's states.
+        self._keep: Callable[[Saved], bytes] = dump_here
         self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._sample_watch: SampleWatch | None = None
         if config.sample_timeout_s is not None:
@@ -98,7 +102,7 @@ class WorkerDataset:
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
         # predecessors.
         self._given = 0
-        self.snapshot: bytes | None = None
+        self.snapshot: bytes | Unsaved | None = None
         # Takes the fingerprints of an iterable dataset's batches.
         self._fingerprints: FingerprintingCollate | None = None
 
@@ -113,7 +117,8 @@ class WorkerDataset:
             on_error: How bad samples are handled.
             by_value: Whether these were pickled by cloudpickle; states may need it, too.
         """
-        self._dataset, self._on_error, self._by_value = dataset, on_error, by_value
+        self._dataset, self._on_error = dataset, on_error
+        self._keep = functools.partial(dump_here, by_value=by_value)
         self._collate = SlotCollate(collate_fn, self._writer)
         if not self._config.is_iterable:
             self._get_ready(self._index)
@@ -150,15 +155,9 @@ class WorkerDataset:
         return beginning
 
     def next_beginning(self) -> bytes | None:
-        """Return what an epoch that starts now would begin with, in :meth:`start_epoch`'s form.
-
-        Raises:
-            Exception: What the dataset's ``state_dict()`` or the pickling of its state raises.
-        """
+        """Return what an epoch that starts now would begin with, in :meth:`start_epoch`'s form."""
         config = self._config
-        if not config.is_iterable and not config.snapshot_every:
-            return None
-        snapshot = self._dump(save_dataset(self._dataset))
+        snapshot = save_dataset(self._dataset, self._keep) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
         return Beginning(global_rng_state() if draws else None, snapshot).dumps()
 
@@ -290,7 +289,7 @@ class WorkerDataset:
                 return self.maker.make(indices)
             finally:
                 if self._config.snapshot_every:
-                    self.snapshot = self._dump(save_dataset(self._dataset))
+                    self.snapshot = save_dataset(self._dataset, self._keep)
         self._given += 1  # also if the batch fails
         if self._fingerprints is not None:
             self._fingerprints.reset()
@@ -311,10 +310,7 @@ class WorkerDataset:
         every = self._config.snapshot_every
         if every and self._given % every == 0:
             assert self.maker is not None
-            self.snapshot = self._dump(save(self.maker.fetcher))
-
-    def _dump(self, saved: Saved | None) -> bytes | None:
-        return None if saved is None else dump_here(saved, by_value=self._by_value)
+            self.snapshot = save(self.maker.fetcher, self._keep)
 
     @property
     def fingerprint(self) -> int | None:

@@ -12,8 +12,10 @@ from typing import Any
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.interruptions import is_interruption
+from shmloader.messages import Unsaved
 from shmloader.sampling.fast_forward import pass_over, too_few, without_done
 from shmloader.sampling.indices import as_list
+from shmloader.sampling.own_state import has_own_state
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import CarryOver
@@ -22,10 +24,10 @@ from shmloader.sampling.sampler_checkpoint import (
     are_known,
     chain,
     describe,
-    has_own_state,
     is_known,
     log_redraw,
-    own_state,
+    own_entry,
+    take_own_state,
 )
 from shmloader.sampling.steps import Steps
 from shmloader.sampling.user_iterators import iterate, only_next, restart_if_exhausted
@@ -110,7 +112,8 @@ class ResumableSampler(Iterator[Any]):
             number, own = next(
                 each for each in reversed(self._own_states) if self._is_past(each[0])
             )
-            state["own"], state["own_at"] = own, number
+            state = {key: value for key, value in state.items() if key not in ("own", "unsaved")}
+            state.update(own_entry(own), own_at=number)
         state["last"] = self._checksum_of_last()
         return state
 
@@ -242,7 +245,10 @@ class ResumableSampler(Iterator[Any]):
             )
 
     def _take_own_state(self) -> None:
-        self._own_states.append((self._number, own_state(self._stateful)))
+        own = take_own_state(self._stateful)
+        if self._own_states and isinstance(own, Unsaved):
+            return  # the epoch can be resumed from an earlier state
+        self._own_states.append((self._number, own))
         # Of the states that the user is past, only the newest is needed.
         while len(self._own_states) > 1 and self._is_past(self._own_states[1][0]):
             del self._own_states[0]

@@ -12,9 +12,8 @@ Guarantees:
 
 import contextlib
 import copy
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.messages import Unsaved
 from shmloader.probing import probe
 from shmloader.sampling.epochs import EpochSampler
+from shmloader.sampling.own_state import has_own_state, take_state
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     dump_generator,
@@ -224,7 +225,7 @@ class SamplerCheckpoint:
         if self._carry_over is not None:
             state["rest"] = list(self._carry_over.samples)
         if self.stateful is not None:
-            state["own"] = own_state(self.stateful)
+            state.update(own_entry(take_own_state(self.stateful)))
         if is_begun and self._seeding:
             state["seed"] = _next_seed()
         if is_begun and self.global_generators:
@@ -316,29 +317,15 @@ def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
             sampler.generator = None
 
 
-def own_state(sampler: Any) -> Any:
-    """Return a copy of the sampler's own state."""
-    return copy.deepcopy(sampler.state_dict())
+def take_own_state(sampler: object) -> object:
+    """Return a copy of a sampler's own state, or an ``Unsaved``."""
+    return take_state(
+        sampler,
+        "Correct its state_dict(), or set state_dict = None in its class: the sampler is then "
+        "iterated again from the epoch's beginning when the loader is resumed",
+    )
 
 
-def has_own_state(thing: object) -> bool:
-    """Whether a sampler, a dataset or its iterator has ``state_dict()`` and ``load_state_dict()``.
-
-    Methods of these names that need other arguments belong to another protocol: litdata's and
-    MosaicML's ``StreamingDataset`` have such a ``state_dict``.
-    """
-    methods = probe(thing, "state_dict"), probe(thing, "load_state_dict")
-    return all(callable(method) and _takes(method, count) for count, method in enumerate(methods))
-
-
-def _takes(method: Callable[..., object], count: int) -> bool:
-    """Whether a method can be called with this number of positional arguments, and no others."""
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # as for some methods of extension modules
-        return True
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True
+def own_entry(own: object) -> dict[str, object]:
+    """Return the entry of a checkpoint for a sampler's own state, or for an ``Unsaved``."""
+    return {"unsaved" if isinstance(own, Unsaved) else "own": own}

@@ -234,11 +234,10 @@ class MapStub(Dataset):
     load_state_dict = Stub.load_state_dict
 
 
-@pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dataset", [Stub, MapStub])
-def test_a_state_that_is_not_implemented_is_none(dataset, workers, every):
-    options = {"snapshot_every_n_steps": every}
+def test_a_state_that_is_not_implemented_may_be_left_out(dataset, workers):
+    options = {"snapshot_every_n_steps": 0}
     seen, state = take(make(dataset(), workers=workers, **options), 2)
     assert seen + rest_of(make(dataset(), workers=workers, **options), state) == [
         [0, 1], [2, 3], [4, 5], [6, 7]

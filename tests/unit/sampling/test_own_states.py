@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.sampling.sampler_checkpoint import has_own_state
+from shmloader.sampling.own_state import has_own_state, has_state_methods
 
 
 class Given:
@@ -56,8 +56,9 @@ def test_a_load_state_dict_takes_the_state_and_needs_nothing_else(wrong) -> None
     assert not has_own_state(Given(dict, wrong))
 
 
-def test_modules_of_torch_have_one() -> None:
-    assert has_own_state(torch.nn.Linear(2, 2))
+def test_the_weights_of_a_module_are_none() -> None:
+    assert not has_own_state(torch.nn.Linear(2, 2))
+    assert has_state_methods(torch.nn.Linear(2, 2))
 
 
 class ForeignSampler:
