@@ -72,8 +72,9 @@ applies. A thread cannot be ended: it is left behind, and its ticket is put into
   many of them as the window has tickets. A task carries no dataset: the executor's process that
   runs it keeps one. The result is written to a slot in this process
   (:mod:`shmloader.pools.executor`).
-* With ``num_workers=0`` the pool is inline and the window is 0. Nothing is drawn ahead: ``next()``
-  draws an index batch, and sending its task makes the batch on the calling thread.
+
+With ``num_workers=0`` there is neither an engine nor a pool: ``next()`` draws an index batch and
+makes its batch on the calling thread (:mod:`shmloader.loader.in_process`).
 
 Draws, order, bad samples, timeouts and the end of an epoch are handled alike for all pools.
 

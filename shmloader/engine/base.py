@@ -72,7 +72,7 @@ class EngineBase(abc.ABC):
             read it.
 
     Args:
-        window: The most tickets in flight; 0 draws nothing ahead.
+        window: The most tickets in flight.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
         watch: Notes bad samples; None if their errors are raised.
     """

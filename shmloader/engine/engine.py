@@ -46,7 +46,7 @@ from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import is_interruption
 from shmloader.memory.lease import is_debugging
 from shmloader.pools import Pool, SlotPool
-from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure, StreamEnd
+from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
@@ -75,8 +75,7 @@ class Engine(EngineBase):
     Args:
         pool: The workers and their memory. The engine owns the pool from now on.
         worker_count: The most workers there may be.
-        window: The most tickets in flight. With 0 nothing is drawn ahead: a ticket is drawn when
-            its batch is asked for.
+        window: The most tickets in flight.
         lend_limit: The most batches lent at once.
         in_order: Whether batches are delivered in the sampler's order.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
@@ -267,8 +266,6 @@ class Engine(EngineBase):
         return self._pool.is_waiting
 
     def _next_batch(self) -> object:
-        if not self._window:
-            return self._next_inline()
         self._pool.is_waiting = False
         if self._slots is not None:
             self._slots.tidy()
@@ -310,33 +307,6 @@ class Engine(EngineBase):
                 self._receive_any(deadline)
             self._pause()
             self.check_open()
-
-    def _next_inline(self) -> object:
-        """Draw a ticket, and have this thread make its batch at once."""
-        scheduler, began_ns = self._scheduler, self._looked_ns
-        while True:
-            self.in_transit = True
-            try:
-                indices = self._draw()
-            except StopIteration:
-                break
-            except BaseException as error:
-                self._note_sampler_error(error)
-                raise
-            self.draw_ns += time.monotonic_ns() - began_ns
-            ticket = scheduler.offer_inline(indices)
-            answer = self._pool.send(ticket, scheduler.epoch)
-            if type(answer) is StreamEnd:
-                self.in_transit = False
-                return self._raise_end()
-            scheduler.answered_inline(ticket, answer)
-            if self._watch is None or not self._note_samples(self._watch, ticket):
-                return self._hand_over(ticket)
-            self.check_open()  # by now, the user's code or another thread may have closed it
-            began_ns = time.monotonic_ns()
-        self.in_transit = False
-        self.check_open()  # once it is closed, there is nothing to draw
-        return self._raise_end()
 
     def _may_wait(self, inbox: Inbox, *, has_room: bool) -> bool:
         """Set whether the user's thread wakes this one when it brings a ticket or takes a batch.
@@ -385,8 +355,7 @@ class Engine(EngineBase):
         worker_id, error = ticket.worker_id, None
         if answer.report is not None:
             batch, pool = f"batch {ticket.seq}", self._pool
-            worker, pid = (None, None) if pool.is_inline else (worker_id, pool.pid(worker_id))
-            error = watch.note(answer.report, batch, worker, pid)
+            error = watch.note(answer.report, batch, worker_id, pool.pid(worker_id))
         if error is None and type(answer) is Empty:
             error = watch.left_out(describe_ticket(ticket))
         if error is not None:
@@ -396,8 +365,7 @@ class Engine(EngineBase):
         self._free_slot(ticket, is_kept=answer.is_kept)
         self._left_out.append(ticket.seq)
         self._scheduler.left_out(ticket)
-        if self._window:
-            self._offer_another()
+        self._offer_another()
         return True
 
     def _hand_over(self, ticket: Ticket) -> object:
@@ -410,8 +378,7 @@ class Engine(EngineBase):
         times = None if answer.times is None else self._times(ticket, answer)
         self._note_delivery(ticket, times)
         if self._slots is None:
-            if self._window:
-                self._offer()
+            self._offer()
             return answer.content
         try:
             batch = self._slots.build(ticket, answer)
@@ -434,8 +401,7 @@ class Engine(EngineBase):
             if answer.is_final:
                 self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
             self._note_delivery(ticket, None)
-            if self._window:
-                self._offer()
+            self._offer()
             self._raise_on_purpose(answer.error.rebuilt(note))
         if isinstance(answer, Death):
             self._free_slot(ticket, is_kept=False)
@@ -506,7 +472,6 @@ class Engine(EngineBase):
             self.check_open()  # another thread may have closed the sockets
             self._fail(error)
         if refused is not None:
-            assert not isinstance(refused, StreamEnd)
             # Delivered in order, like a failure of the dataset.
             self.answered(ticket.seq, self._scheduler.epoch, ticket.worker_id, refused)
 

@@ -211,19 +211,6 @@ class Scheduler:
         self._assign(ticket, worker)
         return ticket
 
-    def offer_inline(self, indices: object) -> Ticket:
-        """Return a ticket whose batch the calling thread makes at once.
-
-        It is never in flight, since its answer is known before the next event.
-        """
-        seq = self._next_seq
-        self._next_seq = seq + 1
-        return Ticket(seq, 0, UNASSIGNED, indices)
-
-    def answered_inline(self, ticket: Ticket, answer: object) -> None:
-        """Note the answer to a ticket of :meth:`offer_inline`."""
-        ticket.answer = answer
-
     def _add(self, indices: object, now_ns: int) -> Ticket:
         seq = self._next_seq
         self._next_seq = seq + 1

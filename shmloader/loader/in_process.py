@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from shmloader.batch.arrays import ArraysHere
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.failures import describe_indices
+from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
 from shmloader.batch.iterable_state import (
     Saved,
     load_dataset,
@@ -23,133 +26,272 @@ from shmloader.batch.iterable_state import (
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
-from shmloader.device.stage import Stage
 from shmloader.device.structure import map_tensors
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
-from shmloader.engine.engine import Engine
 from shmloader.engine.stream_here import DatasetHere, StreamHere
+from shmloader.engine.wording import describe_interruption
+from shmloader.errors import CLOSED_MEANWHILE, ITERATOR_CLOSED, ClosedLoaderError
+from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
-from shmloader.loader.common import no_transform, transform_here
-from shmloader.loader.config import LoaderConfig
-from shmloader.loader.iterator import EngineIterator
+from shmloader.loader.calls import CountingIterator
+from shmloader.loader.common import begin_by_torch, no_transform, transform_here
+from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.collate import is_plain
-from shmloader.pools.arena import PageLocker
-from shmloader.pools.inline import InlinePool, ResumeError
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
+from shmloader.tracebacks import user_part
 
 
-class InProcessIterator(EngineIterator, _SingleProcessDataLoaderIter):
+class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     """Makes batches on the consumer's thread, when they are asked for.
 
     ``seed=`` sets the process's random number generators for each sample. Their earlier states are
     restored after each batch.
     """
 
-    _pool: InlinePool
-    _checkpoints: StreamHere | DatasetHere | None  # type: ignore[assignment]
+    _is_closed = False
+    _closed_because = ""
+    _is_exhausted = False
+    # Whether the next index batch is being drawn, and whether it was drawn but is not delivered
+    # yet. An exception from outside would lose it.
+    _is_drawing = _is_loading = False
+    _draw_ns = 0
 
-    def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
-        """Load the dataset's state, which the sampler may depend on when it is iterated."""
+    def __init__(
+        self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
+    ) -> None:
+        """Begin an epoch.
+
+        Args:
+            loader: The loader, for torch's base class.
+            config: The loader's arguments.
+            plan: The plan of the loader's epochs, which has begun one.
+            parts: The objects that all iterators of the loader share.
+        """
+        begin_ns = time.monotonic_ns()
+        resumed = parts.take_resumed()
         checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
         saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+        # Before the sampler is iterated, which may depend on the dataset's state.
         with _as_before(checkpoint.rng):
             load_dataset(config.dataset, saved)
-        self._resumed: tuple[DatasetCheckpoint, Saved | None] | None = (checkpoint, saved)
-
-    def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
-        """Do nothing: the maker tracks the dataset's position."""
-
-    def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
-        """Return no stage: batches are pinned and moved to a device on the consumer's thread."""
-        config = self._config
-        self._step = "build"
-        self._transform = transform_here(config)
-        # No transform may refer to the iterator: in a reference cycle, only the garbage collector
-        # could free the iterator.
-        if config.has_device or config.has_steps:
-            self._step = "device"
-            self._transform = _after(functools.partial(_move, config), self._transform)
-        elif self._pin_memory:
-            self._step = "pin"
-            pin = functools.partial(pin_batch, device=self._pin_memory_device)
-            self._transform = _after(pin, self._transform)
-        return None, None
-
-    def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - nothing is page-locked
+        begin_by_torch(self, loader, plan)
         if self._timeout != 0:
             raise AssertionError(
                 "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches "
                 "are loaded in this process, which cannot stop waiting for itself"
             )
-        config, fetch = self._config, self._config.fetch
+        self._plan, self._progress = plan, plan.progress
+        # The number of the newest index batch among those that this iterator has drawn.
+        self._seq = -1
+        self._is_fresh = True
+        self._is_stream = config.fetch.is_iterable
+        self._takes_arrays = config.fetch.takes_arrays
+        self._watch = config.watch_failures(parts.failures)
+        self._step, self._transform = self._find_transform(config)
         self._timer = Timer()
-        self._concurrent_fetcher = fetch.make_concurrent_fetcher()
-        assert self._resumed is not None
-        resumed, self._resumed = self._resumed, None
-        maker = LocalMaker(
-            config, *resumed, self._plan.epoch, self._timer, self._concurrent_fetcher
-        )
-        self._checkpoints = self._parts.checkpoints = maker.checkpoint
-        self._maker = maker
-        self._dataset_fetcher = maker.fetcher  # torch's name for it
-        self._pool = InlinePool(
-            maker.make,
-            self._timer,
-            maker.take_report,
-            _do_nothing if self._concurrent_fetcher is None else self._concurrent_fetcher.close,
-            is_iterable=fetch.is_iterable,
-        )
-        self._engine = Engine(
-            self._pool,
-            worker_count=1,
-            window=0,
-            lend_limit=0,
-            in_order=True,
-            timeout_s=0,
-            watch=config.watch_failures(self._parts.failures),
-        )
+        self._end = _do_nothing
+        fetcher = config.fetch.make_concurrent_fetcher()
+        if fetcher is not None:
+            self._end = weakref.finalize(self, fetcher.close)
+            self._end.atexit = False
+        self._maker = LocalMaker(config, checkpoint, saved, plan.epoch, self._timer, fetcher)
+        self._dataset_fetcher = self._maker.fetcher  # torch's name for it
+        self._checkpoint = parts.checkpoints = self._maker.checkpoint
+        self._record = Record(plan.epoch, "in-process", 0, begin_ns=begin_ns)
+        parts.statistics.begin(self._record, self)
+        self._begin_draws()
+        self._record.note_begun()
 
-    def _ender(self) -> Callable[[], object]:
-        # Not the pool's close: the pool refers to the dataset, which may refer to the loader.
-        fetcher = self._concurrent_fetcher
-        return _do_nothing if fetcher is None else fetcher.close
+    def _find_transform(self, config: LoaderConfig) -> tuple[str, Callable[[Any], Any]]:
+        """Return what pins, moves and transforms a batch, and the stage whose time that is."""
+        # No transform may refer to the iterator: in a reference cycle, only the garbage collector
+        # could free the iterator.
+        transform = transform_here(config)
+        if config.has_device or config.has_steps:
+            return "device", _after(functools.partial(_move, config), transform)
+        if self._pin_memory:
+            pin = functools.partial(pin_batch, device=self._pin_memory_device)
+            return "pin", _after(pin, transform)
+        return "build", transform
 
-    def _iterate_again(self, loader: Any) -> None:
-        """Do nothing: torch iterates the sampler once here."""
+    def _begin_draws(self) -> None:
+        """Begin to draw the epoch's index batches."""
+        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=self._takes_arrays)
 
-    def _make_record(self, worker_count: int, begin_ns: int) -> Record:  # noqa: ARG002 - none
-        failed = self._parts.failures
-        return Record(self._plan.epoch, "in-process", 0, failed=failed, begin_ns=begin_ns)
+    # One batch -------------------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        self._is_drawing = self._is_loading = False
+        self._draw_ns = 0
+        if self._is_fresh:
+            self._leave_beginning()
+        while not self._is_exhausted:
+            self._check_open()
+            self._is_drawing = True
+            began_ns = time.monotonic_ns()
+            try:
+                indices = next(self._sampler_iter)
+            except StopIteration:
+                break
+            self._draw_ns += time.monotonic_ns() - began_ns
+            self._seq += 1
+            self._is_loading, self._is_drawing = True, False
+            try:
+                batch = self._make(indices)
+            except StopIteration as error:
+                if self._is_stream:
+                    break
+                raise map_style_stop(error) from error
+            if batch is EmptyBatchError:
+                self._is_loading = False
+                continue
+            if FAULTS is not None:
+                FAULTS.reach("main.deliver")
+            return batch if self._transform is no_transform else self._transform(batch)
+        if not self._is_exhausted:
+            self._end_epoch()
+        raise StopIteration
+
+    def _make(self, indices: object) -> Any:
+        """Return the batch of these indices, or EmptyBatchError if it is left out."""
+        self._timer.begin()
+        batch: Any = EmptyBatchError
+        try:
+            batch = self._maker.make(indices)
+        except EmptyBatchError:
+            pass
+        except Exception as error:
+            is_handled = self._maker.is_replaying or self._watch is not None
+            if is_handled and not is_interruption(error):
+                if self._maker.is_replaying:
+                    self._close_since("its dataset could not be resumed")
+                else:
+                    self._note_samples()
+            raise
+        if self._watch is not None:
+            self._note_samples(indices if batch is EmptyBatchError else None)
+        return batch
+
+    def _leave_beginning(self) -> None:
+        """Draw the epoch again if its number was set to another one since ``iter()``."""
+        self._is_fresh = False
+        if self._plan.leave_beginning(self._progress):
+            self._progress = self._plan.progress
+            self._record.epoch = self._plan.epoch
+            self._sampler_iter = iter(self._index_sampler)
+            self._begin_draws()
+
+    def _note_samples(self, left_out: object = None) -> None:
+        """Note the samples of a batch that failed.
+
+        Args:
+            left_out: The indices of the batch, if all its samples failed.
+
+        Raises:
+            TooManyFailures: If too many have failed.
+        """
+        report, watch, error = self._maker.take_report(), self._watch, None
+        assert watch is not None
+        if report is not None:
+            self._record.failures += report.failed_count
+            error = watch.note(report, f"batch {self._seq}")
+        if error is None and left_out is not None:
+            error = watch.left_out(f"batch {self._seq} ({describe_indices(left_out)})")
+        if error is not None:
+            self._close_since(error)
+            raise error
+
+    def _end_epoch(self) -> None:
+        """Note that the epoch has ended.
+
+        Raises:
+            TooManyFailures: If too many samples of the epoch failed.
+        """
+        self._check_open()  # if it was closed meanwhile, the epoch has not ended
+        error = None if self._watch is None else self._watch.end_epoch()
+        if error is not None:
+            self._close_since(error)
+            raise error
+        if self._checkpoint is not None:
+            self._checkpoint.end()
+        self._is_exhausted = self._progress.is_ended = True
+        self._is_drawing = self._is_loading = False
+        self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
+        self.close()
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
         self._record.note_local_batch(
-            work, began_ns, time.monotonic_ns(), nbytes, self._step, self._source.draw_ns
+            work, began_ns, time.monotonic_ns(), nbytes, self._step, self._draw_ns
         )
 
-    def _note_datasets(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.end()
+    def _note_done(self, *, has_failed: bool = False) -> None:
+        self._progress.done_until(self._seq)
+        if self._checkpoint is not None:
+            fingerprint, is_short = self._maker.last
+            self._checkpoint.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+
+    # Ends ------------------------------------------------------------------------------------
+
+    def _mark(self) -> tuple[int, Any]:
+        checkpoint = self._checkpoint
+        return self._progress.mark(), None if checkpoint is None else checkpoint.mark()
 
     def _loses(self, error: BaseException) -> bool:
-        source = self._source
-        if not source.loses(error):
-            return False
-        if source.delivery is None or is_interruption(error):
-            return True
-        # The error came in place of the batch. It may be torch's warning of a wrong length, if
-        # warnings are errors.
-        source.raised_id = id(error)
-        return False
+        return (self._is_drawing or self._is_loading) and is_interruption(error)
 
-    def _note_done(self, *, has_failed: bool = False) -> None:
-        delivery = self._engine.delivery
-        if delivery is not None:
-            self._progress.done_until(delivery.seq)
-            if self._checkpoints is not None:
-                fingerprint, is_short = self._maker.last
-                self._checkpoints.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+    def _note_raised(self, error: BaseException, began_ns: int) -> None:
+        is_end = isinstance(error, StopIteration)
+        self._record.note_wait(began_ns, time.monotonic_ns(), "end" if is_end else "other")
+        if is_end:
+            return
+        if not self._is_closed:
+            if self._is_loading:
+                self._record.failures += 1
+                self._note_done(has_failed=True)
+        elif (
+            (self._is_drawing or self._is_loading)
+            and not self._closed_because
+            and not isinstance(error, ClosedLoaderError)
+        ):
+            raise ClosedLoaderError(CLOSED_MEANWHILE) from error
+        error.with_traceback(user_part(error.__traceback__))
+
+    def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
+        self._progress.go_back(mark[0])
+        if self._checkpoint is not None:
+            self._checkpoint.go_back(mark[1])
+        if not self._is_closed:
+            self._closed_because = describe_interruption(error, in_sampler=self._is_drawing)
+        self.close()
+
+    def _close_since(self, why: object) -> None:
+        """Close the iterator for a reason that later calls report."""
+        self._closed_because = f" since: {why}"
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            because = self._closed_because
+            raise ClosedLoaderError(
+                f"the iterator is closed{because}" if because else ITERATOR_CLOSED
+            )
+
+    def close(self) -> None:
+        """Give up the epoch. May be called again, and from any thread."""
+        self._is_closed = True
+        self._end()
+        self._record.end()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close``, the epoch's end or too many failures closed it."""
+        return self._is_closed
+
+    def _shutdown_workers(self) -> None:
+        """Close the iterator, under torch's name for :meth:`close`."""
+        self.close()
 
 
 class LocalMaker:
@@ -158,7 +300,9 @@ class LocalMaker:
     Attributes:
         checkpoint: The checkpoint of the dataset; None if states of the loader contain none.
         fetcher: torch's fetcher, or one of ours.
-        take_report: Returns the report on a batch's samples; None with ``on_error="raise"``.
+        take_report: Returns the report on a batch's samples.
+        is_replaying: Whether batches are being re-read to resume an iterable dataset, or could not
+            be.
 
     Args:
         config: The loader's arguments.
@@ -198,7 +342,8 @@ class LocalMaker:
                 load_iterator(self._maker.fetcher, saved)
         self.fetcher = self._maker.fetcher
         self.checkpoint: StreamHere | DatasetHere | None = None
-        self.take_report = None if config.on_error == "raise" else self._maker.take_report
+        self.take_report = self._maker.take_report
+        self.is_replaying = False
         if fetch.is_iterable:
             self._only_reads = is_plain(config.collate_fn)
             self._begin_stream(config, checkpoint, saved, rng)
@@ -283,22 +428,14 @@ class LocalMaker:
         """Re-read and discard the batches since the snapshot; return the generators' states.
 
         Raises:
-            ResumeError: If the batches cannot be read again, or differ.
+            Exception: If the batches cannot be read again, or differ.
         """
-        try:
-            with _as_before(rng), self._maker.loading(indices) as plain:
-                replay(
-                    self.fetcher,
-                    checkpoint,
-                    plain,
-                    self._fingerprints,
-                    only_reads=self._only_reads,
-                )
-                return None if rng is None else global_rng_state()
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            raise ResumeError(error) from error
+        self.is_replaying = True
+        with _as_before(rng), self._maker.loading(indices) as plain:
+            replay(self.fetcher, checkpoint, plain, self._fingerprints, only_reads=self._only_reads)
+            left = None if rng is None else global_rng_state()
+        self.is_replaying = False
+        return left
 
 
 def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,6 @@ pool                workers                                     batches arrive
                     that all ranks of a host share
 ``ThreadPool``      threads of this process                     as ordinary objects
 ``ExecutorPool``    numbers that stand for an executor's tasks  as buffers, copied to slots here
-``InlinePool``      the thread that asks for a batch            as ordinary objects
 ==================  ==========================================  ===================================
 
 Every pool keeps these rules:
@@ -27,8 +26,6 @@ Every pool keeps these rules:
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
-* An inline pool has one worker: the thread that calls :meth:`Pool.send`, which makes the batch and
-  returns the answer. No tickets are drawn ahead for an inline pool, and it reports no events.
 * To begin a further epoch, the engine calls :meth:`Pool.start_epoch` for each worker. A pool of
   processes first answers all tasks of the previous epoch, and then reports
   :meth:`Events.epoch_entered`. A pool of an executor does not wait for these tasks: it answers them
@@ -47,7 +44,7 @@ from typing import Any, Protocol
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.pools.answers import Answer, Batch, Death, StreamEnd
+from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.pools.status_page import AtWork
 
 
@@ -132,13 +129,11 @@ class Pool(Protocol):
         readings: Memory and CPU time of the workers. Any thread may read them.
         has_queue: Whether the pool has one queue, from which an idle worker takes the oldest task.
             Otherwise the scheduler assigns each task to a worker.
-        is_inline: Whether the thread that sends a task makes the batch, and is the only worker.
     """
 
     counts: Counts
     readings: Readings
     has_queue: bool
-    is_inline: bool
 
     @property
     def is_waiting(self) -> bool:
@@ -156,12 +151,11 @@ class Pool(Protocol):
 
     # Tasks -------------------------------------------------------------------------------
 
-    def send(self, ticket: SentTicket, epoch: int) -> Answer | StreamEnd | None:
+    def send(self, ticket: SentTicket, epoch: int) -> Answer | None:
         """Send a ticket's task to a worker.
 
         Returns:
-            The answer, if the pool is inline or the user's indices could not be pickled; otherwise
-            None.
+            The answer, if the user's indices could not be pickled; otherwise None.
 
         Raises:
             OSError: If no descriptor or address space is left for the slot.

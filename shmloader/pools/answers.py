@@ -1,4 +1,4 @@
-"""The answers to a ticket: a batch, an empty batch, a failure, the end of a stream, or a death.
+"""The answers to a ticket: a batch, an empty batch, a failure, or a death.
 
 The answer of a batch that lies in a slot carries the reader of its layout, since a worker does not
 repeat a layout that is the same as that of its last batch.
@@ -93,23 +93,6 @@ class Batch:
         self.looked_ns = self.seen_ns = 0
 
 
-class LocalError:
-    """An exception of this thread, which is raised unchanged.
-
-    Has the part of :class:`~shmloader.batch.remote_error.RemoteError` that the engine uses.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
-
-    def rebuilt(self, note: str) -> Exception:  # noqa: ARG002 - the traceback says where
-        """Return the exception, and drop it here, since its traceback holds many frames."""
-        error, self._error = self._error, None
-        if error is None:
-            raise InternalError("an exception is raised once")
-        return error
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An exception of the user's code.
@@ -124,7 +107,7 @@ class Failure:
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
-    error: "RemoteError | LocalError"
+    error: RemoteError
     is_kept: bool = False
     report: SampleReport | None = None
     snapshot: bytes | Unsaved | None = None
@@ -147,11 +130,6 @@ class Empty:
     report: SampleReport | None
     is_kept: bool = False
     snapshot: bytes | Unsaved | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """The iterable dataset is exhausted. Returned by the ``send`` of an inline pool."""
 
 
 Answer = Batch | Failure | Empty

@@ -40,7 +40,6 @@ class SlotReader:
     """
 
     has_queue = False
-    is_inline = False
 
     def __init__(
         self,

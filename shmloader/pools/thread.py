@@ -60,7 +60,6 @@ class ThreadPool:
     """
 
     has_queue = True
-    is_inline = False
 
     def __init__(
         self,

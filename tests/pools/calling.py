@@ -17,7 +17,6 @@ class CallingPool:
     """Makes a batch when a thread waits for one."""
 
     has_queue = True
-    is_inline = False
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.counts, self.readings = Counts(), Readings()

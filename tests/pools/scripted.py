@@ -25,7 +25,7 @@ class ScriptedPool:
         idle: Called when the engine waits and there is no event, so that the test can make one.
     """
 
-    has_queue = is_inline = is_inherited = False
+    has_queue = is_inherited = False
     wants_tidying = is_waiting = False
     ended_leases = ()
 

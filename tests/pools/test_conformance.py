@@ -28,7 +28,6 @@ from shmloader import ShardedDataLoader
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload
 from shmloader.batch.portable import PortablePayload
-from shmloader.batch.timer import Timer
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError, WorkerDiedError
@@ -40,7 +39,6 @@ from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.host_pool import HostPool
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.host_workers import HostWorkers
-from shmloader.pools.inline import InlinePool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.status_page import Phase
@@ -168,10 +166,6 @@ def _executors_end() -> Iterator[None]:
     leave_host()
 
 
-def inline(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    return InlinePool(make, Timer(), None, lambda: None, is_iterable=False)
-
-
 def calling(make: Callable[[Any], Any], worker_count: int) -> Pool:
     return CallingPool(make)
 
@@ -184,14 +178,12 @@ class Kind:
         make: Makes one.
         is_apart: Whether its workers work while nobody waits.
         has_slots: Whether its batches come in slots.
-        is_inline: Whether a task is done when it has been sent.
         shows_stacks: Whether it sees what its workers are doing.
     """
 
     make: Callable[[Callable[[Any], Any], int], Pool]
     is_apart: bool = True
     has_slots: bool = False
-    is_inline: bool = False
     shows_stacks: bool = True
 
 
@@ -200,7 +192,6 @@ KINDS = {
     "host": Kind(host, has_slots=True),
     "threads": Kind(threads),
     "executor": Kind(executor, has_slots=True, shows_stacks=False),
-    "inline": Kind(inline, is_apart=False, is_inline=True),
     "calling": Kind(calling, is_apart=False),
 }
 
@@ -214,13 +205,6 @@ def kind(request) -> Kind:
 def apart(kind) -> Kind:
     if not kind.is_apart:
         pytest.skip("its worker is the thread that waits")
-    return kind
-
-
-@pytest.fixture
-def waiting(kind) -> Kind:
-    if kind.is_inline:
-        pytest.skip("it never waits")
     return kind
 
 
@@ -252,11 +236,6 @@ class Told:
 
     def send(self, *tasks: Any) -> None:
         for indices in tasks:
-            if self.pool.is_inline:
-                ticket = self.scheduler.offer_inline(indices)
-                self.answers[ticket.seq] = self.pool.send(ticket, self.scheduler.epoch)
-                self.threads.add(threading.get_ident())
-                continue
             ticket = self.scheduler.offer(indices)
             tickets = [ticket] if self.pool.has_queue else iter(self.scheduler.next_task, None)
             for ticket in tickets:
@@ -360,8 +339,8 @@ def test_a_wait_is_over_after_its_time(kind) -> None:
 
 @pytest.mark.parametrize("name", ["wake", "wake_soon"])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_wake_ends_a_wait_now_or_the_next(waiting, name, before) -> None:
-    with opened(waiting, squared) as pool:
+def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
+    with opened(kind, squared) as pool:
         pool.enable_wake()
         wake = threading.Thread(
             target=lambda: (before or wait_until(lambda: pool.is_waiting), getattr(pool, name)())
@@ -375,8 +354,8 @@ def test_a_wake_ends_a_wait_now_or_the_next(waiting, name, before) -> None:
         wake.join()
 
 
-def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(waiting) -> None:
-    with opened(waiting, squared) as pool:
+def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> None:
+    with opened(kind, squared) as pool:
         told = Told(pool)
         told.send(*range(4))
         told.scheduler.end_epoch()
@@ -435,9 +414,9 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
     gate.close()
 
 
-def test_an_interruption_of_a_wait_loses_nothing(waiting) -> None:
+def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
     main = threading.main_thread().ident
-    with opened(waiting, squared) as pool:
+    with opened(kind, squared) as pool:
         told = Told(pool)
 
         def press() -> None:
@@ -541,8 +520,7 @@ def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
         assert not pool.is_inherited
         pid = os.fork()
         if pid == 0:
-            # A thread that makes batches itself goes on in the child.
-            os._exit(0 if pool.is_inherited != kind.is_inline else 1)
+            os._exit(0 if pool.is_inherited else 1)
         assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -556,8 +534,7 @@ def engine_of(
     defaults = {"in_order": True, "timeout_s": 30}
     engine = Engine(
         kind.make(make, worker_count), worker_count=worker_count,
-        window=0 if kind.is_inline else WINDOW,
-        lend_limit=LENT if kind.has_slots else 0, **(defaults | options),
+        window=WINDOW, lend_limit=LENT if kind.has_slots else 0, **(defaults | options),
     )  # fmt: skip
     try:
         yield engine
@@ -598,7 +575,7 @@ def test_an_engine_raises_in_a_batch_s_place_and_goes_on(kind) -> None:
         with pytest.raises(Bad) as caught:
             engine.next_batch()
         notes = "".join(getattr(caught.value, "__notes__", ()))
-        assert ("was loading batch 1 (index 13)" in notes) != kind.is_inline, "as torch raises it"
+        assert "was loading batch 1 (index 13)" in notes
         assert values(engine) == [196]
 
 

@@ -1352,16 +1352,6 @@ def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
 
 
-def test_a_ticket_whose_batch_is_made_at_once_is_never_in_flight():
-    subject = Scheduler(1, 0, 0, in_order=True, has_queue=True)
-    tickets = [subject.offer_inline([number]) for number in range(3)]
-    assert [(ticket.seq, ticket.worker_id, ticket.indices) for ticket in tickets] == [
-        (0, 0, [0]), (1, 0, [1]), (2, 0, [2]),
-    ]  # fmt: skip
-    assert subject.tickets == []
-    assert subject.is_exhausted
-
-
 def test_with_a_queue_batches_in_any_order_come_as_they_arrive():
     subject = with_queue(in_order=False)
     for number in range(4):
