@@ -28,8 +28,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from shmloader.install_report import InstallReport
 from shmloader.loader.arguments import is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
+from shmloader.loader.calls import CountingIterator
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.iterator import EngineIterator
 from shmloader.memory.system_support import is_supported
 from shmloader.process_state import PROCESS
 from shmloader.stand_in import InstallOptions, StandIn
@@ -99,7 +99,7 @@ class _Installation:
 
     def note(self, iterator: Any, loader: Any) -> None:
         """Note that an iterator of a loader, or of its stand-in, has begun an epoch."""
-        engine = "shmloader" if isinstance(iterator, EngineIterator) else "torch"
+        engine = "shmloader" if isinstance(iterator, CountingIterator) else "torch"
         if isinstance(loader, StandIn):
             self.report.note(loader.kind, loader, engine, loader.left_out)
             return

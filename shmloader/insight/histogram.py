@@ -1,20 +1,19 @@
-"""Percentiles of durations, in fixed memory."""
+"""Percentiles of durations, in little memory."""
 
 import math
-import operator
 
 # Each power of two is divided into this many equal parts: a value is known to 1/16 of itself.
 _PARTS_LOG2 = 3
 _PARTS = 1 << _PARTS_LOG2
 _SMALLEST_LOG2 = _PARTS_LOG2 + 1
-_BUCKETS = 64 << _PARTS_LOG2
 _PART_MASK = _PARTS - 1
 
 
 class Histogram:
     """Counts durations in buckets whose width grows with the duration.
 
-    Takes 4 KiB for any number of durations. A percentile is accurate to 7 %.
+    Only buckets that have a duration take memory: eight for each power of two. A percentile is
+    accurate to 7 %.
 
     Attributes:
         count: Number of durations noted.
@@ -25,7 +24,7 @@ class Histogram:
     __slots__ = ("_counts", "count", "max_ns", "total_ns")
 
     def __init__(self) -> None:
-        self._counts = [0] * _BUCKETS
+        self._counts: dict[int, int] = {}
         self.count = 0
         self.total_ns = 0
         self.max_ns = 0
@@ -34,10 +33,11 @@ class Histogram:
         """Note a duration."""
         bits = duration_ns.bit_length()
         if bits < _SMALLEST_LOG2:
-            self._counts[max(0, duration_ns)] += 1
+            bucket = max(0, duration_ns)
         else:
             part = duration_ns >> (bits - _SMALLEST_LOG2) & _PART_MASK
-            self._counts[bits << _PARTS_LOG2 | part] += 1
+            bucket = bits << _PARTS_LOG2 | part
+        self._counts[bucket] = self._counts.get(bucket, 0) + 1
         self.count += 1
         self.total_ns += duration_ns
         if duration_ns > self.max_ns:  # noqa: PLR1730 - a call costs more
@@ -45,12 +45,8 @@ class Histogram:
 
     def add(self, other: "Histogram") -> None:
         """Add the durations of another histogram."""
-        if not other.count:
-            return
-        if self.count:
-            self._counts = list(map(operator.add, self._counts, other._counts))
-        else:
-            self._counts = other._counts.copy()
+        for bucket, count in list(other._counts.items()):
+            self._counts[bucket] = self._counts.get(bucket, 0) + count
         self.count += other.count
         self.total_ns += other.total_ns
         self.max_ns = max(self.max_ns, other.max_ns)
@@ -59,9 +55,9 @@ class Histogram:
         """Return the duration in ns that ``percent`` % of all do not exceed; 0 if there is none."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
-        for bucket, count in enumerate(self._counts):
+        for bucket, count in sorted(self._counts.items()):
             seen += count
-            if count and seen >= rank:
+            if seen >= rank:
                 return min(_middle(bucket), self.max_ns)
         return self.max_ns
 

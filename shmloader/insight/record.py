@@ -171,9 +171,9 @@ class Record:
                 )
         trace.parts.append(self.traced)
 
-    def note_begun(self, draw_ns: int = 0) -> None:
-        """Note that ``iter()`` returns, after ``draw_ns`` in the sampler."""
-        self._add_begun(time.monotonic_ns(), draw_ns)
+    def note_begun(self, draw_ns: int = 0, ended_ns: int | None = None) -> None:
+        """Note that ``iter()`` returns, after ``draw_ns`` in the sampler; None stands for now."""
+        self._add_begun(time.monotonic_ns() if ended_ns is None else ended_ns, draw_ns)
         if self._trace is not None and self.traced is not None:
             begun = Traced(self.epoch, self.first_ns, self.last_ns, lane=self.lane, name="iter()")
             self._trace.note(begun)

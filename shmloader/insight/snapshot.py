@@ -135,6 +135,8 @@ class WorkerStats:
 class ConsumerStats:
     """What the process that takes the batches used, from ``iter()`` to the end of the epoch.
 
+    Not measured without workers.
+
     Attributes:
         process_cpu_s: CPU seconds of all its threads, worker threads included.
         cpu_s: CPU seconds of the thread that takes the batches; None where the system does not

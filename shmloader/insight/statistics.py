@@ -4,15 +4,22 @@ import itertools
 import weakref
 from typing import Any, NamedTuple
 
+from shmloader.insight.local import LocalEpoch
 from shmloader.insight.record import Record
 from shmloader.insight.trace import Trace
 
+# Summing up costs as much as several batches, so that only some epochs at once are.
+_MOST_RECENT = 4
+
 
 class _State(NamedTuple):
-    """The sum of the epochs that are over, and those that may still run, with their iterators."""
+    """The sum of earlier epochs, and the newest ones and those that still run.
+
+    These come with their iterators.
+    """
 
     past: Record | None
-    open: tuple[tuple[Record, weakref.ref[Any]], ...]
+    recent: tuple[tuple[Record | LocalEpoch, weakref.ref[Any]], ...]
 
 
 class Statistics:
@@ -25,25 +32,26 @@ class Statistics:
         trace: The trace that is being recorded; None otherwise.
     """
 
+    __slots__ = ("_newest", "_state", "epochs", "trace")
+
     def __init__(self) -> None:
-        self._newest: Record | None = None
+        self._newest: Record | LocalEpoch | None = None
         # A single value, so that a thread that reads meanwhile counts each epoch exactly once.
         self._state = _State(None, ())
         self.epochs = 0
         self.trace: Trace | None = None
 
-    def begin(self, record: Record, iterator: object) -> None:
+    def begin(self, record: Record | LocalEpoch, iterator: object) -> None:
         """Add the record of an epoch that begins, and its iterator."""
-        past, still_open = self._state.past, []
-        for other, owner in self._state.open:
-            if other.is_over or owner() is None or owner() is iterator:
-                other.end()
-                past = _sum(past, other)
-            else:
-                still_open.append((other, owner))
-        taken = {other.lane for other, _ in still_open}
+        past, recent = self._state
+        self._end_abandoned(iterator)
+        if len(recent) >= _MOST_RECENT:
+            for other, _ in recent:
+                past = _sum(past, other) if other.is_over else past
+            recent = tuple(each for each in recent if not each[0].is_over)
+        taken = {other.lane for other, _ in recent if not other.is_over}
         record.lane = next(lane for lane in itertools.count() if lane not in taken)
-        self._state = _State(past, (*still_open, (record, weakref.ref(iterator))))
+        self._state = _State(past, (*recent, (record, weakref.ref(iterator))))
         if self.trace is not None:
             record.trace_with(self.trace)
         self._newest = record
@@ -53,7 +61,7 @@ class Statistics:
         """Pass each call to a trace from now on. None stops that."""
         self._end_abandoned()
         self.trace = trace
-        for record, _ in self._state.open:
+        for record, _ in self._state.recent:
             if trace is None or not record.is_over:
                 record.trace_with(trace, from_now=True)
 
@@ -77,19 +85,19 @@ class Statistics:
     def total(self) -> Record | None:
         """Return the sum of all epochs; None before the first."""
         self._end_abandoned()
-        total, still_open = self._state
-        for record, _ in still_open:
+        total, recent = self._state
+        for record, _ in recent:
             total = _sum(total, record)
         return total
 
-    def _end_abandoned(self) -> None:
-        """End the records whose iterators are garbage."""
-        for record, owner in self._state.open:
-            if owner() is None:
+    def _end_abandoned(self, again: object = None) -> None:
+        """End the records whose iterators are garbage, or begin ``again``."""
+        for record, owner in self._state.recent:
+            if owner() in (None, again):
                 record.end()
 
 
-def _sum(past: Record | None, record: Record) -> Record:
+def _sum(past: Record | None, record: Record | LocalEpoch) -> Record:
     later = record.copy()
     if past is None:
         past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns, is_sum=True)

@@ -24,6 +24,12 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.threads.uninterruptible import uninterruptible
 
+#: Raised by an iterator that was made before a state was loaded.
+REPLACED = (
+    "load_state_dict() was called after this iterator was made: call iter() of the loader again, "
+    "which continues from the loaded state"
+)
+
 
 def refuse(first: int, second: int) -> NoReturn:
     """Raise the error for a call that began before another call had ended.

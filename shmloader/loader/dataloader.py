@@ -438,7 +438,8 @@ class DataLoader(MeasuredLoader[_T_co]):
 
         The order depends on the user's seed alone, since ranks must agree on it.
         """
-        seed, rank = self._sample_seed, rank_of(self._all_samplers)
+        seed = self._sample_seed
+        rank = None if seed is None else rank_of(self._all_samplers)
         return seed if seed is None or rank is None else seed_of_rank(seed, rank)
 
     def _wanted_devices(self) -> list[Any]:
@@ -472,7 +473,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             ClosedLoaderError: After ``close()``.
         """
         # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
-        with self._begin_lock.held():
+        with self._begin_lock.present():
             if self._is_closed:
                 raise ClosedLoaderError(LOADER_CLOSED)
             if getattr(self._iterator, "is_closed", False):

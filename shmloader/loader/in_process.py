@@ -31,9 +31,9 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import CLOSED_MEANWHILE, ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.insight.record import Record
+from shmloader.insight.local import LocalEpoch
 from shmloader.interruptions import is_interruption
-from shmloader.loader.calls import CountingIterator
+from shmloader.loader.calls import REPLACED, CountingIterator
 from shmloader.loader.common import begin_by_torch, no_transform, transform_here
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.collate import is_plain
@@ -98,10 +98,10 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._maker = LocalMaker(config, checkpoint, saved, plan.epoch, self._timer, fetcher)
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._checkpoint = parts.checkpoints = self._maker.checkpoint
-        self._record = Record(plan.epoch, "in-process", 0, begin_ns=begin_ns)
+        self._record = LocalEpoch(plan.epoch, begin_ns)
         parts.statistics.begin(self._record, self)
         self._begin_draws()
-        self._record.note_begun()
+        self._record.begun()
 
     def _find_transform(self, config: LoaderConfig) -> tuple[str, Callable[[Any], Any]]:
         """Return what pins, moves and transforms a batch, and the stage whose time that is."""
@@ -173,12 +173,17 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             self._note_samples(indices if batch is EmptyBatchError else None)
         return batch
 
+    def replace(self) -> None:
+        """Deliver no further batch of this epoch, since the loader continues from a state."""
+        if not self._is_closed:
+            self._close_since(REPLACED)
+
     def _leave_beginning(self) -> None:
         """Draw the epoch again if its number was set to another one since ``iter()``."""
         self._is_fresh = False
         if self._plan.leave_beginning(self._progress):
             self._progress = self._plan.progress
-            self._record.epoch = self._plan.epoch
+            self._record.rename(self._plan.epoch)
             self._sampler_iter = iter(self._index_sampler)
             self._begin_draws()
 
@@ -194,7 +199,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         report, watch, error = self._maker.take_report(), self._watch, None
         assert watch is not None
         if report is not None:
-            self._record.failures += report.failed_count
+            self._record.failed(report.failed_count)
             error = watch.note(report, f"batch {self._seq}")
         if error is None and left_out is not None:
             error = watch.left_out(f"batch {self._seq} ({describe_indices(left_out)})")
@@ -222,9 +227,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
-        self._record.note_local_batch(
-            work, began_ns, time.monotonic_ns(), nbytes, self._step, self._draw_ns
-        )
+        self._record.add(work, began_ns, time.monotonic_ns(), nbytes, self._step, self._draw_ns)
 
     def _note_done(self, *, has_failed: bool = False) -> None:
         self._progress.done_until(self._seq)
@@ -243,12 +246,12 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
         is_end = isinstance(error, StopIteration)
-        self._record.note_wait(began_ns, time.monotonic_ns(), "end" if is_end else "other")
+        self._record.add(began_ns, time.monotonic_ns(), "end" if is_end else "other")
         if is_end:
             return
         if not self._is_closed:
             if self._is_loading:
-                self._record.failures += 1
+                self._record.failed()
                 self._note_done(has_failed=True)
         elif (
             (self._is_drawing or self._is_loading)

@@ -22,7 +22,7 @@ from shmloader.engine.engine import Engine
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
-from shmloader.loader.calls import CountingIterator
+from shmloader.loader.calls import REPLACED, CountingIterator
 from shmloader.loader.common import (
     begin_by_torch,
     no_transform,
@@ -36,12 +36,6 @@ from shmloader.pools.arena import PageLocker
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
-
-#: Raised by an iterator that was made before a state was loaded.
-REPLACED = (
-    "load_state_dict() was called after this iterator was made: call iter() of the loader again, "
-    "which continues from the loaded state"
-)
 
 # An engine that has moved to its own thread stays there for at least so many batches. A move takes
 # some 0.3 ms, and to an engine that runs on the user's thread, a pause of the user's looks like a

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Sized
 from typing import Any, TypeVar, cast
 
 import torch.utils.data
@@ -51,16 +51,16 @@ _log = logging.getLogger("shmloader")
 class _BeginLock:
     """Lock that a thread holds while it begins an epoch. In a forked child it is free again."""
 
+    __slots__ = ("_lock", "_pid")
+
     def __init__(self) -> None:
         self._pid, self._lock = os.getpid(), threading.RLock()
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock inside the block."""
+    def present(self) -> threading.RLock:
+        """Return the lock of this process."""
         if self._pid != os.getpid():  # it may be held by a thread that the child does not have
             self._pid, self._lock = os.getpid(), threading.RLock()
-        with self._lock:
-            yield
+        return self._lock
 
 
 class _Epoch:

@@ -23,9 +23,9 @@ from torch.utils.data.dataloader import (
 )
 
 import shmloader
+from shmloader.loader.calls import CountingIterator
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.in_workers import WorkerIterator
-from shmloader.loader.iterator import EngineIterator
 from shmloader.loader.threaded import ThreadIterator
 from tests.process.support import Bad, Numbers, Streams, run_program
 
@@ -80,7 +80,7 @@ def test_a_loader_of_torchs_class_runs_on_our_engine_and_gives_the_same_batches(
         torch.manual_seed(5)
         loader = cls(pairs(), batch_size=8, shuffle=True, **KINDS[kind])
         iterator = iter(loader)
-        assert isinstance(iterator, EngineIterator)
+        assert isinstance(iterator, CountingIterator)
         assert [firsts(iterator), firsts(loader)] == expected
     (row,) = report.loaders
     assert (row.engine, row.why, row.epochs) == ("shmloader", "", 2)
@@ -427,7 +427,7 @@ def test_code_that_wraps_our_method_still_works_after_uninstall(decorate, monkey
         return ours(self)
 
     monkeypatch.setattr(TorchLoader, "__iter__", wrapper)
-    assert isinstance(iter(TorchLoader(pairs())), EngineIterator)
+    assert isinstance(iter(TorchLoader(pairs())), CountingIterator)
     shmloader.uninstall()
     calls.clear()
     loader = TorchLoader(pairs())
