@@ -323,6 +323,35 @@ def test_the_iterator_counts_its_batches(way: str) -> None:
     assert ours == run_torch(lambda: over(**WAYS[way]), drive) == [0, 1, 2, 3, 4, 5, 6] * 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_as_many_index_batches_are_drawn_ahead(way: str) -> None:
+    """When ``iter()`` returns, and at each batch: a sampler may depend on it."""
+    drawn = 0
+
+    def batches() -> Any:
+        nonlocal drawn
+        for first in range(0, 40, 2):
+            drawn += 1
+            yield [first % 23, first % 7]
+
+    class Counted:
+        def __iter__(self) -> Any:
+            nonlocal drawn
+            drawn = 0
+            return batches()
+
+    def drive(loader: Any) -> list[int]:
+        iterator = iter(loader)
+        counts = [drawn]
+        counts += [drawn for _batch in iterator]
+        return counts
+
+    def make() -> dict[str, Any]:
+        return {"dataset": Squares(), "batch_sampler": Counted(), **WAYS[way]}
+
+    assert run_ours(make, drive) == run_torch(make, drive)
+
+
 # ---------------------------------------------------------------- length
 
 LENGTHS: dict[str, Make] = {

@@ -20,6 +20,7 @@ from tests.process.support import (
     Calls,
     Gate,
     Streams,
+    assert_refused_in_child,
     descriptor_count,
     only,
     wait_for_end,
@@ -453,6 +454,17 @@ def test_a_forked_child_that_drops_or_closes_the_loader_leaves_the_parents_alone
     assert os.waitpid(pid, 0)[1] == 0
     assert [numbers(batch) for batch in batches] == [[n, n + 1] for n in range(2, 12, 2)]
     loader.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"thread_pool": True}])
+def test_a_forked_child_is_refused_its_parents_batches(options) -> None:
+    """It would take answers that the parent waits for."""
+    loader = DataLoader(Calls(large, 12), batch_size=2, num_workers=2, **options)
+    batches = iter(loader)
+    seen = [numbers(next(batches))]
+    assert_refused_in_child(batches)
+    seen.extend(numbers(batch) for batch in batches)
+    assert sorted(seen) == [[n, n + 1] for n in range(0, 12, 2)]
 
 
 def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -421,6 +422,32 @@ def test_a_stopped_worker_times_out_and_nothing_is_lost_when_it_goes_on() -> Non
         assert isinstance(told.value, RuntimeError)
     os.kill(pid, signal.SIGCONT)
     assert list(however_late(batches)) == list(range(6))
+    gate.close()
+
+
+def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
+    """The time runs from the call of next(), not from the newest answer."""
+    gate, made = Gate(), multiprocessing.RawValue("i", 0)
+    count = 400
+
+    def sample(index: int) -> int:
+        if index == 0:
+            gate.pass_through()
+        elif index % 2:
+            time.sleep(0.05)
+            made.value += 1
+        return index
+
+    loader = DataLoader(
+        Calls(sample, 2 * count), num_workers=2, prefetch_factor=count, collate_fn=only, timeout=0.5
+    )
+    batches = iter(loader)
+    with pytest.raises(LoaderTimeoutError, match="is with worker 0"):
+        next(batches)
+    assert made.value < count, "it was late only when nothing more could come"
+    gate.open()
+    assert next(however_late(batches)) == 0
+    loader.close()
     gate.close()
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,6 +160,19 @@ def test_the_error_names_the_index_the_limit_the_worker_and_the_code(way, hangin
     )
     assert any(f'{__file__}", line' in frame and "in _hang" in frame for frame in frames)
     assert not any("shmloader/" in frame for frame in frames)
+
+
+@pytest.mark.parametrize("way", ["processes", "threads"])
+def test_a_batch_may_take_longer_than_each_of_its_samples_may(way):
+    """The last sample is the longest, so that the worker can be seen in it for a while."""
+
+    def sample(index: int) -> int:
+        time.sleep(1.0 if index == 3 else 0.4)
+        return index
+
+    with load(Calls(sample, 4), batch_size=4, sample_timeout=1.5, **WAYS[way]) as loader:
+        assert read(loader) == [[0, 1, 2, 3]]
+        assert loader.stats().restarts == 0
 
 
 def test_a_worker_that_holds_the_interpreter_is_replaced_too():

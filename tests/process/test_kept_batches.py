@@ -117,6 +117,18 @@ def test_a_list_of_all_batches_is_whole_and_shared_memory_is_bounded(slots) -> N
     loader.close()
 
 
+@pytest.mark.parametrize("collate", [None, own_collate])
+def test_a_kept_label_does_not_keep_its_image_s_memory(collate) -> None:
+    """Kept batches are copied out in the end; these are lent to the last."""
+    loader = DataLoader(
+        Calls(lambda n: (plane(n), n), 40), batch_size=2, num_workers=2, collate_fn=collate
+    )
+    labels = [label for _, label in loader]
+    assert torch.cat(labels).tolist() == list(range(40))
+    slots = loader.stats().slots
+    assert (slots.lent, slots.copied) == (20, 0)
+
+
 def test_batches_are_whole_after_the_end_of_the_epoch_and_after_close() -> None:
     loader = DataLoader(Calls(plane, 8), num_workers=2, persistent_workers=True)
     first = list(loader)

@@ -50,7 +50,7 @@ def program(body: str, tmp_path) -> Program:
     return Program(f"{HEAD}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("busy", ["sleep", "compute", "idle"])
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_when_the_main_process_is_killed(method, busy, tmp_path) -> None:

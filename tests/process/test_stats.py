@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -31,7 +32,7 @@ from shmloader import (
 from shmloader.insight.record import Record
 from shmloader.insight.verdict import Finding
 from tests.late import switched_on
-from tests.process.support import Calls, Numbers, Streams
+from tests.process.support import Calls, Numbers, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -149,6 +150,29 @@ def test_memory_of_live_workers_is_their_share_of_it() -> None:
     assert [one.pss_bytes for one in loader.stats().workers] == [
         one.pss_bytes for one in live.workers
     ]
+
+
+def test_a_worker_that_waits_is_not_busy() -> None:
+    """While its batches are queued behind others, and while the consumer is away."""
+    made = multiprocessing.RawValue("i", 0)
+
+    def sample(index: int) -> int:
+        time.sleep(0.01)
+        made.value += 1
+        return index
+
+    began = time.monotonic()
+    with DataLoader(Calls(sample, 32), num_workers=1, prefetch_factor=8) as loader:
+        batches = iter(loader)
+        for _ in range(16):
+            next(batches)
+        wait_until(lambda: made.value == 24)
+        time.sleep(0.6)
+        assert len(list(batches)) == 16
+    elapsed_s = time.monotonic() - began
+    (worker,) = loader.stats().workers
+    assert 32 * 0.01 <= worker.busy_s < elapsed_s - 0.2
+    assert worker.idle_s > 0.2
 
 
 def test_cpu_time_is_known_after_the_workers_have_ended() -> None:

@@ -123,6 +123,34 @@ def test_the_newest_iterator_is_spoken_of():
     assert loader.state_dict()["position"] == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_batches_that_came_before_a_late_one_do_not_come_again(seed, workers):
+    gate = Gate()
+
+    def late(index):
+        if index == order[1]:  # in the epoch's second batch
+            gate.pass_through()
+        return index
+
+    order = [
+        batch.item() for batch in shmloader.DataLoader(range(12), seed=seed, shuffle=bool(seed))
+    ]
+    options = {"seed": seed, "shuffle": bool(seed)}
+    loader = shmloader.DataLoader(Calls(late, 12), num_workers=2, in_order=False, **options)
+    batches = iter(loader)
+    seen = [next(batches).item() for _ in range(3)]
+    assert order[1] not in seen
+    state = json.loads(json.dumps(loader.state_dict()))
+    gate.open(2)
+    loader.close()
+    other = shmloader.DataLoader(range(12), num_workers=workers, **options)
+    other.load_state_dict(state)
+    assert [batch.item() for batch in other] == [one for one in order if one not in seen]
+    other.close()
+    gate.close()
+
+
 def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for():
     state = make_loader("by a seed", 0).state_dict()
     whole = rest_of(make_loader("by a seed", 0))
