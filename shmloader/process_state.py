@@ -58,7 +58,8 @@ class Threads:
         live: The parkable threads that run.
         unwilling: Idents of threads that must not wait for a parked thread: the parkable threads
             themselves, and the thread that forks.
-        is_exiting: Whether the interpreter is exiting and the threads are parked for good.
+        to_park: The threads that are to park. A set is replaced, never changed.
+        is_exiting: Whether the threads are parked for good.
         is_watching_exit: Whether a function is registered that parks the threads at the
             interpreter's exit.
     """
@@ -71,6 +72,7 @@ class Threads:
         """Forget all threads. Called in a forked child, where none of them runs."""
         self.lock = threading.Lock()
         self.live: set[Any] = set()
+        self.to_park: set[Any] = set()
         self.unwilling: set[int] = set()
         self.is_watching_exit = False
 

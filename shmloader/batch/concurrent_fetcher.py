@@ -37,7 +37,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from shmloader.threads.background import BackgroundThread
-from shmloader.threads.wakeup import Wakeup
+from shmloader.threads.wakeup import Latch, Wakeup
 
 Get = Callable[[Any], Any]
 
@@ -244,7 +244,7 @@ class ConcurrentFetcher:
             return
         # This thread runs an event loop already, for instance in a notebook.
         raised: list[BaseException] = []
-        over = threading.Event()  # not join(): once interrupted, it may return too early
+        over = Latch()  # not join(): once interrupted, it may return too early
 
         def run() -> None:
             try:

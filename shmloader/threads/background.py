@@ -17,7 +17,7 @@ Every other thread of the package keeps these rules:
 * No thread waits for a thread that is parked for good. Neither a background thread nor a thread
   that forks waits for a background thread, not even in a finalizer that the garbage collector runs
   on it.
-* The end of a thread is an event, since in Python 3.11 an interrupted ``Thread.join()`` marks the
+* The end of a thread is a latch, since in Python 3.11 an interrupted ``Thread.join()`` marks the
   thread as ended although it runs.
 * A thread that cannot be waited for closes what it uses when it ends. Either the thread or the
   caller closes, never both.
@@ -27,6 +27,7 @@ import abc
 import threading
 
 from shmloader.threads.fork_safety import Parkable, may_wait_here
+from shmloader.threads.wakeup import Latch
 
 
 class BackgroundThread(Parkable):
@@ -38,7 +39,7 @@ class BackgroundThread(Parkable):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._is_over = threading.Event()
+        self._end = Latch()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Whether the thread or the caller closes what the thread uses. The first of the two that
         # sets this decides; dict.setdefault() is atomic.
@@ -83,9 +84,8 @@ class BackgroundThread(Parkable):
         """
         if self._thread.ident is None or self.is_parked_for_good:
             return True
-        left_s = None if timeout_s is None else max(0.0, timeout_s)
-        if not may_wait_here() or not self._is_over.wait(left_s):
-            return self._is_over.is_set()
+        if not may_wait_here() or not self._end.wait(timeout_s):
+            return self._end.is_set
         self._thread.join()
         return True
 
@@ -97,7 +97,7 @@ class BackgroundThread(Parkable):
     def system_id(self) -> int | None:
         """The kernel's id of the thread; None while the thread does not run."""
         thread = self._thread
-        return None if self._is_over.is_set() else thread.native_id
+        return None if self._end.is_set else thread.native_id
 
     def _run(self) -> None:
         try:
@@ -109,7 +109,7 @@ class BackgroundThread(Parkable):
                 self.leave()
                 self.depart()
         finally:
-            self._is_over.set()
+            self._end.set()
 
     def _work_and_close(self) -> None:
         try:

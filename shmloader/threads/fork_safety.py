@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 
 from shmloader.process_state import PROCESS
+from shmloader.threads.wakeup import SIGNAL_S, Wakeup
 
 # Longest wait for a thread to be parked: it may be in the user's own transform.
 _PARK_S = 5.0
@@ -40,9 +41,9 @@ class Parkable:
     exit_s = math.inf
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._requests = 0
         self._is_parked = True
+        self._parked = Wakeup()
+        self._go = Wakeup()
         self._ident = 0
 
     def enter(self) -> None:
@@ -55,61 +56,59 @@ class Parkable:
                 PROCESS.threads.is_watching_exit = True
                 # This runs before the pools are closed: their priority is lower.
                 multiprocessing.util.Finalize(None, _park_for_good, exitpriority=110)
-        with self._changed:
-            self._wait_for_go()
+        self._wait_for_go()
 
     def leave(self) -> None:
         """Unregister the thread. Called on the thread when it ends."""
-        with self._changed:
-            self._is_parked = True
-            self._changed.notify_all()
+        self._park()
         with PROCESS.threads.lock:
             PROCESS.threads.live.discard(self)
             PROCESS.threads.unwilling.discard(self._ident)
 
     def pause(self) -> None:
         """Stay parked while the thread is asked to. Called on the thread."""
-        if self._requests:
+        if self._must_park():
             with self.resting():
                 pass
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Count as parked in this block, and after it while asked to park. Called on the thread."""
-        with self._changed:
-            self._is_parked = True
-            self._changed.notify_all()
+        self._park()
         try:
             yield
         finally:
-            with self._changed:
-                self._wait_for_go()
+            self._wait_for_go()
+
+    def _must_park(self) -> bool:
+        return self in PROCESS.threads.to_park
+
+    def _park(self) -> None:
+        self._is_parked = True
+        self._parked.set()
 
     def _wait_for_go(self) -> None:
-        while self._requests:
-            self._changed.wait()
-        self._is_parked = False
-
-    def request(self) -> None:
-        """Ask the thread to park at its next pause. Called on the thread that forks or exits."""
-        with self._changed:
-            self._requests += 1
-        self.wake()
+        while True:
+            while self._must_park():
+                self._go.wait(SIGNAL_S)  # an interrupted release() may have woken nobody
+            # Each side first says what it does, and then reads what the other says: no lock is
+            # needed, which a signal handler's exception could leave locked.
+            self._is_parked = False
+            if not self._must_park():
+                return
+            self._park()
 
     def wake(self) -> None:
         """Make the thread reach its next pause soon. Subclasses may override this."""
 
     def await_parked(self, deadline: float) -> None:
         """Wait until the thread is parked, or until ``deadline``."""
-        with self._changed:
-            while not self._is_parked and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+        while not self._is_parked and (left_s := deadline - time.monotonic()) > 0:
+            self._parked.wait(left_s)
 
     def release(self) -> None:
-        """Take back one :meth:`request`. Without any request left, the thread continues."""
-        with self._changed:
-            self._requests -= 1
-            self._changed.notify_all()
+        """Make the thread continue, if it need not park any more."""
+        self._go.set()
 
     @property
     def is_parked_for_good(self) -> bool:
@@ -120,23 +119,21 @@ class Parkable:
 @contextlib.contextmanager
 def all_parked() -> Iterator[None]:
     """Park our threads for a block that forks. Waits up to five seconds for them."""
-    ident = threading.get_ident()
-    with PROCESS.threads.lock:
-        was_unwilling = ident in PROCESS.threads.unwilling
-        PROCESS.threads.unwilling.add(ident)
-        parked = [
-            thread
-            for thread in PROCESS.threads.live
-            if thread.parks_for_forks and thread._ident != ident
-        ]
+    threads, ident = PROCESS.threads, threading.get_ident()
+    with threads.lock:
+        was_unwilling, parked_before = ident in threads.unwilling, threads.to_park
+        parked = {one for one in threads.live if one.parks_for_forks and one._ident != ident}
         try:
-            _request_all(parked)
+            threads.unwilling.add(ident)
+            threads.to_park = parked_before | parked
+            _await_all(parked)
             yield
         finally:
+            threads.to_park = parked_before
+            if not was_unwilling:
+                threads.unwilling.discard(ident)
             for thread in parked:
                 thread.release()
-            if not was_unwilling:
-                PROCESS.threads.unwilling.discard(ident)
 
 
 def may_wait_here() -> bool:
@@ -153,9 +150,9 @@ def is_exiting() -> bool:
     return PROCESS.threads.is_exiting
 
 
-def _request_all(threads: list[Parkable], *, is_exit: bool = False) -> None:
+def _await_all(threads: set[Parkable], *, is_exit: bool = False) -> None:
     for thread in threads:
-        thread.request()
+        thread.wake()
     start = time.monotonic()
     for thread in threads:
         thread.await_parked(start + (min(_PARK_S, thread.exit_s) if is_exit else _PARK_S))
@@ -163,5 +160,6 @@ def _request_all(threads: list[Parkable], *, is_exit: bool = False) -> None:
 
 def _park_for_good() -> None:
     with PROCESS.threads.lock:
-        _request_all(list(PROCESS.threads.live), is_exit=True)
+        PROCESS.threads.to_park = PROCESS.threads.live.copy()
+        _await_all(PROCESS.threads.to_park, is_exit=True)
     PROCESS.threads.is_exiting = True

@@ -1,7 +1,9 @@
-"""An event that one thread waits for, and that any code may set, even a finalizer.
+"""Events that take no lock of Python code.
 
-``threading.Event.set`` takes a lock. While a thread holds the lock, the garbage collector may run a
-finalizer on that thread. If the finalizer set the event, it would wait for its own thread for ever.
+The ``Event`` and ``Condition`` of :mod:`threading` take one, in Python code, where two things may
+happen while it is held. The garbage collector may run a finalizer on that thread, which waits for
+its own thread for ever if it sets the event. And a signal handler may raise just after the lock was
+acquired, so that it stays locked: the next ``set()`` and the next ``wait()`` never return.
 """
 
 import math
@@ -41,3 +43,28 @@ class Wakeup:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return
+
+
+class Latch:
+    """An event that stays set. Any number of threads may wait for it.
+
+    Attributes:
+        is_set: Whether it was set.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._wakeup = Wakeup()
+
+    def set(self) -> None:
+        """Set the event for good."""
+        self.is_set = True
+        self._wakeup.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the event is set, at most ``timeout_s`` seconds. Returns whether it is set."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # The flag is read again from time to time: of several waiting threads, one is woken.
+        while not self.is_set and (left_s := deadline - time.monotonic()) > 0:
+            self._wakeup.wait(min(left_s, SIGNAL_S))
+        return self.is_set

@@ -1,5 +1,7 @@
 """Raises, as a signal handler does, at a chosen bytecode instruction of the package.
 
+Or of further files of Python code, such as that of :mod:`threading`.
+
 A trace function calls the handler just before the instruction, with what a handler gets. Python
 itself runs handlers at fewer places, and on the main thread alone. Here the call has a thread of
 its own, which has no ``except`` around it: an exception that is raised just before one of these is
@@ -63,34 +65,34 @@ class Outcome:
 class _Tracer:
     """A trace function for the frames of the package."""
 
-    def __init__(self, nth: int, kind: type[BaseException]) -> None:
+    def __init__(self, nth: int, kind: type[BaseException], files: tuple[str, ...]) -> None:
+        self.files = files
         self.nth = nth
         self.kind = kind
         self.count = 0
         self.where: str | None = None
 
     def __call__(self, frame: Any, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(self.files):
             return None
         frame.f_trace_opcodes = True
         is_at_risk = event == "opcode" and frame.f_lasti not in _lock_steps(frame.f_code)
-        if is_at_risk and not (_returns(frame) or _is_spared(frame)):
+        if is_at_risk and not (self._returns(frame) or _is_spared(frame)):
             self.count += 1
             if self.count == self.nth:
-                name = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+                name = frame.f_code.co_filename.removeprefix(PACKAGE + "/")
                 self.where = f"{name}:{frame.f_lineno} +{frame.f_lasti} {frame.f_code.co_qualname}"
                 sys.settrace(None)
                 _handle(signal.SIGUSR1, frame, self.kind)
         return self
 
+    def _returns(self, frame: Any) -> bool:
+        """Whether the call itself returns: no instruction after that could do anything about it.
 
-def _returns(frame: Any) -> bool:
-    """Whether the call itself returns: no instruction after that could do anything about it.
-
-    Python runs no handler there.
-    """
-    is_outermost = not frame.f_back.f_code.co_filename.startswith(PACKAGE)
-    return is_outermost and frame.f_code.co_code[frame.f_lasti] == _RETURN_VALUE
+        Python runs no handler there.
+        """
+        is_outermost = not frame.f_back.f_code.co_filename.startswith(self.files)
+        return is_outermost and frame.f_code.co_code[frame.f_lasti] == _RETURN_VALUE
 
 
 @functools.cache
@@ -151,9 +153,14 @@ def _handle(signum: int, frame: object, kind: type[BaseException]) -> None:
     raise kind("from a handler")
 
 
-def interrupt(function: Callable[[], object], nth: int, kind: type[BaseException]) -> Outcome:
-    """Call a function, in whose nth instruction a handler raises."""
-    tracer = _Tracer(nth, kind)
+def interrupt(
+    function: Callable[[], object],
+    nth: int,
+    kind: type[BaseException],
+    files: tuple[str, ...] = (PACKAGE,),
+) -> Outcome:
+    """Call a function, in whose nth instruction in these files a handler raises."""
+    tracer = _Tracer(nth, kind, files)
     results: list[object] = []
     errors: list[BaseException] = []
 

@@ -40,6 +40,7 @@ from shmloader import (
 )
 from shmloader.threads import fork_safety
 from tests.parity.compare import assert_same
+from tests.process.bytecodes import interrupt
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import (
     Bad,
@@ -774,6 +775,24 @@ def test_a_ctrl_c_at_any_line_of_close_lets_the_next_one_end_all() -> None:
         with pytest.raises(ClosedLoaderError):
             next(batches)
     assert ours() == []
+    assert nth > 20
+
+
+def test_what_a_handler_raises_inside_a_lock_of_threading_does_not_make_the_next_close_wait() -> (
+    None
+):
+    nth = 0
+    while True:
+        nth += 1
+        loader = make(8, num_workers=1)
+        batches = iter(loader)
+        assert next(batches) == 0
+        outcome = interrupt(loader.close, nth, KeyboardInterrupt, (threading.__file__,))
+        with in_thread(loader.close):  # it has 20 s
+            pass
+        wait_until(lambda: not ours())
+        if outcome.where is None:
+            break
     assert nth > 20
 
 

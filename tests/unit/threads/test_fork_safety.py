@@ -7,8 +7,9 @@ import time
 import pytest
 
 from shmloader.process_state import PROCESS
-from shmloader.threads import fork_safety
+from shmloader.threads import fork_safety, wakeup
 from shmloader.threads.fork_safety import Parkable, all_parked, may_wait_here
+from tests.process.bytecodes import interrupt
 from tests.process.support import WatchedLock, stack_of, wait_until
 
 
@@ -20,7 +21,7 @@ class Counter(Parkable):
         self.pauses = pauses
         self.count = 0
         self.is_over = False
-        self.is_woken = threading.Event()
+        self.is_woken = False
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -36,7 +37,7 @@ class Counter(Parkable):
             self.leave()
 
     def wake(self) -> None:
-        self.is_woken.set()
+        self.is_woken = True
 
     def end(self) -> None:
         self.is_over = True
@@ -66,7 +67,7 @@ def test_no_thread_runs_while_all_are_parked(counters) -> None:
             before = [counter.count for counter in counters]
             wait_until(lambda: all(stands_still(counter.thread) for counter in counters))
             assert [counter.count for counter in counters] == before
-            assert all(counter.is_woken.is_set() for counter in counters)
+            assert all(counter.is_woken for counter in counters)
         pairs = list(zip(counters, before, strict=True))
         wait_until(lambda pairs=pairs: all(one.count > then for one, then in pairs))
 
@@ -153,8 +154,8 @@ def test_a_thread_that_is_parked_only_at_the_exit_runs_during_a_fork(monkeypatch
     assert not fork_safety.is_exiting()
     fork_safety._park_for_good()
     assert fork_safety.is_exiting()
-    assert loader.is_parked_for_good
-    loader.release()
+    wait_until(lambda: loader.is_parked_for_good)
+    PROCESS.threads.to_park = set()
     loader.end()
 
 
@@ -207,6 +208,27 @@ def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
     assert PROCESS.threads.live == set()
 
 
+def test_what_a_handler_raises_in_a_wait_or_wake_up_of_a_fork_leaves_no_thread_parked(
+    counters,
+) -> None:
+    def fork():
+        with all_parked():
+            pass
+
+    files = (threading.__file__, wakeup.__file__)
+    nth = 0
+    while True:
+        nth += 1
+        outcome = interrupt(fork, nth, KeyboardInterrupt, files)
+        for counter in counters:
+            then = counter.count
+            wait_until(lambda counter=counter, then=then: counter.count > then, 5)
+        assert len(PROCESS.threads.unwilling) == len(counters), outcome.where
+        if outcome.where is None:
+            break
+    assert nth > 30
+
+
 def test_a_child_forgets_its_parent_s_threads(counters) -> None:
     with all_parked():
         pid = os.fork()
@@ -228,5 +250,5 @@ def test_at_the_interpreter_s_exit_threads_are_parked_for_good(monkeypatch) -> N
     before = counter.count
     wait_until(lambda: stands_still(counter.thread))
     assert counter.count == before
-    counter.release()
+    PROCESS.threads.to_park = set()
     counter.end()
