@@ -221,9 +221,8 @@ def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
         return _of_a_stalled_consumer(stats, spent_s)
     return Finding.DELIVERY, (
         f"for {_share(spent_s, stats.wait.total_s)} of that, the next "
-        "batch was loaded and being delivered: raise batch_size, so that there are fewer batches, "
-        "or make what is done with each of them on the consumer's thread cheaper (unpickling its "
-        "objects, device_transform= on the CPU)."
+        "batch was loaded and being delivered: use a larger batch_size, return tensors instead of "
+        "Python objects, or make device_transform= cheaper."
     )
 
 
@@ -246,7 +245,7 @@ def _of_a_stalled_consumer(stats: "LoaderStats", spent_s: float) -> tuple[Findin
     )
     if not _work_of(stats).uses_cores:
         return Finding.CORES_TAKEN, (
-            f"{stalled}: other programs use them ({_cores(stats)}); end these, or use other cores."
+            f"{stalled}. Stop other programs on this machine ({_cores(stats)})."
         )
     if stats.num_workers > stats.machine.cores:
         return Finding.TOO_MANY_WORKERS, (
@@ -262,13 +261,8 @@ def _of_start(stats: "LoaderStats") -> str:
     of_all = f"{seconds(spent_s)} of {seconds(stats.wait.total_s)} of waiting was for"
     if not stats.num_workers:
         return f"{of_all} iter(): make the start of the sampler or the dataset cheaper."
-    remedy = "persistent_workers=True saves that in all epochs but the first, and"
-    if stats.persistent_workers:
-        remedy = "later epochs find their workers ready;"
-    return (
-        f"{of_all} the start and the end of workers: {remedy} a dataset that is quicker to start "
-        "saves more."
-    )
+    condition = "" if stats.persistent_workers else "with persistent_workers=True "
+    return f"{of_all} the start and the end of workers: {condition}this is paid once."
 
 
 def _of_this_thread(stats: "LoaderStats", group: str) -> str:
@@ -288,7 +282,7 @@ class _Work:
         busy: How busy they were, in words.
         busy_s: Seconds in which they loaded batches, summed over the workers.
         wanted_s: Seconds in which they had a core, or wanted one and none was free.
-        stalled_s: Seconds in which they wanted a core and none was free.
+        stalled_s: Seconds of ``busy_s`` in which they wanted a core and none was free.
         uses_cores: Whether the workers and the consumer's process use most of the cores.
     """
 
@@ -308,8 +302,12 @@ def _work_of(stats: "LoaderStats") -> _Work:
         # the worker had used, or wanted, a core all the time until then.
         span_s = worker.busy_s / worker.busy_share if worker.busy_share else 0.0
         start_s = max(0.0, stats.elapsed_s - span_s)
-        cpu_s += max(0.0, worker.cpu_s - start_s)
-        stalled_s += max(0.0, (worker.stalled_s or 0.0) - start_s)
+        ran_s = max(0.0, worker.cpu_s - start_s)
+        cpu_s += ran_s
+        # A worker can lack a core also between two batches. At most the part of its busy time in
+        # which it did not run counts.
+        waited_s = max(0.0, (worker.stalled_s or 0.0) - start_s)
+        stalled_s += min(waited_s, max(0.0, worker.busy_s - ran_s))
     used_s = stats.consumer.process_cpu_s
     if stats.kind != "threads":  # used_s includes their CPU time
         used_s += cpu_s
@@ -362,18 +360,18 @@ def _of_an_executor(stats: "LoaderStats") -> tuple[Finding, str]:
 
 
 def _of_cores(stats: "LoaderStats", work: _Work) -> tuple[Finding, str]:
-    stalled = f"{work.busy}, but for {_share(work.stalled_s, work.busy_s)} of that no core was free"
+    stalled = f"{work.busy}, but often wanted to run when no core was free"
     if stats.num_workers > stats.machine.cores:
         others = "" if work.uses_cores else ", and other programs use them too"
         return Finding.TOO_MANY_WORKERS, (
-            f"{stalled} for them: {stats.num_workers} workers compete for {_cores(stats)}{others}; "
+            f"{stalled}: {stats.num_workers} workers compete for {_cores(stats)}{others}; "
             "lower num_workers."
         )
     if work.uses_cores:
         return Finding.CORES_BUSY, (f"{stalled}: {_OWN_CORES.format(cores=_cores(stats))}")
     return Finding.CORES_TAKEN, (
-        f"{stalled}: other programs use them ({_cores(stats)}), or other threads of this one; end "
-        "these, or use other cores."
+        f"{stalled}. Stop other programs on this machine ({_cores(stats)}), or lower num_workers "
+        "or torch.set_num_threads()."
     )
 
 

@@ -171,7 +171,7 @@ def test_cores_that_others_take() -> None:
             for other in others:
                 other.kill()
                 other.wait()
-    check(stats, Finding.CORES_TAKEN, "other programs use them (1 core)")
+    check(stats, Finding.CORES_TAKEN, "Stop other programs on this machine (1 core)")
 
 
 def slow_collate(samples: list[int]) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_start_up_of_workers_that_are_kept() -> None:
         for _ in loader:
             pass
         stats = loader.stats()
-    check(stats, Finding.START_UP, "later epochs find their workers ready")
+    check(stats, Finding.START_UP, "this is paid once")
     assert "persistent_workers=" not in stats.verdict
 
 
@@ -351,7 +351,7 @@ def test_handing_over() -> None:
             Calls(lambda _: Rebuilt(), 40), batch_size=None, num_workers=2, persistent_workers=True
         )
     )
-    check(stats, Finding.DELIVERY, "raise batch_size")
+    check(stats, Finding.DELIVERY, "use a larger batch_size")
 
 
 def test_handing_over_what_is_drawn_slowly() -> None:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "others have the cores": (
         stats_of(STALLED, fetch=5, cores=2),
         Finding.CORES_TAKEN,
-        "for 40% of that no core was free",
+        "often wanted to run when no core was free. Stop other programs",
     ),
     "the consumer has one of the cores": (  # and no other program runs
         stats_of(STALLED, fetch=5, cores=2, consumer=ConsumerStats(process_cpu_s=8.0)),
@@ -85,10 +85,15 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
             STALLED, fetch=5, cores=2, kind="threads", consumer=ConsumerStats(process_cpu_s=11.0)
         ),
         Finding.CORES_TAKEN,
-        "other programs use them (2 cores)",
+        "Stop other programs on this machine (2 cores)",
     ),
     "workers that sleep want no core": (
         stats_of({"cpu_s": 0.1, "stalled_s": 3.5}, fetch=5),
+        Finding.TOO_FEW_WORKERS,
+        "add workers",
+    ),
+    "a core was wanted between two batches only": (  # for longer than the workers were busy
+        stats_of({"busy_s": 4.0, "busy_share": 0.4, "cpu_s": 3.2, "stalled_s": 6.0}, fetch=5),
         Finding.TOO_FEW_WORKERS,
         "add workers",
     ),
@@ -122,12 +127,16 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "start of workers that persist": (
         stats_of(start=3, fetch=1, persistent_workers=True),
         Finding.START_UP,
-        "later epochs find their workers ready",
+        "the end of workers: this is paid once.",
     ),
     "sampler": (stats_of(draw=4, fetch=1), Finding.SAMPLER, "for 80% of that"),
     "pinning": (stats_of(pin=4, fetch=1), Finding.PINNING, "being pinned"),
     "device": (stats_of(device=4, fetch=1), Finding.DEVICE_COPY, "copied to the device"),
-    "delivery": (stats_of(transport=2, build=2, fetch=1), Finding.DELIVERY, "raise batch_size"),
+    "delivery": (
+        stats_of(transport=2, build=2, fetch=1),
+        Finding.DELIVERY,
+        "use a larger batch_size",
+    ),
     "copies": (
         stats_of(build=4, fetch=1, slots=SlotStats(lent=20, copied=80)),
         Finding.SLOTS_HELD,
@@ -136,7 +145,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "few copies": (
         stats_of(build=4, fetch=1, slots=SlotStats(lent=80, copied=20)),
         Finding.DELIVERY,
-        "raise batch_size",
+        "use a larger batch_size",
     ),
     "no core to take batches with": (
         stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 4.0)),
@@ -158,12 +167,12 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "a core was wanted for training": (  # so little that it does not explain the delivery
         stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 1.5)),
         Finding.DELIVERY,
-        "raise batch_size",
+        "use a larger batch_size",
     ),
     "a core was wanted for moments": (  # of an otherwise sleeping consumer
         stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(0.1, 0.1, 0.2)),
         Finding.DELIVERY,
-        "raise batch_size",
+        "use a larger batch_size",
     ),
     "copies, with too few cores": (
         stats_of(
