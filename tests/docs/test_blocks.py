@@ -1,8 +1,7 @@
 """Every code block of the README and the documentation runs as it stands.
 
-The Python blocks of a page run one after the other in one namespace, as a reader types them. Those
-of the README run each alone, as pasted into a file, and so do those of docstrings, of which the
-reference is made.
+Each Python block runs alone, as pasted into a file. Where a page says that its blocks continue the
+ones before them, they run one after the other in one namespace.
 """
 
 from __future__ import annotations
@@ -99,17 +98,15 @@ DOCSTRING_BLOCKS = [
 
 
 def python_runs() -> list[object]:
-    runs_of_pages = []
+    runs: list[list[Block]] = []
     for path in PAGES:
         blocks = [block for block in blocks_of(path) if block.language == "python"]
         # tests/frameworks runs those that need a framework.
         blocks = [block for block in blocks if "shmloader.integrations" not in block.code]
-        runs = [[block] for block in blocks] if path == README else [blocks]
-        for run in filter(None, runs):
-            name = run[0].name if path == README else str(path.relative_to(ROOT))
-            runs_of_pages.append(pytest.param(run, id=name))
-    examples = [block for block in DOCSTRING_BLOCKS if block.language == "python"]
-    return runs_of_pages + [pytest.param([block], id=block.name) for block in examples]
+        continues = "Every block on this page continues the ones" in path.read_text()
+        runs += [blocks] if continues else [[block] for block in blocks]
+    runs += [[block] for block in DOCSTRING_BLOCKS if block.language == "python"]
+    return [pytest.param(run, id=run[0].name) for run in runs]
 
 
 def shell_blocks() -> list[object]:
