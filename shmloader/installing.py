@@ -16,7 +16,6 @@ Guarantees:
 """
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
@@ -36,18 +35,11 @@ from shmloader.stand_in import InstallOptions, StandIn
 
 _TorchLoader = torch.utils.data.DataLoader
 
-#: A loader that overrides one of these decides itself what its iterators do.
-_HOOKS = ("_get_iterator", "_index_sampler", "_auto_collation")
-
 
 def _why_not(loader: Any, options: InstallOptions) -> str:
     """Return why a loader of torch's cannot be taken over; "" if it can."""
     if is_data_pipe(loader.dataset):
         return "the dataset is a data pipe"
-    for name in _HOOKS:
-        found = inspect.getattr_static(loader, name)
-        if found is not inspect.getattr_static(_TorchLoader, name):
-            return f"{type(loader).__qualname__} has its own {name}"
     if loader.num_workers and not options.get("thread_pool") and not is_supported():
         return describe_unsupported()
     return ""
@@ -66,47 +58,63 @@ class _Installation:
     def __init__(self, options: InstallOptions) -> None:
         self.options = options
         self.report = InstallReport()
-        # The iterators with persistent workers. Their stand-ins refer to the loaders.
-        self._persistent: weakref.WeakSet[Any] = weakref.WeakSet()
+        # torch's iterators and ours that were made since.
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
         """Begin an epoch of any loader of torch's class, and return its iterator.
 
         Args:
             loader: The loader.
-            by_torch: torch's own ``__iter__``.
+            by_torch: torch's own ``__iter__``, which calls ``_get_iterator`` for new workers.
         """
         iterator: Any = getattr(loader, "_iterator", None)
-        keeps = bool(loader.persistent_workers and loader.num_workers > 0)
-        goes_on = keeps and iterator is not None
-        if isinstance(loader, DataLoader) or _why_not(loader, self.options):
+        goes_on = loader.persistent_workers and loader.num_workers > 0 and iterator is not None
+        if not goes_on or isinstance(loader, DataLoader) or _why_not(loader, self.options):
             begun = by_torch(loader)
-            if goes_on and begun is iterator:
-                self.note(iterator, loader)
-            return begun
-        stand_in = getattr(iterator, "_stand_in", None) if goes_on else None
-        if goes_on and stand_in is None:  # an iterator of torch's, from before install()
-            iterator._shutdown_workers()
-            iterator = None
-        if stand_in is None:
-            stand_in = StandIn(loader, self.options)
-        begun = stand_in.begin(loader, iterator if goes_on else None)
-        if keeps:
-            loader._iterator = begun
-            begun._stand_in = stand_in
-            self._persistent.add(begun)
+        elif hasattr(iterator, "_stand_in"):
+            loader._iterator = self._begin(iterator._stand_in, loader, iterator)
+            return loader._iterator
+        else:
+            if isinstance(iterator, _BaseDataLoaderIter) and iterator not in self._made:
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
+                loader._iterator = None  # it is from before install()
+            begun = by_torch(loader)
+        if goes_on and begun is iterator:
+            self.note(iterator, loader)
+        return begun
+
+    def get_iterator(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
+        """Return a new iterator of any loader of torch's class.
+
+        Args:
+            loader: The loader.
+            by_torch: torch's own ``_get_iterator``.
+        """
+        if isinstance(loader, DataLoader) or _why_not(loader, self.options):
+            return by_torch(loader)
+        return self._begin(StandIn(loader, self.options), loader, None)
+
+    @staticmethod
+    def _begin(stand_in: StandIn, loader: Any, iterator: Any) -> Any:
+        begun = stand_in.begin(loader, iterator)
+        if loader.persistent_workers and loader.num_workers > 0:
+            begun._stand_in = stand_in  # which would otherwise be garbage
         return begun
 
     def note(self, iterator: Any, loader: Any) -> None:
         """Note that an iterator of a loader, or of its stand-in, has begun an epoch."""
+        self._made.add(iterator)
         engine = "shmloader" if isinstance(iterator, CountingIterator) else "torch"
         if isinstance(loader, StandIn):
             self.report.note(loader.kind, loader, engine, loader.left_out)
             return
         why = ""
         if engine == "torch":
-            has_hooks = isinstance(loader, _TorchLoader)
-            why = _why_not(loader, self.options) if has_hooks else ""
+            is_torchs = isinstance(loader, _TorchLoader)
+            why = _why_not(loader, self.options) if is_torchs else ""
+            if is_torchs and type(loader)._get_iterator is not _TorchLoader._get_iterator:
+                why = why or f"{type(loader).__qualname__} has its own _get_iterator"
             why = why or "its iterator is made without the __iter__ of torch's DataLoader"
         self.report.note(type(loader), loader, engine, why)
 
@@ -116,8 +124,9 @@ class _Installation:
         An iterator that is in use delivers the rest of its epoch. Its workers end when it is
         dropped.
         """
-        for iterator in list(self._persistent):
-            loader = iterator._stand_in._owner()
+        for iterator in list(self._made):
+            stand_in = getattr(iterator, "_stand_in", None)
+            loader = None if stand_in is None else stand_in._owner()
             if loader is not None and loader._iterator is iterator:
                 loader._iterator = None
 
@@ -149,6 +158,14 @@ def _iter_with(by_torch: Callable[[Any], Any]) -> Any:
     return __iter__
 
 
+def _get_iterator_with(by_torch: Callable[[Any], Any]) -> Any:
+    def _get_iterator(self: Any) -> Any:
+        installation = PROCESS.installation
+        return by_torch(self) if installation is None else installation.get_iterator(self, by_torch)
+
+    return _get_iterator
+
+
 def _init_with(by_torch: Callable[..., None]) -> Any:
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         by_torch(self, loader, *args, **kwargs)
@@ -165,9 +182,11 @@ def _set(installation: _Installation | None) -> None:
         before.let_go()
     if installation is None:
         _restore(_TorchLoader, "__iter__")
+        _restore(_TorchLoader, "_get_iterator")
         _restore(_BaseDataLoaderIter, "__init__")
     else:
         _replace(_TorchLoader, "__iter__", _iter_with)
+        _replace(_TorchLoader, "_get_iterator", _get_iterator_with)
         _replace(_BaseDataLoaderIter, "__init__", _init_with)
 
 
@@ -192,10 +211,9 @@ def install(**options: Unpack[InstallOptions]) -> InstallReport:
     numbers, and their batches are the same as before, unless an argument such as ``seed`` changes
     that. The arguments apply to each loader that they fit.
 
-    Some loaders run on torch's iterators as before: loaders that override ``_get_iterator``,
-    ``_index_sampler`` or ``_auto_collation``, loaders whose ``__iter__`` does not call torch's, and
-    loaders of data pipes. So do loaders with worker processes on a system where shmloader cannot
-    have any. Loaders of shmloader's classes keep their own arguments.
+    Some loaders run on torch's iterators as before: loaders whose ``__iter__`` or ``_get_iterator``
+    does not call torch's, and loaders of data pipes. So do loaders with worker processes on a
+    system where shmloader cannot have any. Loaders of shmloader's classes keep their own arguments.
 
     A process that is started by "spawn" or "forkserver" has to call this function itself. A second
     call replaces the arguments and begins a new report.

@@ -2,17 +2,18 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sized
 from fractions import Fraction
 from typing import Any, TypedDict
 
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
 from shmloader.loader.arguments import SnapshotInterval
 from shmloader.loader.dataloader import DataLoader
+from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
 
 #: The attributes of a loader that torch's constructor sets and torch's iterators read.
@@ -79,11 +80,14 @@ class StandIn(DataLoader[Any]):
         options: The arguments of :func:`install`.
     """
 
+    # What the loader's class may override: _auto_collation and _index_sampler.
+    _read_properties: tuple[Any, Any]
+
     def __init__(self, loader: Any, options: InstallOptions) -> None:
-        # torch's constructor has checked these for the loader. It is not called again, since it
-        # would repeat its warnings.
+        # torch's constructor has checked its arguments for the loader. It is not called again,
+        # since it would repeat its warnings.
+        self._read(loader)
         own = self.__dict__
-        own.update({name: getattr(loader, name) for name in _TORCHS})
         own["_DataLoader__initialized"] = True
         self.kind = type(loader)
         unfit = _unfit(loader, options)
@@ -94,7 +98,7 @@ class StandIn(DataLoader[Any]):
         self._owner = weakref.ref(loader)
         self._sample_seed = own["seed"]
         self._make_own_parts()
-        self._make_plan(*_given_samplers(loader))
+        self._set_plan(EpochCounter())
         plan = self._present_plan
         plan.counter.next = vars(loader).get(_EPOCH, 0)
         if isinstance(plan.order, SeededOrder):
@@ -107,7 +111,7 @@ class StandIn(DataLoader[Any]):
             loader: The loader.
             iterator: The iterator whose persistent workers load; None to start new workers.
         """
-        self.__dict__["_IterableDataset_len_called"] = loader._IterableDataset_len_called
+        self._read(loader)
         self._iterator = iterator
         try:
             begun = iter(self)
@@ -118,6 +122,33 @@ class StandIn(DataLoader[Any]):
         if self._sample_seed is not None:
             vars(loader)[_EPOCH] = self._present_plan.counter.next
         return begun
+
+    def _read(self, loader: Any) -> None:
+        """Take over the attributes that the loader has now."""
+        own = self.__dict__
+        own.update({name: getattr(loader, name) for name in _TORCHS})
+        own["_read_properties"] = loader._auto_collation, loader._index_sampler
+
+    @property
+    def _auto_collation(self) -> Any:
+        return self._read_properties[0]
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self._read_properties[1]
+
+    def _source_of(self, sampler: Any) -> Sized | None:
+        """Return the source of a sampler that torch made for ``shuffle``, which ``seed`` replaces.
+
+        A sampler of the user's that is equal to one of torch's counts as torch's.
+        """
+        is_default = type(sampler) is SequentialSampler or (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler._num_samples is None
+            and sampler.generator is None
+        )
+        return sampler.data_source if is_default else None
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as the loader itself does."""
@@ -146,16 +177,3 @@ def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
     return {name: why for name, why in unfit.items() if name in given} | dict.fromkeys(
         given.intersection(without_workers), "the loader has no workers"
     )
-
-
-def _given_samplers(loader: Any) -> tuple[Iterable[Any] | None, Iterable[Any] | None]:
-    """Return a loader's sampler and batch sampler; None for one that is torch's default."""
-    sampler, batches = loader.sampler, loader.batch_sampler
-    is_usual = type(batches) is BatchSampler and batches.sampler is sampler
-    if batches is not None and not (is_usual and loader.batch_size is not None):
-        return None, batches
-    if type(sampler) is SequentialSampler:
-        return None, None
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
-        return None, None
-    return sampler, None

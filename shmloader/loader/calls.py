@@ -22,6 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.threads.uninterruptible import uninterruptible
 
 #: Raised by an iterator that was made before a state was loaded.
@@ -57,8 +59,19 @@ class CountingIterator(_BaseDataLoaderIter):
     """An iterator that counts batches as it delivers them."""
 
     _IterableDataset_len_called: int | None  # type: ignore[assignment]
+    # The order of the iterator's epoch.
+    _order: SeededOrder | SamplerOrder
     # The thread that is inside next(), or that was when an exception left next() unfinished.
     _caller = 0
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The sampler that torch's methods iterate: the order's, which may add to the loader's."""
+        return self._order.index_sampler
+
+    @_index_sampler.setter
+    def _index_sampler(self, _: object) -> None:
+        """Ignore the loader's, which torch's constructor sets."""
 
     def __next__(self) -> Any:
         """Return the next batch."""

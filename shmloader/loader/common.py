@@ -20,6 +20,7 @@ def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
     The seed of a resumed epoch was drawn when the epoch first began. So torch's global generator is
     set back afterwards: a user may have restored its state, and that must not change.
     """
+    iterator._order = plan.newest
     before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
     _BaseDataLoaderIter.__init__(iterator, loader)
     if before is not None:

@@ -54,7 +54,7 @@ from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
-from shmloader.loader.rebuilt import ReadByFrameworks
+from shmloader.loader.rebuilt import ReadByFrameworks, warn_of_lightning_epochs
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.collate import is_plain
 from shmloader.memory.system_support import is_supported
@@ -472,26 +472,48 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
+        if self.last_batch == "rollover":
+            warn_of_lightning_epochs(self)
+        with self._begin_lock.present():
+            self._end_iterator()
+            goes_on = self.persistent_workers and self.num_workers > 0 and self._is_own_iterator
+            # Otherwise, torch's method calls _get_iterator(), which users may override.
+            return (
+                self._begin(super().__iter__, draws_seed=False) if goes_on else super().__iter__()
+            )
+
+    @property
+    def _is_own_iterator(self) -> bool:
+        """Whether persistent workers run that this loader has started."""
+        return self._iterator is not None and self._iterator in self._open_iterators
+
+    def _get_iterator(self) -> Any:
+        """Return an iterator over a new epoch, with new workers; torch's ``__iter__`` calls this.
+
+        Raises:
+            ClosedLoaderError: After ``close()``.
+        """
+        return self._begin(self._make_iterator, draws_seed=True)
+
+    def _begin(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
+        """Begin an epoch, and return its iterator, which ``make`` returns."""
         # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
         with self._begin_lock.present():
             if self._is_closed:
                 raise ClosedLoaderError(LOADER_CLOSED)
-            if getattr(self._iterator, "is_closed", False):
-                # Its workers died or were ended; the next epoch gets new ones.
-                self._iterator = None
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                self._begin_epoch()
-                iterator = super().__iter__()
+                self._begin_epoch(draws_seed=draws_seed)
+                iterator = make()
             except BaseException:
                 plan.take_back(resumed)
                 raise
             plan.counter.iterator = weakref.ref(iterator)
             return iterator
 
-    def _get_iterator(self) -> Any:
-        """Return an iterator over a new epoch; torch's ``__iter__`` calls this."""
+    def _make_iterator(self) -> Any:
+        """Return an iterator over the epoch that has begun."""
         check_thread_pool(self)  # users may have set attributes since the constructor's check
         check_executor(self)
         plan, parts = self._present_plan, self._parts

@@ -199,6 +199,7 @@ class EngineIterator(CountingIterator):
         self._begin_record(worker_count, time.monotonic_ns())
         if self._adapter is not None and isinstance(self._source, StagedEngine):
             self._source.set_window(config.window_of(worker_count))
+        self._order = self._plan.newest
         super()._reset(loader, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress

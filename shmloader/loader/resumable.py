@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sized
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -23,15 +23,21 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.rebuilt import warn_of_lightning_epochs, warn_of_lightning_states
-from shmloader.loader.states import BatchArgument, check_savable, check_state, sealed
+from shmloader.loader.rebuilt import warn_of_lightning_states
+from shmloader.loader.states import (
+    BatchArgument,
+    check_facts,
+    check_savable,
+    check_state,
+    sealed,
+)
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.rollover import RolloverBatchSampler
+from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import counts_epochs
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
@@ -39,13 +45,21 @@ from shmloader.sampling.seeded_samplers import (
     SeededRandomSampler,
     SeededSampler,
     SeededSequentialSampler,
-    SeededShardSampler,
 )
 from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
 _log = logging.getLogger("shmloader")
+
+
+def _is_torchs(batch_sampler: object) -> bool:
+    """Whether a batch sampler is torch's or our own, which cuts a sampler into batches."""
+    return type(batch_sampler) in {BatchSampler, RolloverBatchSampler}
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) is int and type(other) is int and one == other)
 
 
 class _BeginLock:
@@ -88,6 +102,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _sample_seed: int | None
     #: Set at the end of the constructor.
     _plan: EpochPlan | None = None
+    #: Numbers the plan's epochs.
+    _counter: EpochCounter
+    #: What the order of the next epoch was made from.
+    _sources: tuple[object, ...]
     _is_closed = False
     _has_warned_of_epoch = False
 
@@ -104,93 +122,128 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # The order -----------------------------------------------------------------------------
 
     @property
-    def _index_sampler(self) -> Any:
-        """The sampler that torch's iterators iterate."""
-        plan = self._plan
-        return super()._index_sampler if plan is None else plan.order.index_sampler
-
-    @property
     def _present_plan(self) -> EpochPlan:
-        """The plan, with the generator that the loader has now: users may replace it."""
+        """The plan, with the generator and the order of the attributes that the loader has now.
+
+        Users may replace them, or what they consist of, in ways that ``__setattr__`` cannot see.
+        """
         plan = self._plan
         assert plan is not None
         plan.generator = self.generator
+        sources = self._order_sources()
+        if not all(map(_is_same, sources, self._sources)):
+            plan.order, self._sources = self._make_order(), sources
         return plan
+
+    def _order_sources(self) -> tuple[object, ...]:
+        """Return what the order is made from: always equally many values."""
+        batches = self._index_sampler
+        if not _is_torchs(batches):
+            return batches, self._auto_collation, self.batch_size, None, None, None
+        return (
+            batches,
+            self._auto_collation,
+            self.batch_size,
+            batches.sampler,
+            batches.batch_size,
+            batches.drop_last,
+        )
 
     def _make_plan(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
         """Set the plan; called by the constructor with the user's samplers, or None."""
+        counter = EpochCounter()
         if self.last_batch == "rollover" and batch_sampler is None:
             assert self.batch_size is not None
             # Set in __dict__, since torch's __setattr__ refuses to change this attribute.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
-        seed, counter = self._sample_seed, None
+        seed = self._sample_seed
         if seed is not None and sampler is None and batch_sampler is None:
-            counter = self._use_seeded_sampler(seed)
-        self._set_plan(EpochPlan(self._make_order(sampler, batch_sampler), counter))
+            self._use_seeded_sampler(seed, counter)
+        self._set_plan(counter)
 
-    def _make_order(
-        self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
-    ) -> SeededOrder | SamplerOrder:
-        seed, index_sampler = self._sample_seed, super()._index_sampler
+    def _set_plan(self, counter: EpochCounter) -> None:
+        self._sources, self._counter = self._order_sources(), counter
+        self._plan = EpochPlan(self._make_order(), counter)
+
+    def _make_order(self) -> SeededOrder | SamplerOrder:
+        """Return the order of the samplers that the loader has now."""
+        seed, index_sampler = self._sample_seed, self._index_sampler
         is_iterable = isinstance(self.dataset, IterableDataset)
         if seed is None or is_iterable:
             return SamplerOrder(
                 index_sampler if seed is None else PositionedStreams(index_sampler),
                 is_iterable=is_iterable,
-                batch_size=self.batch_size,
-                last_batch=self._last_batch_of(batch_sampler),
                 seed=seed,
             )
-        items = sampler if batch_sampler is None else batch_sampler
+        sampler, batch_size, last_batch = self._batching()
+        data_source = self._source_of(sampler)
         return SeededOrder(
-            self.batch_size,
+            batch_size,
             0,
-            Cut(self.batch_size or 1),
-            self._last_batch_of(batch_sampler),
+            Cut(batch_size or 1),
+            last_batch,
             seed,
-            length=cast("Sized", self.dataset) if items is None else None,
-            shuffle=isinstance(self.sampler, RandomSampler),
-            items=items,
+            length=data_source,
+            shuffle=isinstance(sampler, RandomSampler),
+            items=sampler if data_source is None else None,
             may_shard=False,
             is_positioned=True,
+            carry_over=self._carry_over,
+            counter=self._counter_of_passes(sampler),
         )
 
-    def _last_batch_of(self, batch_sampler: object) -> LastBatch:
-        """Return what this loader does with samples that do not fill the last batch."""
-        if self.drop_last:
-            return "discard"
-        return "keep" if batch_sampler is not None else self.last_batch or "keep"
+    def _counter_of_passes(self, sampler: object) -> EpochCounter | None:
+        """Return the counter for a sampler that was put in place of the loader's, or None."""
+        is_own = isinstance(self.sampler, SeededSampler) and self.sampler.epochs is self._counter
+        return self._counter if is_own and sampler is not self.sampler else None
 
-    def _set_plan(self, plan: EpochPlan) -> None:
-        """Set the plan; the batch sampler begins with the samples that the plan carries over."""
-        self._plan = plan
-        carry_over = plan.order.carry_over
-        if carry_over is not None and isinstance(self.batch_sampler, RolloverBatchSampler):
-            self.batch_sampler.carry_over = carry_over
+    def _batching(self) -> tuple[Any, int | None, LastBatch]:
+        """Return the sampler that is cut into batches, their size, and how the last is handled.
 
-    def _use_seeded_sampler(self, seed: int) -> EpochCounter:
-        """Replace torch's sampler by the order that is delivered, and return its counter."""
-        counter = EpochCounter()
+        Without a size, the "sampler" yields whole batches, or indices that are not batched.
+        """
+        batches = self._index_sampler
+        if not _is_torchs(batches) or self.batch_size is None:
+            return batches, None, "keep"
+        last_batch: LastBatch = "discard" if batches.drop_last else "keep"
+        if carries_over(batches):
+            last_batch = "rollover"
+        return batches.sampler, batches.batch_size, last_batch
+
+    def _source_of(self, sampler: object) -> Sized | None:
+        """Return what has the indices that a seeded order yields itself; None to draw a sampler."""
+        if isinstance(sampler, SeededSampler) and sampler.epochs is self._counter:
+            return sampler.data_source
+        return None
+
+    @property
+    def _carry_over(self) -> CarryOver | None:
+        """The samples that the next epoch begins with, which the batch sampler shows."""
+        batches = self._index_sampler
+        return batches.carry_over if carries_over(batches) else None
+
+    def _use_seeded_sampler(self, seed: int, counter: EpochCounter) -> None:
+        """Replace torch's sampler by the order that is delivered."""
         if type(self.sampler) is RandomSampler:
             self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed, counter))
         elif type(self.sampler) is SequentialSampler:
             self._set_own_sampler(SeededSequentialSampler(self.sampler.data_source, seed, counter))
-        return counter
 
     def _set_own_sampler(self, sampler: SeededSampler) -> None:
         """Set ``sampler`` and the batch sampler over it, which torch's __setattr__ refuses."""
         own = self.__dict__
-        own["sampler"] = sampler
-        batches = own["batch_sampler"]
+        before, own["sampler"] = self.sampler, sampler
+        batches: Any = self.batch_sampler
+        if not (_is_torchs(batches) and batches.sampler is before):
+            return
         if type(batches) is BatchSampler:
-            own["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-        elif isinstance(batches, RolloverBatchSampler):
-            batches.sampler = sampler
-        if own["batch_sampler"] is not None:
-            # Set on the instance: frameworks take a subclass of torch's for one of the user's.
-            own["batch_sampler"].set_epoch = sampler.set_epoch
+            batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+            own["batch_sampler"] = batches
+        batches.sampler = sampler
+        # Set on the instance: frameworks take a subclass of torch's for one of the user's.
+        batches.set_epoch = sampler.set_epoch
 
     # Epochs --------------------------------------------------------------------------------
 
@@ -234,27 +287,37 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
-        plan = self._present_plan
-        if plan.progress.is_ended:
-            plan.commit()
-        return super().__len__()
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        return super().__len__() if is_iterable else len(self._present_plan)
 
-    def _begin_epoch(self) -> None:
-        if self.last_batch == "rollover":
-            warn_of_lightning_epochs(self)
+    def _begin_epoch(self, *, draws_seed: bool) -> None:
+        """Begin the next epoch, for an iterator.
+
+        Args:
+            draws_seed: Whether the iterator draws a base seed: not if its workers run already.
+
+        Raises:
+            ValueError: If a state was loaded, and the samplers were replaced since.
+        """
         plan = self._present_plan
         if plan.resumed is not None:
+            check_facts(plan.resumed, plan.order.facts(), self._batch_argument)
             self._resume_checkpoints(plan.resumed)
-        plan.begin(draws_seed=self._iterator is None)
+        plan.begin(draws_seed=draws_seed)
+
+    def _end_iterator(self) -> None:
+        """End the persistent workers if they cannot serve the next epoch."""
+        iterator: Any = self._iterator
+        if getattr(iterator, "is_closed", False):
+            self._iterator = None  # its workers died or were ended
+        elif iterator is not None and self._saves_dataset and self._present_plan.resumed:
+            # Workers load the states of their datasets when they start.
+            self._iterator = None
+            iterator._shutdown_workers()
 
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
-        if not self._saves_dataset:
-            return
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-        if "streams" in state:
+        if self._saves_dataset and "streams" in state:
             resumed = DatasetCheckpoints.load(state["streams"], self.num_workers)
             self._parts.resumed_checkpoints = resumed
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
@@ -316,7 +379,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             return copy.deepcopy(plan.resumed)
         will_restart = self._iterator is not None and not getattr(self._iterator, "is_closed", True)
         state = {
-            **self._facts(),
+            "length": self._length,
             "persistent": bool(self.persistent_workers),
             **plan.state_dict(
                 draws_seed=not will_restart, in_order=self.in_order or not self.num_workers
@@ -429,13 +492,17 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self.num_workers and not self.thread_pool and not is_supported():
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
 
-    def _facts(self) -> dict[str, Any]:
-        """Return the values that a state and its loader must have in common."""
-        length: int | None = None
+    @property
+    def _length(self) -> int | None:
+        """The length of a map-style dataset; None if it has none."""
         if not isinstance(self.dataset, IterableDataset):
             with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
-                length = len(self.dataset)  # type: ignore[arg-type]
-        return {"length": length, **self._present_plan.order.facts()}
+                return len(self.dataset)  # type: ignore[arg-type]
+        return None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the values that a state and its loader must have in common."""
+        return {"length": self._length, **self._present_plan.order.facts()}
 
     # Copies --------------------------------------------------------------------------------
 
@@ -459,17 +526,22 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._unshare_plan()
 
     def _unshare_plan(self) -> None:
-        """Copy the plan and the samplers, which copy.copy() has shared with the original."""
-        plan = self._present_plan
-        order, counter = copy.copy(plan.order), copy.copy(plan.counter)
-        if isinstance(self.batch_sampler, RolloverBatchSampler):
-            self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
-            if isinstance(order, SamplerOrder):
-                order.index_sampler = self.batch_sampler
-        if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
-            sampler = copy.copy(self.sampler)
-            sampler.epochs = counter
-            if isinstance(sampler, SeededShardSampler) and isinstance(order, SeededOrder):
-                sampler.order = order
-            self._set_own_sampler(sampler)
-        self._set_plan(plan.copy(order, counter))
+        """Make the plan this loader's own: copy.copy() has shared it with the original."""
+        plan = self._plan
+        assert plan is not None
+        if not plan.was_pickled:
+            counter = copy.copy(plan.counter)
+            self._plan = plan.copy(copy.copy(plan.order), counter)
+            if isinstance(self.batch_sampler, RolloverBatchSampler):
+                self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
+            if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
+                sampler = copy.copy(self.sampler)
+                sampler.epochs = counter
+                self._set_own_sampler(sampler)
+            self._counter, plan = counter, self._plan
+        plan.was_pickled = False
+        self._sources = self._order_sources()
+        order = self._make_order()
+        if isinstance(order, SeededOrder) and isinstance(plan.order, SeededOrder):
+            order.know_epochs_of(plan.order)
+        plan.order = plan.newest = order

@@ -5,7 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import reprlib
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -33,8 +33,9 @@ from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
+from shmloader.sampling.rollover import CarryOver
+from shmloader.sampling.sampler_checkpoint import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import SeededShardSampler
 from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
@@ -172,6 +173,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
             another one.
     """
 
+    num_shards: int | None
+    _sample_seed: int
     _may_shard = True
 
     @refuse_old_names(transform=NOT_TRANSFORM, tail=NOT_TAIL)
@@ -227,17 +230,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
         _check_prefetch(prefetch, num_workers, prefetch_factor)
-        shards = _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
+        _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
-        # An order that another loader has divided leaves no samples over.
-        is_cut = any(map(_is_own_share, (sampler, batch_sampler, probe(batch_sampler, "sampler"))))
-        check_last_batch(
-            last_batch,
-            batch_size,
-            drop_last=drop_last,
-            batch_sampler=None if is_cut else batch_sampler,
-            is_sharded=True,
-        )
         seed = whole_number(seed, "seed", minimum=0)
         self._ranks = Ranks(rank, world_size)
         _check_generator(generator, self._ranks.known)
@@ -285,10 +279,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             seed=seed,
             batchify_fn=batchify_fn,
         )
-        share = 1 if batch_sampler is not None or batch_size is None else batch_size
-        items: Iterable[Any] | None = sampler if batch_sampler is None else batch_sampler
-        if generator is not None and shuffle:
-            items = self.sampler  # torch's, which draws from it
         check_worker_scope(
             worker_scope,
             num_workers=num_workers,
@@ -298,29 +288,63 @@ class ShardedDataLoader(DataLoader[_T_co]):
             saves_dataset=self._saves_dataset,
         )
         self._sample_seed = seed
-        order = SeededOrder(
-            batch_size if batch_sampler is None else None,
-            shards,
-            Cut(share * max(1, shards)),
-            "keep" if is_cut else "discard" if drop_last else last_batch or "pad",
-            seed,
-            length=cast("Sized", dataset) if items is None else None,
-            shuffle=shuffle,
-            items=items,
-            device_count=len(devices or ()),
-            is_positioned=True,
-            ranks=None if is_cut else self._ranks,
-        )
         counter = EpochCounter()
-        if items is None:
-            own = SeededShardSampler(order, dataset, seed, counter, shuffle=shuffle)
-            self._set_own_sampler(own)
-        self._is_cut = is_cut
-        self._set_plan(EpochPlan(order, counter))
+        # torch's sampler draws from a generator.
+        if sampler is batch_sampler is None and not (shuffle and generator is not None):
+            self._set_own_sampler(SeededShardSampler(dataset, seed, counter, shuffle=shuffle))
+        self._set_plan(counter)
         known = self._ranks.known
         if (drop_last or last_batch == "discard") and known is not None:
-            what = f"a global batch of {order.cut.global_count}"
-            warn_of_empty_epochs(order, dataset, what)
+            what = f"a global batch of {self._order.cut.global_count}"
+            warn_of_empty_epochs(self._order, dataset, what)
+
+    def _make_plan(self, sampler: object, batch_sampler: object) -> None:
+        """Do nothing: this class's constructor sets the plan when the attributes are complete."""
+
+    def _order_sources(self) -> tuple[object, ...]:
+        return *super()._order_sources(), self.devices
+
+    def _make_order(self) -> SeededOrder:
+        sampler, batch_size, _ = self._batching()
+        batches = sampler if batch_size is None else None
+        _check_samplers(sampler, batches)
+        own = self._source_of(sampler)
+        # An order that a loader has divided leaves no samples over.
+        self._is_cut = own is None and any(map(_is_own_share, chain(sampler)))
+        shards = _count_shards(self.devices, self.num_shards, has_batch_sampler=batches is not None)
+        if self._is_cut:
+            last_batch: LastBatch = "keep"
+        else:
+            check_last_batch(
+                self.last_batch,
+                batch_size,
+                drop_last=self.drop_last,
+                batch_sampler=batches,
+                is_sharded=True,
+            )
+            last_batch = "discard" if self.drop_last else self.last_batch or "pad"
+        order = SeededOrder(
+            batch_size,
+            shards,
+            Cut((batch_size or 1) * max(1, shards)),
+            last_batch,
+            self._sample_seed,
+            length=own,
+            shuffle=own is not None and sampler.shuffle,
+            items=sampler if own is None else None,
+            device_count=len(self.devices or ()),
+            is_positioned=True,
+            ranks=None if self._is_cut else self._ranks,
+            carry_over=self._carry_over if last_batch == "rollover" else None,
+            counter=self._counter_of_passes(sampler),
+        )
+        if own is not None:
+            sampler.order = order
+        return order
+
+    @property
+    def _carry_over(self) -> CarryOver | None:
+        return None if self._plan is None else self._plan.order.carry_over
 
     def __repr__(self) -> str:
         """Return the dataset, the batch size, the workers, and what is not the default."""
@@ -348,7 +372,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         known = self._ranks.known
         return None if known is None else known[1]
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *, draws_seed: bool) -> None:
         self._ranks.resolve()
         _check_generator(self.generator, self._ranks.known)
         check_worker_scope(
@@ -359,7 +383,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             multiprocessing_context=self.multiprocessing_context,
             saves_dataset=self._saves_dataset,
         )
-        super()._begin_epoch()
+        super()._begin_epoch(draws_seed=draws_seed)
 
     @property
     def _shares_workers(self) -> bool:
@@ -416,7 +440,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         """
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
-        return self._order.repeats_in(self._present_plan.progress.position)
+        plan = self._present_plan
+        return cast("SeededOrder", plan.newest).repeats_in(plan.progress.position)
 
 
 def _check_dataset(dataset: object) -> None:

@@ -29,7 +29,7 @@ class SlotIterator(EngineIterator):
             writer_count,
             config.prefetch_factor,
             config.loop_holds,
-            self._plan.order.count_batches(),
+            self._order.count_batches(),
             free_memory(root, control_groups(root)),
             config.root,
             window,

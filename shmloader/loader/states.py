@@ -135,18 +135,31 @@ def check_state(
             "the state is damaged, or was changed after state_dict() had returned it: its checksum "
             f"is wrong: {reprlib.repr(state)}"
         )
-    found = {key: state[key] for key in _FACTS}
+    check_facts(state, facts, batches)
+    if not _is_sound(state):
+        raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
+    return state
+
+
+def check_facts(
+    state: dict[str, Any], facts: dict[str, Any], batches: BatchArgument = "batch_size"
+) -> None:
+    """Raise ValueError if a loader's values differ from those in a state.
+
+    Args:
+        state: The state.
+        facts: The loader's values of keys that a state and a loader must have in common.
+        batches: The loader's argument that decides the size of its batches.
+    """
+    found = {key: state[key] for key in facts}
     if isinstance(found["tail"], str):
         found["tail"] = _LAST_BATCHES.get(found["tail"], found["tail"])
-    differing = [key for key in _FACTS if found[key] != facts[key]]
+    differing = [key for key in facts if found[key] != facts[key]]
     if len(differing) > 1 and _is_like(found["sampler"], facts["sampler"]):
         differing = [key for key in differing if key != "sampler"]  # the others decide that
     wrong = [_describe(key, found[key], facts[key], batches) for key in differing]
     if wrong:
         raise ValueError("\n- ".join(["the state does not fit this loader:", *wrong]))
-    if not _is_sound(state):
-        raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
-    return state
 
 
 def _describe(key: str, saved: object, own: object, batches: BatchArgument) -> str:

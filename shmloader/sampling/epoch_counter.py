@@ -1,6 +1,8 @@
 """The numbers of a loader's epochs: which one is iterated, and which one comes next."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.sampling.checks import whole_number
@@ -40,6 +42,9 @@ class EpochCounter:
         # same epoch again.
         self._is_fresh = self._is_shared = False
         self.iterator: Callable[[], Any] = _no_iterator
+        # Numbers of the epochs whose orders the loader's samplers yield while the loader draws from
+        # a sampler that wraps them; None at any other time.
+        self._passes: Iterator[int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the number of the next epoch. In a copy, no epoch has begun."""
@@ -59,6 +64,27 @@ class EpochCounter:
         """
         iterated = self.iterated
         return self.next if iterated is None or self.is_named else iterated
+
+    def count_passes(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Return the items of a sampler that wraps the loader's, for the epoch that has begun.
+
+        Where the wrapper iterates the loader's sampler again and again, each pass has an order of
+        its own: those of this epoch and the following ones.
+        """
+        assert self.newest is not None
+        passes = itertools.count(self.newest)
+        return map(functools.partial(self._draw, passes), itertools.repeat(items))
+
+    def _draw(self, passes: Iterator[int], items: Iterator[Any]) -> Any:
+        self._passes = passes
+        try:
+            return next(items)
+        finally:
+            self._passes = None
+
+    def begin_pass(self) -> int:
+        """Return the number of the epoch whose order a sampler of the loader yields now."""
+        return self.of_samplers if self._passes is None else next(self._passes)
 
     def name(self, epoch: object) -> None:
         """Set the number of the next epoch.

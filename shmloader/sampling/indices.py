@@ -144,6 +144,7 @@ class PositionedStreams(Sampler[PositionedIndices]):
 
     Attributes:
         epoch: Number of the epoch that is iterated next.
+        items: The argument.
 
     Args:
         items: torch's endless sampler.
@@ -151,16 +152,16 @@ class PositionedStreams(Sampler[PositionedIndices]):
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.epoch = 0
-        self._items = items
+        self.items = items
 
     def __len__(self) -> int:
         """Raise TypeError, as torch's sampler does."""
-        return len(self._items)  # type: ignore[arg-type]
+        return len(self.items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[PositionedIndices]:
         """Yield endlessly."""
         epoch = self.epoch
-        return (PositionedIndices(indices, epoch, 0) for indices in self._items)
+        return (PositionedIndices(indices, epoch, 0) for indices in self.items)
 
 
 def without_position(indices: object) -> object:

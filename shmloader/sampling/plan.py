@@ -13,7 +13,8 @@
 
 An *order* yields the index batches of one epoch. There are two: :class:`SeededOrder`, which depends
 only on a seed and the epoch, and :class:`SamplerOrder`, which draws from torch's samplers or the
-user's.
+user's. Users may replace the samplers of a loader at any time, so the order of the next epoch may
+be another one than that of the newest epoch.
 """
 
 import copy
@@ -41,28 +42,35 @@ class EpochPlan:
         counter: The counter that numbers the epochs; None for a new counter.
 
     Attributes:
-        order: The argument.
+        order: The order of the next epoch, which the loader sets.
+        newest: The order of the newest epoch; that of the next one before the first.
         counter: The counter that numbers the epochs; it has the progress of the newest one.
         is_continued: Whether the newest epoch was begun by another run and continues here.
         resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
+        was_pickled: Whether this plan is new, from a pickle or a deep copy of a loader.
     """
 
     def __init__(
         self, order: SeededOrder | SamplerOrder, counter: EpochCounter | None = None
     ) -> None:
-        self.order = order
+        self.order = self.newest = order
         self.counter = EpochCounter() if counter is None else counter
-        self.is_continued = False
+        self.is_continued = self.was_pickled = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
         # Whether the run that was resumed here had persistent workers; None if none was resumed.
         self._was_persistent: bool | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes. A plan that has these is a pickle's or a deep copy's."""
+        return {**self.__dict__, "was_pickled": True}
+
     def copy(self, order: SeededOrder | SamplerOrder, counter: EpochCounter) -> "EpochPlan":
         """Return a copy of the plan with another order and counter. No epoch runs in the copy."""
         other = copy.copy(self)
-        other.order, other.counter = order, counter
+        other.order = other.newest = order
+        other.counter, other.was_pickled = counter, False
         return other
 
     @property
@@ -141,6 +149,7 @@ class EpochPlan:
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
         self.counter.begin(epoch, progress, is_new=resumed is None)
+        self.newest = self.order
         self.order.begin(epoch, progress, state)
 
     def leave_beginning(self, progress: Progress) -> bool:
@@ -152,14 +161,14 @@ class EpochPlan:
         Returns:
             Whether the epoch has another number now, and has to be drawn again.
         """
-        counter, named = self.counter, self.order.named_epoch()
+        counter, named = self.counter, self.newest.named_epoch()
         if named is not None and counter.is_fresh(progress):
             counter.name_by_sampler(named)  # set in the user's sampler since ``iter()``
         if not counter.leave_beginning(progress):
             return False
         counter.begin_again()
         assert counter.newest is not None
-        self.order.begin(counter.newest, counter.progress)
+        self.newest.begin(counter.newest, counter.progress)
         return True
 
     def take_back(self, resumed: dict[str, Any] | None) -> None:
@@ -173,16 +182,16 @@ class EpochPlan:
         """Return an iterator of the index batches of the epoch that has begun.
 
         Args:
-            drawing: An iterator of ``order.index_sampler``.
+            drawing: An iterator of ``newest.index_sampler``.
             as_arrays: Whether index batches may be ranges or arrays instead of lists.
         """
-        return self.order.draw(drawing, self.generator, as_arrays=as_arrays)
+        return self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with that epoch."""
         progress = self.progress
         # With on_error="skip", the last batches may not be delivered. Then only the end counts.
-        self.order.commit(sys.maxsize if progress.is_ended else progress.position)
+        self.newest.commit(sys.maxsize if progress.is_ended else progress.position)
 
     @property
     def checkpoint(self) -> SamplerCheckpoint:
@@ -211,7 +220,7 @@ class EpochPlan:
     # States ------------------------------------------------------------------------------
 
     def state_dict(self, *, draws_seed: bool, in_order: bool = True) -> dict[str, Any]:
-        """Return the epoch, the position and what the order depends on, as plain values.
+        """Return the epoch, the position, the order's facts and what it depends on: plain values.
 
         Args:
             draws_seed: Whether torch will draw a base seed for the next epoch.
@@ -221,11 +230,17 @@ class EpochPlan:
         if self.epoch is None or progress.is_ended:
             self.commit()
             origin = {**self.checkpoint.dump(is_begun=False), "base_seed": draws_seed}
-            return {"epoch": self.counter.next, "position": 0, "origin": origin}
+            return {
+                **self.order.facts(),
+                "epoch": self.counter.next,
+                "position": 0,
+                "origin": origin,
+            }
         return {
+            **self.newest.facts(),
             "epoch": self.epoch,
-            **self.order.dump_progress(in_order=in_order),
-            "origin": self.order.dump(self.generator),
+            **self.newest.dump_progress(in_order=in_order),
+            "origin": self.newest.dump(self.generator),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

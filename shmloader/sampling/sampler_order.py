@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from shmloader.sampling.indices import PositionedStreams, array_batches
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.resumable_sampler import ResumableSampler
-from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
+from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
     describe,
@@ -29,8 +29,6 @@ class SamplerOrder:
         index_sampler: The sampler, the batch sampler, or torch's endless sampler for an iterable
             dataset.
         is_iterable: Whether the dataset is iterable. The workers then keep the position.
-        batch_size: The loader's batch size; None with a batch sampler.
-        last_batch: How the last batch is handled: "keep", "discard" or "rollover".
         seed: The seed of an iterable dataset's samples; None if there is none.
 
     Attributes:
@@ -42,14 +40,10 @@ class SamplerOrder:
         index_sampler: Any,
         *,
         is_iterable: bool = False,
-        batch_size: int | None = None,
-        last_batch: str = "keep",
         seed: int | None = None,
     ) -> None:
         self.index_sampler = index_sampler
         self._is_iterable = is_iterable
-        self._batch_size = batch_size
-        self._last_batch = last_batch
         self._seed = seed
         self._progress = Progress()
         self._state: dict[str, Any] | None = None
@@ -144,12 +138,17 @@ class SamplerOrder:
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
-        sampler = self.index_sampler
-        drops = type(sampler) is BatchSampler and sampler.drop_last
+        sampler, last_batch = self.index_sampler, "keep"
+        if isinstance(sampler, PositionedStreams):
+            sampler = sampler.items
+        if carries_over(sampler):
+            last_batch = "rollover"
+        elif type(sampler) is BatchSampler and sampler.drop_last:
+            last_batch = "discard"
         return {
-            "global_batch": self._batch_size or size_of_batches(sampler),
+            "global_batch": size_of_batches(sampler),
             "sampler": None if self._is_iterable else describe(sampler),
-            "tail": "discard" if drops else self._last_batch,
+            "tail": last_batch,
             "seed": self._seed,
         }
 

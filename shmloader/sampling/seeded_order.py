@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from shmloader.probing import probe
+from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.fast_forward import too_few, without_done
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
@@ -73,6 +74,9 @@ class SeededOrder(Sampler[list[Any]]):
         is_positioned: Whether each step is wrapped in :class:`PositionedIndices`.
         ranks: The rank and the world size that replace those of ``cut``, if they may be found only
             later; otherwise None.
+        carry_over: What the next epoch begins with; None for nothing.
+        counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
+            loader made. Each further pass of such a sampler then has the order of a further epoch.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class SeededOrder(Sampler[list[Any]]):
         may_shard: bool = True,
         is_positioned: bool = False,
         ranks: Ranks | None = None,
+        carry_over: CarryOver | None = None,
+        counter: EpochCounter | None = None,
     ) -> None:
         self.epoch = 0
         self._batch_size = batch_size
@@ -107,7 +113,8 @@ class SeededOrder(Sampler[list[Any]]):
         # The epoch of the user's sampler when it was last set or read here, and the epoch that the
         # sampler may have reached if it counts by itself.
         self._known_epoch = self._counted_epoch = epoch_of(items)
-        self.carry_over = CarryOver()
+        self.carry_over = CarryOver() if carry_over is None else carry_over
+        self._counter = counter
         self._progress = Progress()
         self._done_ahead: frozenset[int] = frozenset()
         # The checkpoint of the newest epoch, once it is known, and the one that it began with.
@@ -227,6 +234,10 @@ class SeededOrder(Sampler[list[Any]]):
         by itself has reached ``epoch`` by now, and any other still has the last one that was set.
         """
         self._known_epoch, self._counted_epoch = max(0, epoch - 1), epoch
+
+    def know_epochs_of(self, other: "SeededOrder") -> None:
+        """Ignore those epochs of the user's sampler that another order of it ignores."""
+        self._known_epoch, self._counted_epoch = other._known_epoch, other._counted_epoch
 
     def named_epoch(self) -> int | None:
         """Return the epoch that other code has set in the user's sampler; None if it set none.
@@ -406,6 +417,8 @@ class SeededOrder(Sampler[list[Any]]):
         if self._counted_epoch is not None and may_count_epochs(self._items):
             self._counted_epoch += 1
         items = iterate(self._items)
+        if self._counter is not None:
+            items = self._counter.count_passes(items)
         if begun_from is None or "own" not in begun_from:
             return items
         return restart_if_exhausted(items, functools.partial(iterate, self._items))

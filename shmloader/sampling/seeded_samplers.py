@@ -28,6 +28,7 @@ class SeededSampler(Sampler[int]):
 
     epochs: EpochCounter
     seed: int
+    data_source: Sized
 
     @property
     def epoch(self) -> int:
@@ -68,7 +69,7 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""
         length = len(self.data_source)
-        order = order_of(length, self.seed, self.epoch, shuffle=True)
+        order = order_of(length, self.seed, self.epochs.begin_pass(), shuffle=True)
         for start in range(0, length, _BLOCK):
             yield from order.at(np.arange(start, min(start + _BLOCK, length))).tolist()
 
@@ -111,19 +112,20 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
     It is a subclass of torch's ``DistributedSampler``, so that frameworks do not divide it again.
 
     Args:
-        order: The order of the loader.
         dataset: The dataset.
         seed: The loader's seed.
         epochs: The counter that numbers the loader's epochs.
         shuffle: Whether the order is shuffled.
+
+    Attributes:
+        order: The order, which the loader sets.
     """
 
-    def __init__(
-        self, order: GlobalOrder, dataset: Any, seed: int, epochs: EpochCounter, *, shuffle: bool
-    ) -> None:
+    order: GlobalOrder
+
+    def __init__(self, dataset: Any, seed: int, epochs: EpochCounter, *, shuffle: bool) -> None:
         # torch's constructor is not called, since it needs the ranks.
-        self.order = order
-        self.dataset = dataset
+        self.dataset = self.data_source = dataset
         self.seed = seed
         self.epochs = epochs
         self.shuffle = shuffle
@@ -157,7 +159,7 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices of the epoch."""
-        for step in self.order.steps_of(self.epoch):
+        for step in self.order.steps_of(self.epochs.begin_pass()):
             yield from step
 
     def __len__(self) -> int:

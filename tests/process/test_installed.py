@@ -241,11 +241,10 @@ class Pipe(IterDataPipe):
     ("make", "why"),
     [
         (lambda: OwnIterator(pairs()), "OwnIterator has its own _get_iterator"),
-        (lambda: OwnSampler(pairs()), "OwnSampler has its own _index_sampler"),
         (lambda: OwnIter(pairs()), "made without the __iter__ of torch's DataLoader"),
         (lambda: TorchLoader(Pipe()), "the dataset is a data pipe"),
     ],
-    ids=["_get_iterator", "_index_sampler", "__iter__", "data pipe"],
+    ids=["_get_iterator", "__iter__", "data pipe"],
 )
 def test_what_cannot_be_taken_over_runs_as_before_and_the_report_says_why(make, why):
     expected = list(make())
@@ -257,6 +256,14 @@ def test_what_cannot_be_taken_over_runs_as_before_and_the_report_says_why(make, 
     assert (row.engine, row.epochs) == ("torch", 1)
     assert why in row.why
     assert why in str(report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_that_decides_itself_what_is_drawn_is_taken_over(kind):
+    with shmloader.installed() as report:
+        loader = OwnSampler(pairs(), **KINDS[kind])
+        assert [firsts(loader), firsts(loader)] == [[[2.0], [4.0]]] * 2
+    assert engines(report) == ["shmloader"]
 
 
 def test_an_iterator_hook_that_an_object_has_is_respected():
