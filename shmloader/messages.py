@@ -77,6 +77,7 @@ class Task(NamedTuple):
             generators of their own. It is pickled by itself, because a key of the user's own class
             may fail to unpickle.
         touched_bytes: How many bytes from the slot's start have pages already.
+        dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
     """
 
     seq: int
@@ -84,6 +85,7 @@ class Task(NamedTuple):
     slot_id: int
     indices: bytes | Spilled
     touched_bytes: int = 0
+    dataset_epoch: int | None = None
 
 
 class SampleHung(NamedTuple):
@@ -99,9 +101,15 @@ class SampleHung(NamedTuple):
 
 
 class StartEpoch(NamedTuple):
-    """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer."""
+    """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer.
+
+    Attributes:
+        epoch: Number of the epoch within the iterator.
+        dataset_epoch: See :class:`Task`.
+    """
 
     epoch: int
+    dataset_epoch: int | None = None
 
 
 class ResumeStream(NamedTuple):

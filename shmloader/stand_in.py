@@ -82,6 +82,7 @@ class StandIn(DataLoader[Any]):
 
     # What the loader's class may override: _auto_collation and _index_sampler.
     _read_properties: tuple[Any, Any]
+    _passes_epochs = False  # torch's loader passes none, and has no set_epoch()
 
     def __init__(self, loader: Any, options: InstallOptions) -> None:
         # torch's constructor has checked its arguments for the loader. It is not called again,

@@ -35,6 +35,8 @@ class FetchConfig(NamedTuple):
         sample_timeout_s: The longest time that a sample may take, in seconds; None for no limit.
         is_threaded: Whether workers are threads, which share the process's random number
             generators.
+        told_epoch: The number that workers' copies of the dataset were told by ``set_epoch()``
+            before they were made; None if that is not known.
         takes_arrays: Whether indices may be arrays or ranges, and batches may be gathered: the
             dataset seems to consist of arrays, and loading samples runs no code of the user's.
     """
@@ -51,6 +53,7 @@ class FetchConfig(NamedTuple):
     sample_timeout_s: float | None = None
     is_threaded: bool = False
     takes_arrays: bool = False
+    told_epoch: int | None = None
 
     @property
     def sets_global_rngs(self) -> bool:

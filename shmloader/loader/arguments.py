@@ -268,8 +268,6 @@ def describe_epoch_remedy(dataset: object, *, has_generator: bool) -> str:
     """Say how to make a loader without a seed depend on the number of the epoch."""
     if is_data_pipe(dataset):  # cannot be combined with a seed
         return "Set the epoch in the data pipe itself."
-    if callable(probe(dataset, "set_epoch")):  # as Hugging Face's datasets have
-        return "The dataset has a set_epoch() of its own: call that before iter()."
     return f"Give seed={' in place of generator=' if has_generator else ''}."
 
 

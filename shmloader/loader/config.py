@@ -23,6 +23,7 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.statistics import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.pools.adapting import Adapter
+from shmloader.sampling.dataset_epoch import DatasetEpoch
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have neither
     from shmloader.pools.host_pool import HostPool
@@ -181,6 +182,7 @@ class LoaderParts:
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
+        dataset_epoch: Decides which number of an epoch the dataset is told.
         executor_key: Identifies the loader in processes of an executor.
         process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.
@@ -193,6 +195,7 @@ class LoaderParts:
     destination: Destination | None = None
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
+    dataset_epoch: DatasetEpoch = field(default_factory=DatasetEpoch)
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False

@@ -587,6 +587,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
             is_threaded=self.thread_pool,
             takes_arrays=self._takes_arrays,
+            told_epoch=None if self._shares_workers else self._parts.dataset_epoch.told,
         )
         return LoaderConfig(
             fetch=fetch,

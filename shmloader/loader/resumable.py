@@ -33,6 +33,7 @@ from shmloader.loader.states import (
 )
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter
+from shmloader.sampling import dataset_epoch
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.own_state import has_state_methods
@@ -108,6 +109,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _sources: tuple[object, ...]
     _is_closed = False
     _has_warned_of_epoch = False
+    #: Whether the dataset is told the numbers of epochs.
+    _passes_epochs = True
 
     # Not shared or copied: a copy or a pickle of the loader gets new ones.
     _parts: LoaderParts
@@ -264,7 +267,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         epoch as well, if the sampler has an attribute ``epoch`` with that number. Before the first
         batch of the present epoch is asked for, that call sets the number of the present epoch.
 
-        Without a seed or such a sampler, nothing depends on the number: a warning says so, once.
+        If the dataset has ``set_epoch``, that is called with the number when an epoch begins: in
+        this process, before iterators or workers are made, and in workers that have the dataset
+        already. Without a call of this method, the loader's own count is passed, unless you have
+        called ``set_epoch`` of the dataset itself. The datasets in torch's ``Subset``,
+        ``ConcatDataset`` and ``ChainDataset`` count, too.
+
+        Without a seed, such a sampler or such a dataset, nothing depends on the number: a warning
+        says so, once.
 
         Args:
             epoch: The number, 0 or more.
@@ -275,12 +285,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         plan = self._present_plan
         plan.set_epoch(epoch)
+        self._parts.dataset_epoch.is_named = True
         has_effect = self._sample_seed is not None or counts_epochs(plan.order.index_sampler)
+        has_effect = has_effect or dataset_epoch.counts_epochs(self.dataset)
         if not (has_effect or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
             warnings.warn(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
-                "loader: it has no seed, and no sampler with set_epoch. "
+                "loader: it has no seed, and no sampler or dataset with set_epoch. "
                 + describe_epoch_remedy(self.dataset, has_generator=self.generator is not None),
                 stacklevel=2,
             )
@@ -304,6 +316,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             check_facts(plan.resumed, plan.order.facts(), self._batch_argument)
             self._resume_checkpoints(plan.resumed)
         plan.begin(draws_seed=draws_seed)
+        if self._passes_epochs:
+            has_workers = not draws_seed or self._parts.host_pool is not None
+            has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
+            assert plan.epoch is not None
+            self._parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
 
     def _end_iterator(self) -> None:
         """End the persistent workers if they cannot serve the next epoch."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from shmloader.engine.engine import Engine
 from shmloader.loader.iterator import EngineIterator
 from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools import Pool
+from shmloader.pools.slot_reader import SlotReader
 
 
 class SlotIterator(EngineIterator):
@@ -15,6 +17,10 @@ class SlotIterator(EngineIterator):
 
     When it ends, it frees its slots, except those under batches that the user holds.
     """
+
+    def _begin_draws(self) -> None:
+        cast("SlotReader", self._pool).dataset_epoch = self._parts.dataset_epoch.told
+        super()._begin_draws()
 
     def _memory_config(self, writer_count: int, window: int | None) -> MemoryConfig:
         """Return the figures by which writers check that there is memory for the slots.

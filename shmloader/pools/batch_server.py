@@ -101,6 +101,7 @@ class BatchServer:
         is_empty = False
         if error is None:
             try:
+                dataset.tell_epoch(task.dataset_epoch)
                 layout = self._load(slot, task.indices)
             except EmptyBatchError:
                 is_empty = True

@@ -113,6 +113,7 @@ class _Sent:
         worker_id: Number of the worker that the ticket has.
         slot_id: The slot of its batch.
         indices: Its pickled indices.
+        dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
         number: The worker number that its task offers to the process that runs it.
         began_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
         submitted_ns: When the ticket was last submitted, by the same clock.
@@ -121,14 +122,21 @@ class _Sent:
     """
 
     __slots__ = (
-        "attempt", "began_ns", "epoch", "error", "future", "indices", "number", "seq", "slot_id",
-        "submitted_ns", "worker_id",
+        "attempt", "began_ns", "dataset_epoch", "epoch", "error", "future", "indices", "number",
+        "seq", "slot_id", "submitted_ns", "worker_id",
     )  # fmt: skip
 
-    def __init__(self, ticket: SentTicket, epoch: int, indices: bytes, number: int) -> None:
+    def __init__(
+        self,
+        ticket: SentTicket,
+        epoch: int,
+        indices: bytes,
+        number: int,
+        dataset_epoch: int | None,
+    ) -> None:
         self.seq, self.epoch = ticket.seq, epoch
         self.worker_id, self.slot_id = ticket.worker_id, ticket.slot_id
-        self.indices = indices
+        self.indices, self.dataset_epoch = indices, dataset_epoch
         self.number = number
         self.attempt = 0
         self.began_ns = self.submitted_ns = time.monotonic_ns()
@@ -214,7 +222,8 @@ class ExecutorPool(SlotReader):
             # Pickling the user's keys may raise anything.
             return Failure(RemoteError.caught("while sending indices to the executor"))
         self.arena.prepare(ticket.slot_id)
-        self._submit(_Sent(ticket, epoch, indices, self._numbers.offer()), self._reference)
+        sent = _Sent(ticket, epoch, indices, self._numbers.offer(), self.dataset_epoch)
+        self._submit(sent, self._reference)
         return None
 
     def _submit(self, sent: _Sent, contents: Any) -> None:
@@ -226,7 +235,8 @@ class ExecutorPool(SlotReader):
         """
         self._attempts += 1
         attempt = sent.attempt = self._attempts
-        own = Own(sent.number, sent.seq, sent.epoch, sent.slot_id, sent.indices).dumps()
+        told = -1 if sent.dataset_epoch is None else sent.dataset_epoch
+        own = Own(sent.number, sent.seq, sent.epoch, sent.slot_id, told, sent.indices).dumps()
         self._tasks[attempt] = sent
         self._pids.pop(sent.worker_id, None)  # any process may take it
         sent.future = sent.error = None

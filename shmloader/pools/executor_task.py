@@ -109,6 +109,7 @@ class Own(NamedTuple):
         seq: Number of the batch in its epoch.
         epoch: Number of the epoch within the iterator.
         slot_id: Number of the batch's slot in the main process.
+        dataset_epoch: The number for the dataset's ``set_epoch()``; -1 for no call.
         indices: The pickled indices.
     """
 
@@ -116,6 +117,7 @@ class Own(NamedTuple):
     seq: int
     epoch: int
     slot_id: int
+    dataset_epoch: int
     indices: bytes
 
     def dumps(self) -> bytes:
@@ -125,12 +127,12 @@ class Own(NamedTuple):
     @classmethod
     def loads(cls, data: bytes) -> "Own":
         """Return what :meth:`dumps` has written."""
-        number, seq, epoch, slot_id = _NUMBERS.unpack_from(data)
-        return cls(number, seq, epoch, slot_id, data[_NUMBERS.size :])
+        number, seq, epoch, slot_id, dataset_epoch = _NUMBERS.unpack_from(data)
+        return cls(number, seq, epoch, slot_id, dataset_epoch, data[_NUMBERS.size :])
 
 
 # The numbers of a task, before its indices.
-_NUMBERS = struct.Struct("<4q")
+_NUMBERS = struct.Struct("<5q")
 
 
 class Result(NamedTuple):
@@ -343,13 +345,15 @@ class _Maker:
             self._slot = Slot.create(self._slot_bytes, FIRST_BYTES)
             self._touched_bytes = 0
         slot, server = self._slot, self._server
-        _, seq, epoch, slot_id, indices = own
+        _, seq, epoch, slot_id, told, indices = own
+        dataset_epoch = None if told < 0 else told
         install(server.writer)
         # For the main process, the last layout of a worker may be that of another process.
         server.answers.repeat_layout()
         try:
             with self._as_worker():
-                answer = server.serve(Task(seq, epoch, slot_id, indices, self._touched_bytes), slot)
+                task = Task(seq, epoch, slot_id, indices, self._touched_bytes, dataset_epoch)
+                answer = server.serve(task, slot)
             if answer.kept:
                 self._slot = None  # the user's code may still write to it
                 answer = answer._replace(kept=False)  # the main process's slot is another one

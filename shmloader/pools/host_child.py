@@ -89,6 +89,8 @@ class _HostWorker:
         self._error: RemoteError | None = None
         self._poll = select.poll()
         self._ranks: dict[int, _Rank] = {}
+        # The rank that was served last: the dataset is in its epoch.
+        self._served: _Rank | None = None
         self._served_count = 0
 
     def run(self, payload: ReceivedPayload) -> None:
@@ -177,6 +179,8 @@ class _HostWorker:
     def _serve(self, rank: "_Rank") -> None:
         self._served_count += 1
         rank.served_at = self._served_count
+        rank.is_first_in_turn = rank is not self._served
+        self._served = rank
         self._line.note(Phase.LOADING)
         try:
             rank.serve()
@@ -191,6 +195,7 @@ class _HostWorker:
         fd = rank.channel.fileno()
         self._poll.unregister(fd)
         del self._ranks[fd]
+        self._served = None
         rank.close()
         self._line.show_stack()
 
@@ -204,13 +209,14 @@ class _Rank:
             and flags.
         served_at: When a message of this rank was handled last, counted in handled messages of all
             ranks.
+        is_first_in_turn: Whether another rank was served last, and may have another epoch.
     """
 
     def __init__(
         self, channel: socket.socket, worker_id: int, loads: Loads, memory: Memory
     ) -> None:
         self.channel = channel
-        self.served_at = 0
+        self.served_at, self.is_first_in_turn = 0, True
         self._loads, self._memory = loads, memory
         self._row = -1
         channel.setblocking(True)
@@ -276,6 +282,8 @@ class _Rank:
         assert tasks is not None
         assert line is not None
         message, ancillary, flags = self.messages.popleft()
+        if self.is_first_in_turn:
+            tasks.tell_epoch_again()
         if type(message) is Task:
             tasks.install()
             line.show_stack()

@@ -82,13 +82,13 @@ class ProcessPool(SlotReader):
 
     def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
         """Send a ticket's task."""
-        refused = self._sender.send(ticket, epoch)
+        refused = self._sender.send(ticket, epoch, self.dataset_epoch)
         return None if refused is None else Failure(refused)
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
         self._told_count = None  # an epoch's end makes leaving workers stay: report again
-        self._workers.send(worker_id, pack(StartEpoch(epoch)))
+        self._workers.send(worker_id, pack(StartEpoch(epoch, self.dataset_epoch)))
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Tell a worker where its dataset resumes."""

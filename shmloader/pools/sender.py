@@ -43,8 +43,8 @@ class Sender:
         self._arena = arena
         self.attached: dict[int, Slot] = {}
 
-    def send(self, ticket: SentTicket, epoch: int) -> RemoteError | None:
-        """Send a ticket to its worker.
+    def send(self, ticket: SentTicket, epoch: int, dataset_epoch: int | None) -> RemoteError | None:
+        """Send a ticket to its worker; see :class:`Task` for the numbers of the epoch.
 
         Returns:
             None, or the error that answers the ticket: the user's indices could not be pickled.
@@ -69,7 +69,8 @@ class Sender:
             self._workers.send(worker_id, pack(SampleHung(sample, text)))
         touched_bytes = self._arena.touched_bytes(slot_id)
         self._workers.note_task(worker_id, epoch, ticket.seq)
-        self._workers.send(worker_id, pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes)))
+        task = Task(ticket.seq, epoch, slot_id, body, touched_bytes, dataset_epoch)
+        self._workers.send(worker_id, pack(task))
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None

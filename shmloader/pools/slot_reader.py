@@ -31,6 +31,8 @@ class SlotReader:
 
     Attributes:
         arena: The slots.
+        dataset_epoch: The number for the dataset's ``set_epoch()`` in the present epoch; None for
+            no call.
 
     Args:
         slot_bytes: The most bytes of a slot that a batch may take.
@@ -49,6 +51,7 @@ class SlotReader:
         locker: PageLocker | None,
         admission: MemoryAdmission | None,
     ) -> None:
+        self.dataset_epoch: int | None = None
         self.counts = Counts(slot_count=slot_count)
         self.arena = Arena(slot_bytes, locker, admission)
         self.arena.counts = self.counts

@@ -98,6 +98,10 @@ class TaskServer:
         """Answer every task with an error."""
         self._server.dataset.fail(error)
 
+    def tell_epoch_again(self) -> None:
+        """Tell the dataset its epoch before the next task: it served another channel meanwhile."""
+        self._server.dataset.told = None
+
     def close(self) -> None:
         """Unmap the slots of this channel."""
         for slot_id in list(self._slots):
@@ -116,7 +120,7 @@ class TaskServer:
             return
         if not self._server.dataset.is_ready:
             self._line.note(Phase.GETTING_READY)
-            self._server.dataset.get_ready()
+            self._server.dataset.get_ready(message.dataset_epoch)
         self._line.note(Phase.LOADING, message.epoch, message.seq)
         if FAULTS is not None:
             FAULTS.reach("worker.task")
@@ -135,7 +139,8 @@ class TaskServer:
             self._hung[message.number] = message.text
         elif type(message) is StartEpoch:
             self._line.note(Phase.LEAVING_EPOCH)
-            self._answer_start(message.epoch, self._server.dataset.start_epoch())
+            beginning = self._server.dataset.start_epoch(message.dataset_epoch)
+            self._answer_start(message.epoch, beginning)
         elif type(message) is ResumeStream:
             self._server.dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
         else:

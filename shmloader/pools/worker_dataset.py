@@ -38,6 +38,7 @@ from shmloader.memory.collate import SlotCollate, packs
 from shmloader.memory.gather import RowGatherer
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import Unsaved
+from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 
@@ -53,6 +54,7 @@ class WorkerDataset:
         snapshot: The dataset's pickled state after the last task, or why there is none; None if
             none was due.
         maker: Makes the batches.
+        told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
 
@@ -90,6 +92,7 @@ class WorkerDataset:
             self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
         self.hung: Mapping[int, str] = {}
         self.maker: BatchMaker | None = None
+        self.told = config.told_epoch
         # The answer to every task of all epochs, if the dataset or its state could not be loaded
         # or ``worker_init_fn`` failed.
         self._open_error: RemoteError | None = None
@@ -128,18 +131,35 @@ class WorkerDataset:
         self._open_error = self.error = error
         self.is_ready = True
 
-    def get_ready(self) -> None:
-        """Begin the iterable dataset's first epoch. Called before the first task."""
-        self._get_ready(self._begin_stream)
+    def tell_epoch(self, epoch: int | None) -> None:
+        """Call the dataset's ``set_epoch()``, unless it was told this number or there is none.
 
-    def start_epoch(self) -> bytes | None:
+        Raises:
+            BaseException: What ``set_epoch()`` raises.
+        """
+        if epoch is not None and epoch != self.told:
+            self.told = epoch
+            set_dataset_epoch(self._dataset, epoch)
+
+    def get_ready(self, epoch: int | None = None) -> None:
+        """Begin the iterable dataset's first epoch. Called before the first task.
+
+        Args:
+            epoch: See :meth:`tell_epoch`.
+        """
+        self._get_ready(self._begin_stream, epoch)
+
+    def start_epoch(self, epoch: int | None = None) -> bytes | None:
         """Begin a further epoch.
+
+        Args:
+            epoch: See :meth:`tell_epoch`.
 
         Returns:
             A pickled ``Beginning``: what the epoch begins with. None if all its fields are None.
         """
         if self._config.is_iterable and not self.is_ready:
-            self.get_ready()
+            self.get_ready(epoch)
         self.has_ended = self._has_to_replay = False
         self._given = 0
         self.is_lost = False
@@ -151,7 +171,7 @@ class WorkerDataset:
             beginning = self.next_beginning()
             return self._iterate() if self._config.is_iterable else self._index()
 
-        self._get_ready(begin_anew)
+        self._get_ready(begin_anew, epoch)
         return beginning
 
     def next_beginning(self) -> bytes | None:
@@ -161,11 +181,14 @@ class WorkerDataset:
         draws = config.is_iterable and config.seed is None
         return Beginning(global_rng_state() if draws else None, snapshot).dumps()
 
-    def _get_ready(self, make_maker: Callable[[], BatchMaker | None]) -> None:
+    def _get_ready(
+        self, make_maker: Callable[[], BatchMaker | None], epoch: int | None = None
+    ) -> None:
         self.is_ready = True
         self.error = self._open_error
         if self._open_error is None:
             try:
+                self.tell_epoch(epoch)
                 self.maker = make_maker()
             except BaseException:  # noqa: BLE001 - it answers every task
                 self.error = RemoteError.caught(self._where)

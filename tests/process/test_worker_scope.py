@@ -103,6 +103,39 @@ def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent
     assert len(set.union(*(makers for _, makers in found))) <= WORKERS
 
 
+class Epochs:
+    """Each sample is the dataset's epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_each_rank_gets_samples_of_its_own_epoch(run, tmp_path):
+    def epochs() -> Any:
+        rank = int(os.environ["RANK"])
+        with loader(Epochs()) as one:
+            found = []
+            for epoch in (0, 5 + rank, 10 * (1 + rank)):
+                one.set_epoch(epoch)
+                batches = iter(one)
+                found.append({*next(batches).tolist()})
+                (tmp_path / f"{len(found)} {rank}").touch()
+                begun = f"{len(found)} *"  # both ranks are in the midst of their epochs
+                wait_until(lambda begun=begun: len([*tmp_path.glob(begun)]) == 2, LONG_S)
+                found[-1].update(*(batch.tolist() for batch in batches))
+        return found
+
+    assert run.results(epochs, 2) == [[{0}, {5}, {10}], [{0}, {6}, {20}]]
+
+
 @pytest.mark.slow
 def test_a_rank_has_no_thread_where_each_of_its_batches_has_a_worker(run):
     def threads() -> list[str]:

@@ -1,0 +1,103 @@
+"""Passes the numbers of epochs to datasets that have ``set_epoch()``.
+
+torch's loader passes them nothing, and its users call ``dataset.set_epoch()`` themselves, which
+workers that persist do not see. So a loader tells the dataset in its own process when an epoch
+begins, before workers get a copy, and sends the number to workers that have theirs already.
+
+A number that the user has set in the dataset is kept, unless ``set_epoch()`` of the loader was
+called as well.
+"""
+
+import contextlib
+import warnings
+from typing import Any
+
+from torch.utils.data import ChainDataset, ConcatDataset, Subset
+
+from shmloader.probing import probe
+
+_MISSING = object()
+
+
+def counts_epochs(dataset: object) -> bool:
+    """Whether a dataset has ``set_epoch()``, or one that a dataset of torch's wraps has it."""
+    return bool(_counting(dataset))
+
+
+def set_dataset_epoch(dataset: object, epoch: int) -> None:
+    """Call ``set_epoch()`` of a dataset, or of those that a dataset of torch's wraps."""
+    for each in _counting(dataset):
+        with contextlib.suppress(NotImplementedError):  # a base class's stub
+            each.set_epoch(epoch)
+
+
+def _counting(dataset: object) -> list[Any]:
+    if callable(probe(dataset, "set_epoch")):
+        return [dataset]
+    if type(dataset) is Subset:
+        return _counting(dataset.dataset)
+    if type(dataset) in (ConcatDataset, ChainDataset):
+        return [found for each in probe(dataset, "datasets", ()) for found in _counting(each)]
+    return []
+
+
+class DatasetEpoch:
+    """Decides which number the dataset of one loader is told. Used on the user's thread.
+
+    Attributes:
+        told: The number that the dataset was told for the newest epoch; None if it was told none.
+        is_named: Whether ``set_epoch()`` of the loader was called. Then the loader's numbers count.
+    """
+
+    def __init__(self) -> None:
+        self.told: int | None = None
+        self.is_named = False
+        self._is_users = self._has_warned = False
+        # What the dataset was like after it was told; a mark as _mark_of() returns it.
+        self._left: object = None
+
+    def begin(self, dataset: object, epoch: int, *, has_workers: bool) -> None:
+        """Tell the dataset the number of an epoch that begins, unless the user sets its numbers.
+
+        Args:
+            dataset: The loader's dataset.
+            epoch: Number of the epoch.
+            has_workers: Whether workers have copies of the dataset already.
+        """
+        self.told = None
+        counting = _counting(dataset)
+        if not counting:
+            return
+        if self.is_named or not self._is_left_to_user(counting[0], epoch, has_workers=has_workers):
+            set_dataset_epoch(dataset, epoch)
+            self.told = epoch
+        self._left = _mark_of(counting[0])
+
+    def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
+        """Whether the dataset is not told, since the user sets its epochs, or may have done so."""
+        mark = _mark_of(dataset)
+        if self._left is None:
+            if not isinstance(mark, int):
+                return not epoch  # the first epoch is the one that the dataset is at
+            was_set = mark > 0 and mark not in (epoch - 1, epoch)
+        else:
+            was_set = mark != self._left
+        self._is_users |= was_set and mark != epoch
+        if was_set and has_workers and isinstance(mark, int) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"set_epoch() of the {type(dataset).__name__} was called while workers have "
+                "copies of it, which do not see that call. Call set_epoch() of the loader instead: "
+                "it passes the number to the dataset, here and in all workers.",
+                stacklevel=6,
+            )
+        return self._is_users
+
+
+def _mark_of(dataset: object) -> object:
+    """Return the dataset's ``epoch``, -1 for None; without one, what shows that one was set."""
+    for name in ("epoch", "_epoch"):
+        epoch = probe(dataset, name, _MISSING)
+        if epoch is None or type(epoch) is int:
+            return -1 if epoch is None else epoch
+    return [(name, id(value)) for name, value in probe(dataset, "__dict__", {}).items()]

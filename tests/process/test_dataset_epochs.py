@@ -1,0 +1,235 @@
+"""``set_epoch()`` of datasets: the loader passes its numbers, here and in all workers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import multiprocessing
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Subset
+
+from shmloader import DataLoader, ShardedDataLoader
+from tests.process.test_restarts import Deaths
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Samples(Dataset):
+    """Each sample is the dataset's epoch."""
+
+    epoch = 0
+    calls = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.calls += 1
+
+
+class Stream(IterableDataset):
+    """Its epoch counts when it is iterated."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        return iter([self.epoch] * 4)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def epochs_in(loader: Any) -> set[int]:
+    """Iterate an epoch, and return the numbers that the dataset was in."""
+    return {int(number) for batch in loader for number in batch}
+
+
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
+    {"num_workers": 2, "persistent_workers": True, "thread_pool": True},
+]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_the_loaders_count_reaches_the_dataset(kind, workers, seed) -> None:
+    if kind is Stream and "thread_pool" in workers:
+        pytest.skip("threads load no iterable datasets")
+    with DataLoader(kind(), 2, seed=seed, **workers) as loader:
+        assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
+        loader.set_epoch(7)
+        assert [epochs_in(loader) for _ in range(2)] == [{7}, {8}]
+        assert loader.dataset.epoch == 8
+
+
+def test_an_executors_processes_are_told() -> None:
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+        for persists in (False, True):
+            options: dict[str, Any] = {"executor": executor, "num_workers": 1}
+            with DataLoader(Samples(), 2, persistent_workers=persists, **options) as loader:
+                assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
+                loader.set_epoch(7)
+                assert epochs_in(loader) == {7}
+
+
+def test_a_sharded_loaders_dataset_is_told() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "seed": 0}
+    with ShardedDataLoader(Samples(), batch_size=2, **options) as loader:
+        assert epochs_in(loader) == {0}
+        loader.set_epoch(7)
+        assert epochs_in(loader) == {7}
+
+
+def test_a_worker_is_told_once_in_an_epoch() -> None:
+    class Calls(Samples):
+        def __getitem__(self, index: int) -> int:
+            return self.calls
+
+    with DataLoader(Calls(), 2, num_workers=1, persistent_workers=True) as loader:
+        assert [epochs_in(loader) for _ in range(3)] == [{1}, {2}, {3}]
+        assert loader.dataset.calls == 3
+
+
+def test_a_replaced_worker_is_in_the_present_epoch() -> None:
+    class Dies(Samples):
+        deaths: Any = None
+
+        def __getitem__(self, index: int) -> int:
+            if self.epoch == 1 and index == 5:
+                self.deaths.take()
+            return self.epoch
+
+    dataset = Dies()
+    dataset.deaths = Deaths(1)
+    options: dict[str, Any] = {"multiprocessing_context": "forkserver", "worker_restarts": 1}
+    options |= {"num_workers": 1, "persistent_workers": True}
+    with DataLoader(dataset, 2, **options) as loader:
+        assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
+
+
+def test_a_resumed_epoch_has_its_number_before_the_dataset_loads_its_state() -> None:
+    class Loads(Samples):
+        loaded_in = -1
+
+        def __getitem__(self, index: int) -> int:
+            return self.loaded_in
+
+        def state_dict(self) -> Any:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded_in = self.epoch
+
+    for workers in (0, 1):
+        with DataLoader(Loads(), 2, num_workers=workers) as loader:
+            loader.set_epoch(5)
+            next(iter(loader))
+            state = loader.state_dict()
+        with DataLoader(Loads(), 2, num_workers=workers) as other:
+            other.load_state_dict(state)
+            assert epochs_in(other) == {5}
+
+
+def test_datasets_in_torchs_wrappers_are_told() -> None:
+    samples = Subset(ConcatDataset([Samples(), Samples()]), range(16))
+    for dataset in (samples, ChainDataset([Stream(), Stream()])):
+        with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
+            assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
+def test_numbers_that_the_user_sets_are_kept(workers) -> None:
+    dataset = Samples()
+    with DataLoader(dataset, 2, **workers) as loader:
+        for epoch in (5, 6, 7, 7, 3):
+            dataset.set_epoch(epoch)
+            assert epochs_in(loader) == {epoch}
+        loader.set_epoch(9)
+        assert epochs_in(loader) == {9}
+
+
+def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() -> None:
+    dataset = Samples()
+    with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
+        assert epochs_in(loader) == {0}
+        dataset.set_epoch(4)
+        with pytest.warns(UserWarning, match=r"Samples was called while workers have") as caught:
+            epochs_in(loader)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dataset.set_epoch(5)
+            epochs_in(loader)
+            loader.set_epoch(6)
+            assert epochs_in(loader) == {6}
+
+
+def test_a_dataset_that_does_not_show_its_epoch_is_left_alone_at_first() -> None:
+    class Hides(Dataset):
+        number = 0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return self.number
+
+        def set_epoch(self, epoch: int) -> None:
+            self.number = epoch
+
+    dataset = Hides()
+    with DataLoader(dataset, 2, num_workers=1) as loader:
+        assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
+    dataset = Hides()
+    with DataLoader(dataset, 2, num_workers=1) as loader:
+        for epoch in (5, 6):
+            dataset.set_epoch(epoch)
+            assert epochs_in(loader) == {epoch}
+
+
+def test_a_copy_of_a_loader_goes_on_counting() -> None:
+    loader = DataLoader(Samples(), 2)
+    assert epochs_in(loader) == {0}
+    assert epochs_in(copy.deepcopy(loader)) == {1}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stubs_and_mocks_are_no_hindrance(workers) -> None:
+    class Stub(Samples):
+        def set_epoch(self, epoch: int) -> None:
+            raise NotImplementedError
+
+    dataset = mock.MagicMock()
+    dataset.__len__.return_value = 8
+    dataset.__getitem__.side_effect = lambda index: 0
+    for each in (Stub(), dataset):
+        with DataLoader(each, 2, num_workers=workers) as loader:
+            for _ in range(2):
+                assert epochs_in(loader) == {0}
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_what_set_epoch_raises_in_a_worker_is_raised_to_the_user(kind) -> None:
+    class Fails(kind):
+        def set_epoch(self, epoch: int) -> None:
+            if epoch and multiprocessing.parent_process() is not None:
+                raise LookupError("no such epoch")
+            self.epoch = epoch
+
+    with DataLoader(Fails(), 2, num_workers=1, persistent_workers=True) as loader:
+        assert epochs_in(loader) == {0}
+        with pytest.raises(LookupError, match="Caught LookupError in DataLoader worker process 0"):
+            next(iter(loader))
