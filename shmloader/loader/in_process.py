@@ -82,6 +82,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 "are loaded in this process, which cannot stop waiting for itself"
             )
         self._plan, self._progress = plan, plan.progress
+        self._dataset_epoch = parts.dataset_epoch
         # The number of the newest index batch among those that this iterator has drawn.
         self._seq = -1
         self._is_fresh = True
@@ -184,6 +185,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if self._plan.leave_beginning(self._progress):
             self._progress = self._plan.progress
             self._record.rename(self._plan.epoch)
+            self._dataset_epoch.rename(self._dataset, self._plan.epoch)
             self._sampler_iter = iter(self._index_sampler)
             self._begin_draws()
 

@@ -297,10 +297,7 @@ class EngineIterator(CountingIterator):
         if self._plan.leave_beginning(self._progress):
             self._progress = self._plan.progress
             self._record.epoch = self._plan.epoch
-            if self._parts.dataset_epoch.told is not None:
-                assert self._plan.epoch is not None
-                dataset = self._config.dataset
-                self._parts.dataset_epoch.begin(dataset, self._plan.epoch, has_workers=True)
+            self._parts.dataset_epoch.rename(self._config.dataset, self._plan.epoch)
             self._sampler_iter = iter(self._index_sampler)
             self._begin_draws()
             self._restart()

@@ -49,6 +49,8 @@ class DatasetEpoch:
         is_named: Whether ``set_epoch()`` of the loader was called. Then the loader's numbers count.
     """
 
+    __slots__ = ("_has_warned", "_is_users", "_left", "is_named", "told")
+
     def __init__(self) -> None:
         self.told: int | None = None
         self.is_named = False
@@ -69,9 +71,18 @@ class DatasetEpoch:
         if not counting:
             return
         if self.is_named or not self._is_left_to_user(counting[0], epoch, has_workers=has_workers):
-            set_dataset_epoch(dataset, epoch)
-            self.told = epoch
+            self._tell(dataset, epoch)
         self._left = _mark_of(counting[0])
+
+    def rename(self, dataset: object, epoch: int | None) -> None:
+        """Tell the dataset another number for the epoch that has begun, if it was told one."""
+        if self.told is not None and epoch is not None:
+            self._tell(dataset, epoch)
+            self._left = _mark_of(_counting(dataset)[0])
+
+    def _tell(self, dataset: object, epoch: int) -> None:
+        set_dataset_epoch(dataset, epoch)
+        self.told = epoch
 
     def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
         """Whether the dataset is not told, since the user sets its epochs, or may have done so."""
