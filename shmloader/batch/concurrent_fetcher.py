@@ -30,12 +30,14 @@ import asyncio
 import collections
 import contextvars
 import inspect
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from shmloader.forked_child import end_if_forked
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.wakeup import Latch, Wakeup
 
@@ -99,15 +101,17 @@ class _Batch:
         get = self._get
         if get is None:  # dropped
             return
-        result.is_begun = True
+        result.is_begun, pid = True, os.getpid()
         try:
             result.value = result.context.run(get, result.index)
         except BaseException as error:
+            end_if_forked(pid)
             result.error = error
             if not self._wants_all:
                 self.drop()
             if not isinstance(error, Exception) and threading.get_ident() == self._owner:
                 raise
+        end_if_forked(pid)
 
     def _note_one(self) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ A watch costs about 2 µs a sample, and exists only where ``sample_timeout`` is 
 """
 
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
@@ -53,7 +54,7 @@ class SampleWatch:
         # Deadlines of the samples in work, by number.
         self._deadlines: dict[int, int] = {}
         self._hung: Mapping[int, str] = {}
-        self._next, self._step = 0, 1
+        self._next, self._step, self._pid = 0, 1, os.getpid()
 
     def begin(self, hung: Mapping[int, str] | None = None, *, is_replay: bool = False) -> None:
         """Begin a batch, or the batches that a resumed stream reads again.
@@ -63,7 +64,7 @@ class SampleWatch:
                 worker was doing.
             is_replay: Whether batches that were delivered before are read again.
         """
-        self._hung = hung or {}
+        self._hung, self._pid = hung or {}, os.getpid()
         self._next, self._step = (_FIRST_REPLAYED, -1) if is_replay else (0, 1)
 
     def begin_sample(self) -> None:
@@ -138,6 +139,8 @@ class SampleWatch:
             self._publish_first()
 
     def _publish_first(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a child that the sample has forked
         if not self._deadlines:
             self._publish(NO_SAMPLE, 0)
             return

@@ -1,6 +1,7 @@
 """Fetches the samples of a batch, and skips or replaces those that fail."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from shmloader.batch.fetchers import (
 )
 from shmloader.batch.ragged import collate
 from shmloader.batch.remote_error import note_sample
+from shmloader.forked_child import end_if_forked
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed
 from shmloader.sampling.steps import is_sharded
@@ -62,6 +64,7 @@ class TolerantFetcher:
         self._replace = on_error if callable(on_error) else None
         self._where = where
         self._report = SampleReport()
+        self._pid = os.getpid()
 
     def take_report(self) -> SampleReport:
         """Return the report on the samples since the last call, whether or not fetching raised."""
@@ -79,6 +82,7 @@ class TolerantFetcher:
                 if all samples of one shard did.
             BaseException: What ``collate_fn`` or ``on_error`` raises.
         """
+        self._pid = os.getpid()
         if self._config.may_shard and is_sharded(index):
             return self._fetch_batches(index)
         return self._fetch_batch(index)
@@ -133,6 +137,7 @@ class TolerantFetcher:
 
         Called while the sample's exception is being handled.
         """
+        end_if_forked(self._pid)
         self._report.note(BadSample.caught(index, self._where))
         if self._replace is None:
             return _SKIPPED
@@ -152,6 +157,7 @@ class TolerantFetcher:
         except Exception as error:
             if is_from_outside(error):
                 raise
+            end_if_forked(self._pid)
             # Loading them one by one shows which sample failed.
         else:
             self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from shmloader.forked_child import end_if_forked
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.packer import FlatPacker, stack_into
 from shmloader.memory.slot_writer import SlotWriter
@@ -133,6 +134,7 @@ class SlotCollate:
 
     def __call__(self, samples: object) -> "object | FlatLayout":
         """Collate the samples of one batch."""
+        end_if_forked(self._writer.pid)
         if self.packer is not None:
             layout = self.packer.pack(samples)
             if layout is not None:

@@ -8,6 +8,7 @@ again.
 import contextlib
 import ctypes
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ class SlotWriter:
         is_offered: Whether user code may have memory of the slot at the moment: while it collates,
             and while it loads items that are batches already. Samples that will be collated must
             not lie in the slot.
+        pid: Id of the process that makes the batch. A child that it forks must not write.
 
     Args:
         admission: Admits the first touch of a slot's memory; None if memory is not checked.
@@ -54,6 +56,7 @@ class SlotWriter:
         # Bytes that the last task needed, which this one is likely to need as well.
         self._usual = 0
         self._thread = 0
+        self.pid = os.getpid()
         self.is_offered = False
 
     def open(self, slot: Slot, *, is_offered: bool = False, touched_bytes: int = 0) -> None:
@@ -66,7 +69,7 @@ class SlotWriter:
         self._older.clear()
         self._usual = self._used
         self._used = 0
-        self._thread = threading.get_ident()
+        self._thread, self.pid = threading.get_ident(), os.getpid()
         self.is_offered = is_offered
 
     def rewind(self, used_bytes: int = 0) -> None:

@@ -5,6 +5,7 @@ each of its channels, or in a process of an executor.
 """
 
 import ctypes
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import Timer
+from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.lease import checksum
 from shmloader.memory.slot import Slot
@@ -88,7 +90,7 @@ class BatchServer:
         Returns:
             The answer's message. An exception of the user's code is in it.
         """
-        dataset = self.dataset
+        dataset, pid = self.dataset, os.getpid()
         self._timer.begin()
         self.writer.open(
             slot,
@@ -111,7 +113,9 @@ class BatchServer:
                 else:
                     error = RemoteError.caught(self._where)
             except BaseException:  # noqa: BLE001 - it is the answer
+                end_if_forked(pid)
                 error = RemoteError.caught(self._where)
+        end_if_forked(pid)
         is_kept = self.answers.is_kept()
         if dataset.has_ended:
             return self._end(task, is_kept=is_kept)
@@ -127,9 +131,10 @@ class BatchServer:
             end = indices.offset + indices.nbytes
             slot.reach(end, others=self._slots())
             indices = slot.mapping[indices.offset : end]
-        return self.answers.put_batch(
-            self.dataset.load(pickle.loads(indices)), may_shard=self._config.may_shard
-        )
+        pid = os.getpid()
+        batch = self.dataset.load(pickle.loads(indices))
+        end_if_forked(pid)
+        return self.answers.put_batch(batch, may_shard=self._config.may_shard)
 
     def _finish(
         self, task: Task, slot: Slot, layout: bytes | Spilled | None, *, is_kept: bool

@@ -24,6 +24,7 @@ from shmloader.batch.payload import receive_payload
 from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.seeds import seed_worker
 from shmloader.faults import FAULTS
+from shmloader.forked_child import end_if_forked
 from shmloader.messages import RECEIVE_BYTES, unpack
 from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
@@ -145,11 +146,13 @@ class _Worker:
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket is closed."""
+        pid = os.getpid()
         self._prepare(payload)
         del payload
         receive, idle, take = self._channel.recvmsg, self._line.idle, self._tasks.take
         self._poll.register(self._channel, select.POLLIN)
         while True:
+            end_if_forked(pid)
             idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
@@ -171,7 +174,7 @@ class _Worker:
 
     def _prepare(self, payload: Any) -> None:
         """Load the dataset and the functions, and call ``worker_init_fn``."""
-        start = self._start
+        start, pid = self._start, os.getpid()
         self._tasks.install()
         try:
             try:
@@ -185,6 +188,7 @@ class _Worker:
             introduce(start.worker_id, start.worker_count, seed, dataset, init_fn)
             self._tasks.open(dataset, collate_fn, on_error, by_value=payload.by_value)
         except BaseException:  # noqa: BLE001 - it answers every task
+            end_if_forked(pid)
             self._tasks.fail(RemoteError.caught(self._tasks.where))
 
 

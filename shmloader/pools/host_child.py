@@ -13,6 +13,7 @@ process dies. A rank that closes its channel, or dies, does not disturb the othe
 import collections
 import contextlib
 import functools
+import os
 import select
 import socket
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Any
 from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
+from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES, Task, unpack
 from shmloader.pools.child import enter_worker, load, run_until_closed
@@ -95,9 +97,11 @@ class _HostWorker:
 
     def run(self, payload: ReceivedPayload) -> None:
         """Get ready, then serve until the channel ends."""
+        pid = os.getpid()
         self._prepare(payload)
         self._poll.register(self._channel, select.POLLIN)
         while True:
+            end_if_forked(pid)
             if self._most_urgent() is None:
                 happened = poll_soon(self._poll) or self._rest()
             else:
@@ -123,7 +127,7 @@ class _HostWorker:
 
     def _prepare(self, payload: ReceivedPayload) -> None:
         """Load the dataset, and call ``worker_init_fn``."""
-        start = self._start
+        start, pid = self._start, os.getpid()
         try:
             try:
                 self._dataset, init_fn = load(payload)
@@ -132,6 +136,7 @@ class _HostWorker:
             introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
             self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
+            end_if_forked(pid)
             self._error = RemoteError.caught(self._where)
 
     def _take_rank(self) -> bool:

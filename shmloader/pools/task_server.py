@@ -6,6 +6,7 @@ in the worker, on its main thread.
 """
 
 import errno
+import os
 import socket
 import struct
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
+from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.collate import install
 from shmloader.memory.slot import FIRST_BYTES, Slot
@@ -70,7 +72,7 @@ class TaskServer:
     def __init__(
         self, channel: socket.socket, worker_id: int, config: TaskConfig, line: Line
     ) -> None:
-        self._channel = channel
+        self._channel, self._pid = channel, os.getpid()
         self._line = line
         self.where = f"in DataLoader worker process {worker_id}"
         self._slots: dict[int, Slot] = {}
@@ -147,6 +149,7 @@ class TaskServer:
             raise InternalError(f"a worker does not take {message!r}")
 
     def _send(self, answer: bytes) -> None:
+        end_if_forked(self._pid)
         if FAULTS is not None:
             FAULTS.reach("worker.answer")
         self._channel.send(answer)
@@ -155,6 +158,7 @@ class TaskServer:
 
     def _answer_start(self, epoch: int, beginning: bytes | None) -> None:
         """Answer that an epoch has started, and what it began with."""
+        end_if_forked(self._pid)
         sent = 0
         while beginning is not None and len(beginning) - sent > _PART_BYTES:
             self._channel.send(pack(BeginningPart(beginning[sent : sent + _PART_BYTES])))

@@ -1,6 +1,7 @@
 """Makes the batch of one task on a worker thread."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer, bytes_of
+from shmloader.forked_child import end_if_forked
 from shmloader.memory.gather import RowGatherer
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
@@ -110,7 +112,7 @@ def load(
     Returns:
         The answer; None if the task was dropped meanwhile.
     """
-    fetch, timer = config.fetch, Timer()
+    fetch, timer, pid = config.fetch, Timer(), os.getpid()
     watch = None
     if fetch.sample_timeout_s is not None:
         watch = SampleWatch(fetch.sample_timeout_s, task.publish)
@@ -135,7 +137,9 @@ def load(
     except EmptyBatchError:
         return Empty(maker.take_report())
     except BaseException:  # noqa: BLE001 - returned as the answer
+        end_if_forked(pid)
         error = RemoteError.caught(where)
+    end_if_forked(pid)
     if error is not None:
         return Failure(error, report=maker.take_report())
     times, nbytes = timer.read(), bytes_of(batch)

@@ -1,0 +1,119 @@
+"""A child that the user's code forks in a worker ends when it comes back to our code."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from shmloader import DataLoader, ShardedDataLoader
+from tests.process.support import Calls
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # Threads of a worker that fork are what is tested.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def fail() -> None:
+    raise ValueError("of the child")
+
+
+def come_back() -> None: ...
+
+
+#: How a child leaves the sample, and the exit status that its parent sees.
+LEAVES: dict[str, tuple[Callable[[], object], int]] = {
+    "sys.exit()": (sys.exit, 0),
+    "sys.exit(3)": (lambda: sys.exit(3), 3),
+    "an exception": (fail, 1),
+    "os._exit(3)": (lambda: os._exit(3), 3),
+    "a return": (come_back, 0),
+}
+
+
+class Forks:
+    """Forks a child that leaves somehow, and returns its exit status."""
+
+    def __init__(self, leave: Callable[[], object]) -> None:
+        self.leave = leave
+
+    def __call__(self, *_: object) -> int:
+        child = os.fork()
+        if child == 0:
+            self.leave()
+            return 99
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Stream(IterableDataset):
+    def __init__(self, sample: Callable[[int], int]) -> None:
+        self.sample = sample
+
+    def __iter__(self) -> Any:
+        return map(self.sample, range(4))
+
+
+def collate_in_a_child(forks: Forks) -> Callable[[list[Any]], torch.Tensor]:
+    return lambda samples: torch.tensor([forks() for _ in samples])
+
+
+WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+WAYS: dict[str, Callable[[Forks], DataLoader[Any]]] = {
+    "a worker": lambda forks: DataLoader(Calls(forks, 4), 2, **WORKER),
+    "a worker that skips": lambda forks: DataLoader(Calls(forks, 4), 2, on_error="skip", **WORKER),
+    "a worker with a timeout": lambda forks: DataLoader(
+        Calls(forks, 4), 2, sample_timeout=30, **WORKER
+    ),
+    "a worker with threads": lambda forks: DataLoader(
+        Calls(forks, 4), 2, fetch_concurrency=2, **WORKER
+    ),
+    "a stream": lambda forks: DataLoader(Stream(forks), 2, **WORKER),
+    "collate": lambda forks: DataLoader(
+        range(4), 2, collate_fn=collate_in_a_child(forks), **WORKER
+    ),
+    "a thread": lambda forks: DataLoader(Calls(forks, 4), 2, num_workers=1, thread_pool=True),
+}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("leave", LEAVES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forked_child_that_comes_back_ends_and_all_batches_come(way, leave, capfd) -> None:
+    function, status = LEAVES[leave]
+    with WAYS[way](Forks(function)) as loader:
+        assert [batch.tolist() for batch in loader] == [[status] * 2] * 2
+    assert ("ValueError: of the child" in capfd.readouterr().err) == (leave == "an exception")
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_a_child_that_worker_init_fn_forks_takes_no_task(leave) -> None:
+    function, _ = LEAVES[leave]
+    with DataLoader(range(4), 2, worker_init_fn=Forks(function), **WORKER) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def leave_three(index: int) -> int:
+    return Forks(LEAVES["sys.exit(3)"][0])(index)
+
+
+def test_a_child_does_not_answer_for_a_process_of_an_executor() -> None:
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        options: dict[str, Any] = {"num_workers": 1, "executor": pool, "seed": 0}
+        with DataLoader(Calls(leave_three, 4), 2, **options) as loader:
+            assert [batch.tolist() for batch in loader] == [[3, 3], [3, 3]]
+
+
+def test_a_child_does_not_answer_for_a_worker_that_ranks_share() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "worker_scope": "host", "shuffle": False}
+    with ShardedDataLoader(Calls(leave_three, 4), 2, **options) as loader:
+        assert [batch.tolist() for batch in loader] == [[3, 3], [3, 3]]
