@@ -25,7 +25,7 @@ import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.install_report import InstallReport
-from shmloader.loader.arguments import is_data_pipe
+from shmloader.loader.arguments import is_data_pipe, why_no_process
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.calls import CountingIterator
 from shmloader.loader.dataloader import DataLoader
@@ -40,6 +40,9 @@ def _why_not(loader: Any, options: InstallOptions) -> str:
     """Return why a loader of torch's cannot be taken over; "" if it can."""
     if is_data_pipe(loader.dataset):
         return "the dataset is a data pipe"
+    why = why_no_process(loader.multiprocessing_context)
+    if why:
+        return why
     if loader.num_workers and not options.get("thread_pool") and not is_supported():
         return describe_unsupported()
     return ""
@@ -212,8 +215,9 @@ def install(**options: Unpack[InstallOptions]) -> InstallReport:
     that. The arguments apply to each loader that they fit.
 
     Some loaders run on torch's iterators as before: loaders whose ``__iter__`` or ``_get_iterator``
-    does not call torch's, and loaders of data pipes. So do loaders with worker processes on a
-    system where shmloader cannot have any. Loaders of shmloader's classes keep their own arguments.
+    does not call torch's, loaders of data pipes, and loaders with a ``multiprocessing_context``
+    whose ``Process`` is no process, but a thread. So do loaders with worker processes on a system
+    where shmloader cannot have any. Loaders of shmloader's classes keep their own arguments.
 
     A process that is started by "spawn" or "forkserver" has to call this function itself. A second
     call replaces the arguments and begins a new report.

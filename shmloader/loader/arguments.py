@@ -18,6 +18,7 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
+from multiprocessing.process import BaseProcess
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -399,6 +400,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     check_max_failures(parse_max_failures(loader.max_failures), loader.on_error)
     _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
+    check_context(loader)
     check_executor(loader)
     interval = loader.snapshot_every_n_steps
     if interval not in (None, "auto"):
@@ -503,6 +505,29 @@ def check_thread_pool(loader: Any) -> None:
         raise ValueError(
             f"thread_pool=True cannot be combined with {', '.join(for_processes)}: workers are "
             "threads of this process, and share its memory"
+        )
+
+
+def why_no_process(context: Any) -> str:
+    """Return why a multiprocessing context starts no processes; "" if it does, or is None."""
+    kind = getattr(context, "Process", BaseProcess)
+    if isinstance(kind, type) and issubclass(kind, BaseProcess):
+        return ""
+    name = getattr(kind, "__qualname__", repr(kind))
+    return f"{name}, the Process of {type(context).__qualname__}, is no process"
+
+
+def check_context(loader: Any) -> None:
+    """Check that ``multiprocessing_context`` starts processes.
+
+    Raises:
+        ValueError: If its ``Process`` is something else, such as a thread.
+    """
+    why = why_no_process(loader.multiprocessing_context)
+    if why:
+        raise ValueError(
+            f"multiprocessing_context should start processes, but {why}. thread_pool=True loads on "
+            "threads"
         )
 
 

@@ -33,6 +33,7 @@ from shmloader.loader.arguments import (
     SnapshotInterval,
     check_arguments,
     check_auto,
+    check_context,
     check_executor,
     check_last_batch,
     check_may_have_workers,
@@ -515,6 +516,7 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _make_iterator(self) -> Any:
         """Return an iterator over the epoch that has begun."""
         check_thread_pool(self)  # users may have set attributes since the constructor's check
+        check_context(self)
         check_executor(self)
         plan, parts = self._present_plan, self._parts
         if is_data_pipe(self.dataset):

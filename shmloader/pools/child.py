@@ -23,6 +23,7 @@ from torch.utils.data._utils import signal_handling
 from shmloader.batch.payload import receive_payload
 from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.seeds import seed_worker
+from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
 from shmloader.messages import RECEIVE_BYTES, unpack
@@ -97,6 +98,8 @@ def enter_worker(
     close_inherited: Callable[[], None] | None,
 ) -> Line:
     """Make this process a worker. Returns its line of the status page."""
+    if os.getpid() == parent_death.main_pid:  # a context's Process may be anything
+        raise InternalError("the code of a worker process was called in the main process")
     # The garbage collector writes into the headers of objects. The first full collection would
     # write to the pages of all containers that this process shares with the main process, or with
     # the fork server, and the kernel would copy these pages. The collector leaves frozen objects

@@ -24,10 +24,14 @@ from shmloader.process_state import PROCESS
 
 
 class ParentDeathPipe:
-    """The main process's end, owned by the pool. It pickles as the worker's end."""
+    """The main process's end, owned by the pool. It pickles as the worker's end.
+
+    Attributes:
+        main_pid: Process id of the main process.
+    """
 
     def __init__(self) -> None:
-        self._main_pid = os.getpid()
+        self.main_pid = os.getpid()
         self._read, self._write = os.pipe()
         # The reading end for the fresh interpreter that is being started.
         self._next_read = -1
@@ -40,7 +44,7 @@ class ParentDeathPipe:
             self._next_read = _open_again(self._read)
         except FileNotFoundError:  # no /proc
             self._next_read = os.dup(self._read)
-        return WorkerParentDeathPipe, (self._main_pid, reduction.DupFd(self._next_read))
+        return WorkerParentDeathPipe, (self.main_pid, reduction.DupFd(self._next_read))
 
     def tie(self, pid: int) -> None:
         """Make a new worker end with this process even before the worker calls ``hold``."""
@@ -57,7 +61,7 @@ class ParentDeathPipe:
     def hold(self) -> None:
         """Make this process end with the main process from now on. Called in a forked worker."""
         read, self._read = self._read, -1
-        WorkerParentDeathPipe(self._main_pid, read).hold()
+        WorkerParentDeathPipe(self.main_pid, read).hold()
 
     def close_read(self) -> None:
         """Close the reading end. No worker may be started afterwards."""
@@ -88,7 +92,7 @@ class WorkerParentDeathPipe:
     """
 
     def __init__(self, main_pid: int, duplicate: Any) -> None:
-        self._main_pid = main_pid
+        self.main_pid = main_pid
         self._duplicate = duplicate
 
     def hold(self) -> None:
@@ -98,7 +102,7 @@ class WorkerParentDeathPipe:
             _request_signal(_open_again(read), os.getpid())
         os.close(read)
         try:
-            main = os.pidfd_open(self._main_pid)
+            main = os.pidfd_open(self.main_pid)
         except ProcessLookupError:
             os._exit(1)
         threading.Thread(target=_watch, args=(main,), name="shmloader_watch", daemon=True).start()

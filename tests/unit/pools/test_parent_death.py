@@ -95,7 +95,7 @@ def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
     pid = os.fork()
     if pid == 0:
         parent_death = ParentDeathPipe()
-        parent_death._main_pid = gone
+        parent_death.main_pid = gone
         parent_death.hold()
         os.write(writing, b"x")
         os._exit(0)

@@ -1,0 +1,97 @@
+"""Multiprocessing contexts whose ``Process`` is no process, such as MONAI's, whose is a thread."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import signal
+import threading
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import DataLoader as TorchLoader
+
+import shmloader
+from shmloader import DataLoader
+from shmloader.errors import InternalError
+
+
+class ThreadAsProcess(threading.Thread):
+    pid, exitcode = 123456789, None
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            torch.utils.data._utils.worker._worker_info = None
+
+
+class PlainQueue(queue.Queue[Any]):
+    def close(self) -> None: ...
+
+    cancel_join_thread = close
+
+
+class ThreadContext(SpawnContext):
+    _name = "threads"
+    Process: Any = ThreadAsProcess
+    Queue: Any = PlainQueue
+
+
+class ProcessHere(SpawnProcess):
+    """Derived from a process, but runs in the process that starts it."""
+
+    def start(self) -> None:
+        self.run()
+
+
+class ContextHere(SpawnContext):
+    Process = ProcessHere
+
+
+REFUSED = (
+    "multiprocessing_context should start processes, but ThreadAsProcess, the Process of "
+    "ThreadContext, is no process. thread_pool=True loads on threads"
+)
+
+
+def batches(loader: TorchLoader[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_under_install_a_loader_whose_processes_are_threads_runs_on_torch_s_engine() -> None:
+    frozen, handler = gc.get_freeze_count(), signal.getsignal(signal.SIGINT)
+    with shmloader.installed() as report:
+        loader: TorchLoader[Any] = TorchLoader(
+            range(8),  # type: ignore[arg-type]
+            batch_size=4,
+            num_workers=1,
+            multiprocessing_context=ThreadContext(),
+        )
+        assert batches(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (row,) = report.loaders
+    assert row.engine == "torch"
+    assert row.why == "ThreadAsProcess, the Process of ThreadContext, is no process"
+    assert (gc.get_freeze_count(), signal.getsignal(signal.SIGINT)) == (frozen, handler)
+
+
+def test_our_loader_refuses_a_context_whose_process_is_a_thread() -> None:
+    with pytest.raises(ValueError, match=f"^{REFUSED}$"):
+        DataLoader(range(8), num_workers=1, multiprocessing_context=ThreadContext())
+    loader = DataLoader(range(8), num_workers=1)
+    loader.multiprocessing_context = ThreadContext()
+    with pytest.raises(ValueError, match=f"^{REFUSED}$"):
+        iter(loader)
+
+
+def test_a_process_that_runs_here_does_not_make_this_process_a_worker() -> None:
+    frozen, handler = gc.get_freeze_count(), signal.getsignal(signal.SIGINT)
+    threads = torch.get_num_threads()
+    loader = DataLoader(range(8), num_workers=1, multiprocessing_context=ContextHere())
+    with pytest.raises(InternalError, match="was called in the main process"):
+        iter(loader)
+    assert (gc.get_freeze_count(), signal.getsignal(signal.SIGINT)) == (frozen, handler)
+    assert torch.get_num_threads() == threads
