@@ -49,10 +49,6 @@ class DatasetHere:
         self._is_reading |= self._given != given
         self._given = given
 
-    def end(self) -> None:
-        """Note the epoch's end: every batch that was read was delivered or left out."""
-        self._is_reading = False
-
     def dump(self) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""
         saved = self._before if self._is_reading else self._state()
@@ -158,10 +154,6 @@ class StreamHere:
             self._is_reading = True
             self._checkpoint = self._before
 
-    def end(self) -> None:
-        """Note that the epoch has ended."""
-        self._checkpoint = self._checkpoint._replace(has_ended=True)
-
     def dump(self) -> dict[str, Any]:
         """Return what :meth:`DatasetCheckpoints.dump` returns.
 
@@ -169,10 +161,6 @@ class StreamHere:
             RuntimeError: If the state of the dataset cannot be taken or copied.
         """
         checkpoint = self._checkpoint
-        if checkpoint.has_ended:
-            own = save_dataset(self._sources.dataset, copy.deepcopy) if self._asks else None
-            ended = DatasetCheckpoint(checkpoint.given, at=checkpoint.given, has_ended=True)
-            return _dumped(ended, own)
         if self._notes_rng:
             checkpoint = self._with_rng()
         saved = None if self._is_reading else self._state()

@@ -183,6 +183,8 @@ class LoaderParts:
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         dataset_epoch: Decides which number of an epoch the dataset is told.
+        loaded_generators: The states of the process's global generators that the dataset's
+            ``load_state_dict()`` has set for the epoch that begins, without workers.
         executor_key: Identifies the loader in processes of an executor.
         process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.
@@ -196,6 +198,7 @@ class LoaderParts:
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
     dataset_epoch: DatasetEpoch = field(default_factory=DatasetEpoch)
+    loaded_generators: dict[str, Any] = field(default_factory=dict)
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False

@@ -505,8 +505,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                self._begin_epoch(draws_seed=draws_seed)
-                iterator = make()
+                with plan.beginning(self._resume_dataset()):
+                    self._begin_epoch(draws_seed=draws_seed)
+                    iterator = make()
             except BaseException:
                 plan.take_back(resumed)
                 raise

@@ -38,7 +38,12 @@ from shmloader.loader.common import begin_by_torch, no_transform, transform_here
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.collate import is_plain
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.rng import global_rng_state, with_global_rng_state
+from shmloader.sampling.rng import (
+    changed,
+    global_rng_state,
+    set_global_rng_state,
+    with_global_rng_state,
+)
 from shmloader.tracebacks import user_part
 
 
@@ -72,10 +77,18 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         resumed = parts.take_resumed()
         checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
         saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
+        loaded = parts.loaded_generators
         # Before the sampler is iterated, which may depend on the dataset's state.
-        with _as_before(checkpoint.rng):
-            load_dataset(config.dataset, saved)
+        if saved is not None and saved.of == "dataset":
+            with _as_before(checkpoint.rng):
+                before = global_rng_state()
+                load_dataset(config.dataset, saved)
+                loaded = changed(before)
         begin_by_torch(self, loader, plan)
+        if saved is None:
+            # The whole epoch is resumed. As in the earlier run, torch has drawn from them since,
+            # and for a shuffled order draws once more.
+            loaded = global_rng_state(loaded) if config.fetch.is_iterable else {}
         if self._timeout != 0:
             raise AssertionError(
                 "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches "
@@ -96,7 +109,16 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if fetcher is not None:
             self._end = weakref.finalize(self, fetcher.close)
             self._end.atexit = False
-        self._maker = LocalMaker(config, checkpoint, saved, plan.epoch, self._timer, fetcher)
+        self._maker = LocalMaker(
+            config,
+            checkpoint,
+            saved,
+            loaded,
+            plan.epoch,
+            self._timer,
+            fetcher,
+            is_elsewhere=plan.is_elsewhere,
+        )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._checkpoint = parts.checkpoints = self._maker.checkpoint
         self._record = LocalEpoch(plan.epoch, begin_ns)
@@ -220,8 +242,6 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if error is not None:
             self._close_since(error)
             raise error
-        if self._checkpoint is not None:
-            self._checkpoint.end()
         self._is_exhausted = self._progress.is_ended = True
         self._is_drawing = self._is_loading = False
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
@@ -313,9 +333,13 @@ class LocalMaker:
         config: The loader's arguments.
         checkpoint: The checkpoint from which the dataset resumes.
         saved: The state in ``checkpoint``, which the dataset has loaded already; None without one.
+        loaded: The states of global generators that the dataset's ``load_state_dict()`` has set:
+            they are set again before the first sample, and the process goes on from them.
         epoch: Number of the epoch.
         timer: Times the work.
         concurrent_fetcher: Loads several samples at once; None to load one after the other.
+        is_elsewhere: Whether the global generators have the states of the run that is resumed now,
+            and will not have them when the first batch is made.
     """
 
     def __init__(
@@ -323,14 +347,18 @@ class LocalMaker:
         config: LoaderConfig,
         checkpoint: DatasetCheckpoint,
         saved: Saved | None,
+        loaded: dict[str, Any],
         epoch: int | None,
         timer: Timer,
         concurrent_fetcher: ConcurrentFetcher | None,
+        *,
+        is_elsewhere: bool,
     ) -> None:
         fetch = config.fetch
         is_seeded = fetch.seed is not None
         rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
         with _as_before(None if is_seeded else checkpoint.rng):
+            set_global_rng_state(loaded)
             self._maker = BatchMaker(
                 fetch,
                 config.dataset,
@@ -344,7 +372,13 @@ class LocalMaker:
                 concurrent_fetcher=concurrent_fetcher,
             )
             if fetch.is_iterable and not is_seeded:
-                load_iterator(self._maker.fetcher, saved)
+                if saved is not None:
+                    before = global_rng_state()
+                    load_iterator(self._maker.fetcher, saved)
+                    loaded = loaded | changed(before)
+                if is_elsewhere:
+                    checkpoint = checkpoint._replace(rng=rng, rng_at=((0, global_rng_state()),))
+            self._loaded = {} if is_seeded else global_rng_state(loaded)
         self.fetcher = self._maker.fetcher
         self.checkpoint: StreamHere | DatasetHere | None = None
         self.take_report = self._maker.take_report
@@ -365,7 +399,7 @@ class LocalMaker:
         """Begin an iterable dataset's stream where a checkpoint says, and track its position."""
         # Set until the first batch after resuming is made.
         self._resumed: DatasetCheckpoint | None = None
-        if checkpoint.rng is not None or checkpoint.skip:
+        if checkpoint.rng is not None or checkpoint.skip or self._loaded:
             self._resumed = checkpoint
         if config.fetch.seed is not None:
             load_iterator(self.fetcher, saved)
@@ -397,6 +431,9 @@ class LocalMaker:
     def _make_and_note(self, indices: Any) -> Any:
         assert self.checkpoint is not None
         self.checkpoint.begin_batch()
+        if self._loaded:
+            set_global_rng_state(self._loaded)
+            self._loaded = {}
         return self._maker.make(indices)
 
     def _make_of_stream(self, indices: Any) -> Any:
@@ -409,12 +446,15 @@ class LocalMaker:
     def _make_first(self, indices: Any, checkpoint: DatasetCheckpoint) -> Any:
         """Make the first batch since the stream was resumed."""
         # The dataset may draw its order when its first sample is read.
-        rng = dict(checkpoint.rng_at).get(0, checkpoint.rng)
+        rng, loaded = dict(checkpoint.rng_at).get(0, checkpoint.rng), self._loaded
+        if loaded:
+            rng = {**(global_rng_state() if rng is None else rng), **loaded}
         left = self._replay(indices, checkpoint, rng) if checkpoint.skip else None
         self._resumed = None
         self._fingerprints.reset()
         if rng is None:
             return self._maker.make(indices)
+        set_global_rng_state({name: (left or rng)[name] for name in loaded})
         now = global_rng_state()
         if checkpoint.skip:
             if left != now:
@@ -424,7 +464,7 @@ class LocalMaker:
         if rng == now:
             return self._maker.make(indices)
         self._stream.note_rng()  # later batches draw from the process's own states
-        with with_global_rng_state(rng):
+        with with_global_rng_state(rng, leaves=loaded):
             return self._maker.make(indices)
 
     def _replay(

@@ -80,9 +80,9 @@ class EngineIterator(CountingIterator):
         """
         begin_ns = time.monotonic_ns()
         resumed = parts.take_resumed()
+        self._config, self._plan, self._parts = config, plan, parts
         self._load_dataset(config, resumed)
         begin_by_torch(self, loader, plan)
-        self._config, self._plan, self._parts = config, plan, parts
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
         self._progress = plan.progress
         self._begin_checkpoints(resumed)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from shmloader.batch.iterable_state import save_dataset
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
@@ -32,12 +33,14 @@ from shmloader.loader.states import (
     sealed,
 )
 from shmloader.memory.system_support import is_supported
+from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling import dataset_epoch
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import counts_epochs
 from shmloader.sampling.sampler_order import SamplerOrder
@@ -332,6 +335,29 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._iterator = None
             iterator._shutdown_workers()
 
+    def _resume_dataset(self) -> dict[str, Any]:
+        """Load the dataset's own state, if a loaded state between two epochs contains it.
+
+        Workers start with the dataset as it is in this process.
+
+        Returns:
+            The states of the process's global generators that loading has set. They are left so
+            without workers. With workers, which have generators of their own, they are set back.
+        """
+        plan, own = self._present_plan, self._parts.loaded_generators
+        own.clear()
+        plan.drop_state_of_another()  # a sampler's set_epoch() may have been called since
+        resumed = plan.resumed
+        if resumed is None or "dataset" not in resumed:
+            return own
+        before = global_rng_state()
+        self.dataset.load_state_dict(copy.deepcopy(resumed["dataset"]))  # type: ignore[attr-defined]
+        if self.num_workers:
+            set_global_rng_state(before)
+        else:
+            own.update(changed(before))
+        return own
+
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
         if self._saves_dataset and "streams" in state:
@@ -353,6 +379,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if isinstance(self.dataset, IterableDataset):
             return True
         return has_state_methods(self.dataset) and self._can_save_dataset
+
+    @property
+    def _saves_own_state(self) -> bool:
+        """Whether a state contains what the dataset's ``state_dict()`` returns."""
+        has_state = has_state_methods(self.dataset) and self._snapshot_interval > 0
+        return has_state and self._saves_dataset
 
     @property
     def _snapshot_interval(self) -> int:
@@ -379,10 +411,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         the beginning of the next epoch.
 
         Returns:
-            A dict of plain values that never change: a few hundred bytes, and the states of random
-            generators. ``json``, ``pickle`` and ``torch.save`` can save it. If the dataset has
-            ``state_dict`` and ``load_state_dict``, the dict also has what its ``state_dict``
-            returned.
+            A dict of plain values that never change: a few hundred bytes, and up to 13 KB for the
+            states of random generators. ``json``, ``pickle`` and ``torch.save`` can save it. If the
+            dataset has ``state_dict`` and ``load_state_dict``, the dict also has what its
+            ``state_dict`` returned.
 
         Raises:
             RuntimeError: If torch's own iterator loads: for a data pipe, or with worker processes
@@ -394,17 +426,21 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._present_plan
         if plan.resumed is not None:
             return copy.deepcopy(plan.resumed)
-        will_restart = self._iterator is not None and not getattr(self._iterator, "is_closed", True)
         state = {
             "length": self._length,
             "persistent": bool(self.persistent_workers),
             **plan.state_dict(
-                draws_seed=not will_restart, in_order=self.in_order or not self.num_workers
+                draws_seed=not self._has_workers, in_order=self.in_order or not self.num_workers
             ),
         }
         state = self._with_checkpoints(copy.deepcopy(state))
         check_savable(state)
         return sealed(state)
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether persistent workers run already, which the next epoch will use."""
+        return self._iterator is not None and not getattr(self._iterator, "is_closed", True)
 
     def _with_checkpoints(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the positions or states of the workers' datasets."""
@@ -412,17 +448,22 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         is_iterable = isinstance(self.dataset, IterableDataset)
         if has_state_methods(self.dataset) and not (is_iterable or self._can_save_dataset):
             self._warn_of_dataset()
-        if checkpoints is None or not self._saves_dataset:
+        if not self._saves_dataset:
             return state
         is_mid = plan.epoch is not None and not plan.progress.is_ended
-        is_persistent = self.num_workers == 0 or self._iterator is not None
-        if is_mid:
+        if checkpoints is not None and is_mid:
             state["streams"] = checkpoints.dump()
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
-        elif is_persistent:
-            ended = DatasetCheckpoints.load(checkpoints.dump(), self.num_workers)
-            state["streams"] = ended.next_epoch(is_iterable=is_iterable).dump()
+        elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
+            state["streams"] = checkpoints.next_epoch(is_iterable=is_iterable).dump()
+        elif not is_mid and self._saves_own_state:
+            # Workers start with the dataset as it is in this process.
+            saved = save_dataset(self.dataset, copy.deepcopy)
+            if isinstance(saved, Unsaved):
+                raise RuntimeError(saved.text)
+            if saved is not None:
+                state["dataset"] = saved.state
         return state
 
     def _warn_of_dataset(self) -> None:
@@ -468,13 +509,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""
-        if "streams" in loaded:
-            if not self._saves_dataset:
+        if "streams" in loaded or "dataset" in loaded:
+            if not (self._saves_dataset if "streams" in loaded else self._saves_own_state):
                 raise ValueError(
                     "the state does not fit this loader: the state contains the states of the "
                     f"dataset, which this loader cannot load: {self._describe_unsaved()}"
                 )
-            DatasetCheckpoints.load(loaded["streams"], self.num_workers)  # raises if it does not
+            if "streams" in loaded:
+                DatasetCheckpoints.load(loaded["streams"], self.num_workers)  # or it raises
         elif self._saves_dataset and loaded["position"]:
             what = "position" if isinstance(self.dataset, IterableDataset) else "state"
             raise ValueError(

@@ -17,16 +17,19 @@ user's. Users may replace the samplers of a loader at any time, so the order of 
 be another one than that of the newest epoch.
 """
 
+import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.progress import Progress
+from shmloader.sampling.resumable_sampler import ResumableSampler
+from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
@@ -45,7 +48,10 @@ class EpochPlan:
         order: The order of the next epoch, which the loader sets.
         newest: The order of the newest epoch; that of the next one before the first.
         counter: The counter that numbers the epochs; it has the progress of the newest one.
-        is_continued: Whether the newest epoch was begun by another run and continues here.
+        is_continued: Whether the base seed of the newest epoch, if torch draws one, was drawn
+            before its state was saved, or is not drawn in the run that was resumed.
+        is_elsewhere: Whether the process's global generators have been set to the states of the run
+            that is resumed, while an epoch begins.
         resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
         was_pickled: Whether this plan is new, from a pickle or a deep copy of a loader.
@@ -56,7 +62,7 @@ class EpochPlan:
     ) -> None:
         self.order = self.newest = order
         self.counter = EpochCounter() if counter is None else counter
-        self.is_continued = self.was_pickled = False
+        self.is_continued = self.is_elsewhere = self.was_pickled = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
         # Whether the run that was resumed here had persistent workers; None if none was resumed.
@@ -104,10 +110,10 @@ class EpochPlan:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; a loaded state of another epoch is discarded."""
         self.counter.name(epoch)
-        self._drop_state_of_another()
+        self.drop_state_of_another()
         self.order.set_epoch(self.counter.next)
 
-    def _drop_state_of_another(self) -> None:
+    def drop_state_of_another(self) -> None:
         """Discard the loaded state if the number of another epoch was set since."""
         resumed, following = self.resumed, self.counter.next
         if resumed is not None and resumed["epoch"] != following:
@@ -129,9 +135,9 @@ class EpochPlan:
         """
         self.commit()
         # The user may have called set_epoch() of a sampler that the loader made.
-        self._drop_state_of_another()
+        self.drop_state_of_another()
         following, resumed, self.resumed = self._following_epoch, self.resumed, None
-        self.is_continued = resumed is not None and resumed["origin"]["begun"]
+        self.is_continued = resumed is not None and not resumed["origin"].get("base_seed")
         if resumed is None:
             epoch, progress = following, Progress()
             before = self._was_persistent
@@ -145,12 +151,36 @@ class EpochPlan:
                 state = origin
                 self.checkpoint.restore_epochs(origin)
             else:  # the generators were set when the state was loaded
-                state = self._match_base_seed(draws_seed, drawn=origin["base_seed"])
+                state = self._match_base_seed(
+                    draws_seed, drawn=origin["base_seed"], draws_globally="streams" in origin
+                )
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
         self.counter.begin(epoch, progress, is_new=resumed is None)
         self.newest = self.order
         self.order.begin(epoch, progress, state)
+
+    @contextlib.contextmanager
+    def beginning(self, leaves: Iterable[str] = ()) -> Iterator[None]:
+        """Begin an epoch in the block with the global generators of the run that is resumed.
+
+        They are set only for a state between two epochs, whose next epoch was still to be drawn,
+        and not if they have these states anyway. Then they go on as in that run.
+
+        Args:
+            leaves: Names of the generators that keep the states which the block leaves them in.
+        """
+        saved = None if self.resumed is None else self.resumed["origin"].get("streams")
+        is_begun = self.resumed is not None and self.resumed["origin"]["begun"]
+        if saved is None or is_begun or saved == global_rng_state(saved):
+            yield
+            return
+        with with_global_rng_state(saved, leaves):
+            self.is_elsewhere = True
+            try:
+                yield
+            finally:
+                self.is_elsewhere = False
 
     def leave_beginning(self, progress: Progress) -> bool:
         """Note that the first batch of an epoch is asked for.
@@ -185,7 +215,10 @@ class EpochPlan:
             drawing: An iterator of ``newest.index_sampler``.
             as_arrays: Whether index batches may be ranges or arrays instead of lists.
         """
-        return self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
+        indices = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
+        if self.is_elsewhere and isinstance(indices, ResumableSampler):
+            indices.draw_first()  # while the generators have the states for it
+        return indices
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with that epoch."""
@@ -198,7 +231,9 @@ class EpochPlan:
         """Takes and restores checkpoints of the next epoch."""
         return self.order.checkpoint(self.generator)
 
-    def _match_base_seed(self, draws_seed: bool, *, drawn: bool) -> dict[str, Any] | None:
+    def _match_base_seed(
+        self, draws_seed: bool, *, drawn: bool, draws_globally: bool = False
+    ) -> dict[str, Any] | None:
         """Give the generator the state that it had in the resumed run when the epoch was drawn.
 
         torch draws a base seed from the generator before each epoch, except for persistent workers
@@ -207,13 +242,14 @@ class EpochPlan:
         Args:
             draws_seed: Whether a base seed is drawn before this epoch in this run.
             drawn: Whether one was drawn before this epoch in the resumed run.
+            draws_globally: Whether torch's global generator, without one of the loader's, matters.
 
         Returns:
             The checkpoint to draw the epoch from; None to draw from the generators as they are.
         """
         if draws_seed and not drawn:
             return self.checkpoint.dump(is_begun=False)
-        if drawn and not draws_seed and self.generator is not None:
+        if drawn and not draws_seed and (self.generator is not None or draws_globally):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return None
 
@@ -229,7 +265,7 @@ class EpochPlan:
         progress = self.progress
         if self.epoch is None or progress.is_ended:
             self.commit()
-            origin = {**self.checkpoint.dump(is_begun=False), "base_seed": draws_seed}
+            origin = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
             return {
                 **self.order.facts(),
                 "epoch": self.counter.next,

@@ -96,16 +96,20 @@ class ResumableSampler(Iterator[Any]):
             self._take_own_state()
         return item
 
+    def draw_first(self) -> None:
+        """Draw the first batch now, unless it is drawn already."""
+        if self._items is None:
+            items = self._begin_once()
+            self._items = itertools.chain(list(islice(items, 1)), items)
+
     def dump(self) -> dict[str, Any]:
         """Return what the epoch's order depends on, as plain values.
 
         They include a checksum of the last batch that the user is done with.
         """
-        if self._items is None:
-            # Begin now: if the process's global generators were used before the first batch is
-            # drawn, the epoch would have another order.
-            items = self._begin_once()
-            self._items = itertools.chain(list(islice(items, 1)), items)
+        # If the process's global generators were used before the first batch is drawn, the epoch
+        # would have another order.
+        self.draw_first()
         assert self._state is not None
         state = dict(self._state)
         if self._stateful is not None:

@@ -205,8 +205,30 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def with_global_rng_state(state: dict[str, Any]) -> Iterator[None]:
-    """Set the global generators for the block, and restore the process's own states after it."""
-    with kept():
-        set_global_rng_state(state)
-        yield
+def with_global_rng_state(state: dict[str, Any], leaves: Iterable[str] = ()) -> Iterator[None]:
+    """Set the global generators for the block, and restore the process's own states after it.
+
+    Args:
+        state: The states.
+        leaves: Names of the generators that keep the states which the block leaves them in.
+    """
+    left: dict[str, Any] = {}
+    try:
+        with kept():
+            try:
+                set_global_rng_state(state)
+                yield
+            finally:
+                left = global_rng_state(leaves)
+    finally:
+        set_global_rng_state(left)
+
+
+def changed(before: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of the global generators that are not in these earlier states.
+
+    Args:
+        before: What :func:`global_rng_state` returned earlier.
+    """
+    now = global_rng_state()
+    return {name: now[name] for name in now if now[name] != before.get(name)}

@@ -167,6 +167,7 @@ class SamplerCheckpoint:
 
     Attributes:
         global_generators: Names of the process's generators that an epoch may draw from.
+        draws_seed: Whether an epoch draws a seed from torch's generator, and nothing else.
         stateful: The sampler in the chain that has a state of its own, or None.
     """
 
@@ -206,6 +207,7 @@ class SamplerCheckpoint:
             self.global_generators, self._seeding = GLOBAL_GENERATORS, []
         if self.stateful is not None:
             self.global_generators = ()
+        self.draws_seed = bool(self._seeding)
 
     def dump(self, *, is_begun: bool) -> dict[str, Any]:
         """Take a checkpoint, as plain values.

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from shmloader.sampling.indices import PositionedStreams, array_batches
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.resumable_sampler import ResumableSampler
+from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
@@ -126,6 +127,21 @@ class SamplerOrder:
         if self._drawn is None:
             return {**self.checkpoint(generator).dump(is_begun=False), "begun": True}
         return self._drawn.dump()
+
+    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """Return the checkpoint of the next epoch, as plain values.
+
+        It has the states of those global generators from which that epoch may be drawn: its order,
+        the base seed of its workers, and an iterable dataset's order in this process.
+        """
+        checkpoint = self.checkpoint(generator)
+        state = checkpoint.dump(is_begun=False)
+        names = GLOBAL_GENERATORS if self._is_iterable else checkpoint.global_generators
+        if not names and (generator is None or checkpoint.draws_seed):
+            names = ("torch",)
+        if self._seed is None and names:
+            state["streams"] = global_rng_state(names)
+        return state
 
     def commit(self, position: int) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch.

@@ -337,6 +337,13 @@ class SeededOrder(Sampler[list[Any]]):
             self._state = {**self.checkpoint().dump(is_begun=False), "begun": True}
         return self._state
 
+    def dump_next(
+        self,
+        generator: torch.Generator | None,  # noqa: ARG002 - the seed decides
+    ) -> dict[str, Any]:
+        """Return the checkpoint of the next epoch, as plain values."""
+        return self.checkpoint().dump(is_begun=False)
+
     def commit(self, position: int) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch.
 

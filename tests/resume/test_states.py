@@ -750,9 +750,10 @@ def test_another_loader_says_what_was_found_and_what_it_expected(
     if "batch_sampler" in options:
         batch_size = 1
     loader = shmloader.DataLoader(dataset, batch_size, **options)
+    state = state_of()
     before = loader.state_dict()
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text follows
-        loader.load_state_dict(state_of())
+        loader.load_state_dict(state)
     assert str(raised.value) == f"the state does not fit this loader:\n- {text}"
     assert loader.state_dict() == before
 

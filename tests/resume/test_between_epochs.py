@@ -1,0 +1,344 @@
+"""A state before the first epoch, or between two, gives the epoch that follows in that run."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import shmloader
+from tests.resume.kinds import LENGTH, GlobalShuffle, Noisy, Squares
+
+
+class EagerShuffle(Sampler):
+    """Draws its batches when it is iterated, and not with the first of them."""
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH).tolist()
+        random.shuffle(order)
+        return iter([order[at : at + 4] for at in range(0, LENGTH, 4)])
+
+
+class Counting(Squares):
+    """A map-style dataset with a state: the number of samples that it has loaded."""
+
+    loaded = 100
+
+    def __getitem__(self, index):
+        self.loaded += 1
+        return torch.tensor([index, self.loaded])
+
+    def state_dict(self):
+        return {"loaded": self.loaded}
+
+    def load_state_dict(self, state):
+        self.loaded = state["loaded"]
+
+
+def part_of(count):
+    info = get_worker_info()
+    return range(count) if info is None else range(info.id, count, info.num_workers)
+
+
+class Shuffled(IterableDataset):
+    """A stream without a state, whose order is drawn with its first sample."""
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH).tolist()
+        random.shuffle(order)
+        for number in part_of(LENGTH):
+            yield order[number]
+
+
+class EagerlyShuffled(Shuffled):
+    def __iter__(self):
+        order = torch.randperm(LENGTH)[np.random.permutation(LENGTH)].tolist()
+        return iter([order[number] for number in part_of(LENGTH)])
+
+
+class Endless(IterableDataset):
+    """A stream with a state, of which each epoch is a part."""
+
+    at, end = 0, None
+
+    def __iter__(self):
+        if self.end is None:
+            self.end = self.at + len(part_of(LENGTH))
+        while self.at < self.end:
+            self.at += 1
+            yield self.at - 1
+        self.end = None
+
+    def state_dict(self):
+        return {"at": self.at, "end": self.end}
+
+    def load_state_dict(self, state):
+        self.at, self.end = state["at"], state["end"]
+
+
+LOADERS = {
+    "shuffled": lambda: (Squares(), {"shuffle": True}),
+    "shuffled by a generator": lambda: (
+        Squares(),
+        {"shuffle": True, "generator": torch.Generator().manual_seed(7)},
+    ),
+    "a generator of the loader's alone": lambda: (
+        Squares(),
+        {"sampler": RandomSampler(Squares()), "generator": torch.Generator().manual_seed(7)},
+    ),
+    "weighted": lambda: (
+        Squares(), {"sampler": WeightedRandomSampler([1.0] * LENGTH, 45)},
+    ),
+    "rollover": lambda: (Squares(), {"shuffle": True, "last_batch": "rollover"}),
+    "a user's": lambda: (Squares(), {"sampler": GlobalShuffle()}),
+    "a user's batches": lambda: (Squares(), {"batch_sampler": EagerShuffle(), "batch_size": 1}),
+    "by a seed": lambda: (Noisy(), {"shuffle": True, "seed": 5}),
+    "a dataset with a state": lambda: (Counting(), {"shuffle": True, "snapshot_every_n_steps": 1}),
+    "a stream": lambda: (Shuffled(), {}),
+    "a stream that is drawn at once": lambda: (EagerlyShuffled(), {}),
+    "a stream by a seed": lambda: (Shuffled(), {"seed": 5}),
+    "a stream with a state": lambda: (Endless(), {}),
+}  # fmt: skip
+
+
+def make(kind, workers, **options):
+    dataset, order = LOADERS[kind]()
+    if workers:
+        options = {"multiprocessing_context": "fork", **options}
+    return shmloader.DataLoader(
+        dataset, **{"batch_size": 4, "num_workers": workers, **order, **options}
+    )
+
+
+def seed(number):
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def read(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def generators():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_epoch_that_follows_is_that_of_the_run_that_saved_the_state(kind, workers, epochs):
+    seed(1)
+    with make(kind, workers) as loader:
+        for _ in range(epochs):
+            read(loader)
+        before = generators()
+        state = loader.state_dict()
+        assert generators() == before
+        expected = read(loader)
+    state = json.loads(json.dumps(state))
+    seed(2)  # another process has other numbers
+    before = generators()
+    with make(kind, workers) as other:
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        iterator = iter(other)
+        torch.rand(1)  # whatever is drawn now
+        assert read(iterator) == expected
+    if "generator" not in kind:
+        seed(2)
+        assert generators() == before
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "a user's", "a stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_the_generators_are_restored_all_later_epochs_follow(kind, workers):
+    seed(1)
+    with make(kind, workers) as loader:
+        state = loader.state_dict()
+        expected = [read(loader), torch.rand(1).item(), read(loader)]
+    seed(1)
+    with make(kind, workers) as other:
+        other.load_state_dict(state)
+        assert [read(other), torch.rand(1).item(), read(other)] == expected
+
+
+@pytest.mark.parametrize("stays", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("kind", ["shuffled", "a user's", "shuffled by a generator"])
+def test_workers_may_persist_in_one_run_and_not_in_the_other(kind, epochs, stays):
+    seed(1)
+    with make(kind, 1, persistent_workers=stays[0]) as loader:
+        for _ in range(epochs):
+            read(loader)
+        state = loader.state_dict()
+        expected = read(loader)
+    seed(2)
+    with make(kind, 1, persistent_workers=stays[1]) as other:
+        read(other)  # so that workers are there already, if they persist
+        other.load_state_dict(state)
+        assert read(other) == expected
+
+
+def test_a_state_within_the_epoch_that_followed_is_exact_as_well():
+    # What a sampler draws when it is iterated, before its first item, is not known afterwards.
+    for kind, workers in itertools.product(set(LOADERS) - {"a user's batches"}, (0, 2)):
+        seed(1)
+        with make(kind, workers) as loader:
+            state = loader.state_dict()
+            expected = read(loader)
+        seed(2)
+        with make(kind, workers) as other:
+            other.load_state_dict(state)
+            batches = iter(other)
+            given = [next(batches).tolist() for _ in range(3)]
+            state = json.loads(json.dumps(other.state_dict()))
+        seed(3)
+        with make(kind, workers) as another:
+            another.load_state_dict(state)
+            assert given + read(another) == expected, (kind, workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["a dataset with a state", "a stream with a state"])
+def test_a_datasets_state_before_an_epoch_is_that_of_this_moment(kind, workers):
+    with make(kind, 0) as loader:
+        loader.dataset.load_state_dict({"loaded": 1000, "at": 1000, "end": None})
+        state = loader.state_dict()
+        loader.dataset.load_state_dict({"loaded": 0, "at": 0, "end": None})
+    with make(kind, workers) as other:
+        other.load_state_dict(state)  # whatever the number of workers
+        batches = read(other)
+        if kind == "a stream with a state":
+            assert batches[0] == [1000, 1001, 1002, 1003]
+        else:
+            assert batches[0][0][1] == 1001
+        # The next epoch's workers begin from the dataset in this process.
+        following = read(other)
+    least = min(itertools.chain(*following)) if kind.startswith("a stream") else following[0][0][1]
+    assert least >= 1000
+
+
+@pytest.mark.parametrize("every", [0, None])
+def test_no_state_is_asked_for_where_the_user_wants_none(every):
+    class Asked(Counting):
+        def state_dict(self):
+            raise AssertionError("asked")
+
+    loader = shmloader.DataLoader(Asked(), 4, snapshot_every_n_steps=every)
+    loader.load_state_dict(loader.state_dict())
+
+
+def test_a_state_that_cannot_be_taken_is_told_when_it_is_asked_for():
+    class Broken(Counting):
+        def state_dict(self):
+            raise KeyError("no state today")
+
+    loader = shmloader.DataLoader(Broken(), 4, snapshot_every_n_steps=1)
+    with pytest.raises(RuntimeError, match="no state today"):
+        loader.state_dict()
+
+
+# The generators of a dataset's own state ------------------------------------------------
+
+
+class Drawing(IterableDataset):
+    """A stream whose state has that of torch's generator."""
+
+    count = 0
+
+    def __iter__(self):
+        while self.count < 12:
+            self.count += 1
+            yield torch.rand(()).item()
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count, "torch": torch.get_rng_state().tolist()}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+class DrawingIterator:
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.count == 12:
+            raise StopIteration
+        self.count += 1
+        return torch.rand(()).item()
+
+    state_dict, load_state_dict = Drawing.state_dict, Drawing.load_state_dict
+
+
+class WithDrawingIterator(IterableDataset):
+    def __iter__(self):
+        return DrawingIterator()
+
+
+class DrawingSamples(Dataset):
+    """A map-style dataset whose state has that of torch's generator."""
+
+    count = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()).item()], dtype=torch.double)
+
+    state_dict, load_state_dict = Drawing.state_dict, Drawing.load_state_dict
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("taken", [None, 1, 3])
+@pytest.mark.parametrize("dataset", [Drawing, WithDrawingIterator, DrawingSamples])
+def test_what_a_datasets_state_sets_comes_last_before_its_first_sample(
+    dataset, taken, shuffle, workers
+):
+    if shuffle and dataset is not DrawingSamples:
+        pytest.skip("streams are not shuffled by the loader")
+
+    def new():
+        order = {"shuffle": True} if shuffle else {}
+        return shmloader.DataLoader(
+            dataset(), 2, num_workers=workers, snapshot_every_n_steps=1, **order
+        )
+
+    seed(5)
+    with new() as loader:
+        if taken is None:
+            state = loader.state_dict()
+            rest = iter(loader)
+        else:
+            rest = iter(loader)
+            for _ in range(taken):
+                next(rest)
+            state = loader.state_dict()
+        expected = read(rest)
+    seed(99)
+    with new() as other:
+        other.load_state_dict(json.loads(json.dumps(state)))
+        batches = iter(other)
+        if taken is not None:
+            torch.rand(3)  # drawn by other code in between
+        if taken is None and dataset is WithDrawingIterator and not workers:
+            return  # its iterator has no state yet, and the process's generators are others
+        assert read(batches) == expected
