@@ -25,6 +25,7 @@ class DatasetNote(NamedTuple):
         snapshot: The dataset's state after the batch, or why there is none; None if none was due.
         fingerprint: The batch's fingerprint, if one was taken.
         has_failed: Whether an exception came in the batch's place.
+        state_ns: How long it took to take the snapshot, in nanoseconds.
         next_epoch: What the stream's next epoch begins with, if the stream has ended; else None.
     """
 
@@ -33,6 +34,7 @@ class DatasetNote(NamedTuple):
     fingerprint: int | None = None
     has_failed: bool = False
     next_epoch: Beginning | None = None
+    state_ns: int = 0
 
     def applied_to(self, checkpoint: DatasetCheckpoint) -> DatasetCheckpoint:
         """Return the checkpoint of the worker's dataset after this note."""

@@ -55,7 +55,7 @@ _log = logging.getLogger("shmloader")
 def _note_of(worker_id: int, answer: Answer) -> DatasetNote | None:
     """Return what an answer says about its worker's dataset."""
     if isinstance(answer, Batch):
-        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint)
+        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint, state_ns=answer.state_ns)
     if isinstance(answer, Failure):
         if answer.is_final:
             return None  # the dataset could not be resumed: this stands for no batch

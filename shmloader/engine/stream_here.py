@@ -1,12 +1,15 @@
 """Tracks how far the dataset of a loader without workers has come."""
 
 import copy
+import time
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, parts_of, read, save, save_dataset
 from shmloader.batch.seeded_datasets import SeededIterator
+from shmloader.batch.timer import bytes_of
 from shmloader.engine.dataset_checkpoints import dump_checkpoint
+from shmloader.engine.state_cost import StateCost
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import has_own_state
 from shmloader.sampling.rng import global_rng_state
@@ -18,17 +21,24 @@ class DatasetHere:
     The dataset's ``state_dict()`` is called when the loader's state is asked for, and before each
     batch. The state before the batch is used while the batch is being read, or if reading it was
     interrupted, since the dataset is then past what was delivered.
+
+    Args:
+        dataset: The dataset.
+        cost: Warns if its states cost much.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, cost: StateCost) -> None:
+        self._dataset, self._cost = dataset, cost
+        self._times_ns = 0, 0
         self._given = 0
         self._is_reading = False
         self._before: Saved | Unsaved | None = None
 
     def begin_batch(self) -> None:
         """Note that the next batch is about to be read."""
+        began_ns = time.monotonic_ns()
         self._before = self._state()
+        self._times_ns = began_ns, time.monotonic_ns()
         self._is_reading = True
 
     def _state(self) -> Saved | Unsaved | None:
@@ -39,6 +49,10 @@ class DatasetHere:
         del fingerprint, has_failed, is_short
         self._given += 1
         self._is_reading = False
+        began_ns, taken_ns = self._times_ns
+        nbytes = bytes_of(self._before.state) if isinstance(self._before, Saved) else 0
+        batch_ns = time.monotonic_ns() - taken_ns
+        self._cost.note(nbytes, taken_ns - began_ns, batch_ns, stacklevel=4)
 
     def mark(self) -> int:
         """See :meth:`StreamHere.mark`."""

@@ -19,6 +19,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.device.device import Destination
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
+from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.statistics import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
@@ -182,6 +183,7 @@ class LoaderParts:
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
+        state_cost: Warns if states of the dataset cost much.
         dataset_epoch: Decides which number of an epoch the dataset is told.
         loaded_generators: The states of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
@@ -197,6 +199,7 @@ class LoaderParts:
     destination: Destination | None = None
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
+    state_cost: StateCost = field(default_factory=StateCost)
     dataset_epoch: DatasetEpoch = field(default_factory=DatasetEpoch)
     loaded_generators: dict[str, Any] = field(default_factory=dict)
     executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))

@@ -574,6 +574,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             TypeError, ValueError: If an attribute was set to a value that an argument cannot have.
         """
         check_on_error(self.on_error)  # any other word would skip bad samples
+        self._parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
         size, order = self.shm_size, self._present_plan.order
         concurrency = self.fetch_concurrency

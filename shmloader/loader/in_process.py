@@ -27,6 +27,7 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
 from shmloader.device.structure import map_tensors
+from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import CLOSED_MEANWHILE, ITERATOR_CLOSED, ClosedLoaderError
@@ -117,6 +118,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             plan.epoch,
             self._timer,
             fetcher,
+            parts.state_cost,
             is_elsewhere=plan.is_elsewhere,
         )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
@@ -338,6 +340,7 @@ class LocalMaker:
         epoch: Number of the epoch.
         timer: Times the work.
         concurrent_fetcher: Loads several samples at once; None to load one after the other.
+        cost: Warns if states of the dataset cost much.
         is_elsewhere: Whether the global generators have the states of the run that is resumed now,
             and will not have them when the first batch is made.
     """
@@ -351,6 +354,7 @@ class LocalMaker:
         epoch: int | None,
         timer: Timer,
         concurrent_fetcher: ConcurrentFetcher | None,
+        cost: StateCost,
         *,
         is_elsewhere: bool,
     ) -> None:
@@ -387,7 +391,7 @@ class LocalMaker:
             self._only_reads = is_plain(config.collate_fn)
             self._begin_stream(config, checkpoint, saved, rng)
         elif config.saves_dataset:
-            self.checkpoint = DatasetHere(config.dataset)
+            self.checkpoint = DatasetHere(config.dataset, cost)
 
     def _begin_stream(
         self,

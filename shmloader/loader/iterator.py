@@ -353,6 +353,11 @@ class EngineIterator(CountingIterator):
             self._record.note_batch(
                 delivery.times, began_ns, ended_ns, source.staged, source.draw_ns
             )
+            for note in delivery.notes:
+                if type(note.snapshot) is bytes:
+                    batch_ns = sum(delivery.times.work[1:4]) - note.state_ns
+                    cost = self._parts.state_cost
+                    cost.note(len(note.snapshot), note.state_ns, batch_ns, stacklevel=3)
             if self._adapter is not None:
                 busy_ns = sum(delivery.times.work[1:4])
                 self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)

@@ -51,6 +51,7 @@ class Batch:
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due.
         fingerprint: Fingerprint of the batch, if one was taken.
+        state_ns: How long it took to take the snapshot, in nanoseconds.
         times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
             arrays.
@@ -69,6 +70,7 @@ class Batch:
         "report",
         "seen_ns",
         "snapshot",
+        "state_ns",
         "times",
     )
 
@@ -90,7 +92,7 @@ class Batch:
         self.check: tuple[int, int] | None = None
         self.snapshot: bytes | Unsaved | None = None
         self.fingerprint: int | None = None
-        self.looked_ns = self.seen_ns = 0
+        self.looked_ns = self.seen_ns = self.state_ns = 0
 
 
 @dataclass(frozen=True, slots=True)

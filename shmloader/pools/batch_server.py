@@ -149,7 +149,7 @@ class BatchServer:
         times = self._timer.read()
         return BatchDone(
             *_of(task), layout, used_bytes, is_kept, check, report, snapshot, times,
-            self.dataset.fingerprint,
+            self.dataset.fingerprint, self.dataset.state_ns,
         )  # fmt: skip
 
     def _put_notes(

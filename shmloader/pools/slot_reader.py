@@ -66,7 +66,7 @@ class SlotReader:
     def take_batch(self, worker_id: int, message: BatchDone, events: Events) -> None:
         """Report a batch that lies in its slot."""
         seq, epoch, slot_id, layout, used_bytes, is_kept = message[:6]
-        expected, sent, saved, times, taken = message[6:]
+        expected, sent, saved, times, taken, state_ns = message[6:]
         report = None if sent is None else self._report(slot_id, sent)
         self.arena.note_use(slot_id, used_bytes)
         if layout is not None:
@@ -86,6 +86,7 @@ class SlotReader:
         if expected is not None:
             answer.check = (used_bytes, expected)
         if saved is not None:
+            answer.state_ns = state_ns
             answer.snapshot = self._snapshot(worker_id, slot_id, saved, events)
         events.answered(seq, epoch, worker_id, answer)
 

@@ -8,6 +8,7 @@ this exception answers every task of the epoch, in the order of the tasks.
 import contextlib
 import functools
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -53,6 +54,7 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         snapshot: The dataset's pickled state after the last task, or why there is none; None if
             none was due.
+        state_ns: How long it took to take ``snapshot``, in nanoseconds.
         maker: Makes the batches.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
@@ -106,6 +108,7 @@ class WorkerDataset:
         # predecessors.
         self._given = 0
         self.snapshot: bytes | Unsaved | None = None
+        self.state_ns = 0
         # Takes the fingerprints of an iterable dataset's batches.
         self._fingerprints: FingerprintingCollate | None = None
 
@@ -312,7 +315,9 @@ class WorkerDataset:
                 return self.maker.make(indices)
             finally:
                 if self._config.snapshot_every:
+                    began_ns = time.monotonic_ns()
                     self.snapshot = save_dataset(self._dataset, self._keep)
+                    self.state_ns = time.monotonic_ns() - began_ns
         self._given += 1  # also if the batch fails
         if self._fingerprints is not None:
             self._fingerprints.reset()
@@ -333,7 +338,9 @@ class WorkerDataset:
         every = self._config.snapshot_every
         if every and self._given % every == 0:
             assert self.maker is not None
+            began_ns = time.monotonic_ns()
             self.snapshot = save(self.maker.fetcher, self._keep)
+            self.state_ns = time.monotonic_ns() - began_ns
 
     @property
     def fingerprint(self) -> int | None:

@@ -84,8 +84,8 @@ def test_every_kind_is_tried():
 
 
 def test_a_message_is_sent_as_a_plain_tuple_with_the_number_of_its_kind_first():
-    number, *fields = pickle.loads(pack(Task(1, 2, 3, [4], 5)))
-    assert fields == [1, 2, 3, [4], 5]
+    number, *fields = pickle.loads(pack(Task(1, 2, 3, [4], 5, 6)))
+    assert fields == [1, 2, 3, [4], 5, 6]
     assert type(number) is int
     assert number != pickle.loads(pack(DropSlot(1)))[0]
     assert type(pickle.loads(pack(DropSlot(1)))[0]) is int
