@@ -1,8 +1,9 @@
-"""Explains the error for samples that cannot be collated, since they differ.
+"""Explains the error for samples that cannot be collated, most often since they differ.
 
 For samples that differ in shape, torch names two places in the batch. The explanation names the
-samples' indices, all shapes, and where in the samples the tensors are. For samples that differ in
-type, or that lack a key, torch names no place. A note on its exception then names the same things.
+samples' indices, all shapes, and where in the samples the tensors are. Torch names no place for
+samples that differ in type or dtype, lack a key, have a type that it cannot collate (such as an
+image without a transform), or require grad. A note on its exception then names the same things.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.remote_error import note_sample
@@ -34,6 +36,19 @@ _OF_TYPES = (
     "only one element tensors can be converted to Python scalars",
 )
 
+_OF_DTYPES = "torch.cat(): input types can't be cast"
+_OF_GRAD = "stack(): functions with out=... arguments don't support automatic differentiation"
+
+# What to do about differences that a note names.
+_REMEDIES = {
+    "dtype": " Convert them to one dtype in the dataset.",
+    "requires_grad": " Autograd does not cross processes: detach() them in the dataset.",
+    "unknown type": (
+        " Convert them to tensors in the dataset (images by a transform such as torchvision's "
+        "ToTensor), or give a collate_fn=."
+    ),
+}
+
 # How many shapes the text names.
 _SHAPES_SHOWN = 4
 
@@ -46,8 +61,9 @@ class _Difference(NamedTuple):
 
     Attributes:
         path: Where it is in a sample, such as "sample['image']".
-        what: In what they differ: "shape", "length" (of lists), "type" or "keys".
-        values: The shape, length, type or keys in each sample, as text.
+        what: In what they differ: "shape", "length" (of lists), "type", "dtype" or "keys"; or
+            "unknown type" or "requires_grad", which may be the same in all samples.
+        values: The shape, length, type, ... in each sample, as text.
     """
 
     path: str
@@ -66,8 +82,8 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
     Raises:
         RuntimeError, ValueError: The error of ``collate_fn`` with a longer text, if samples differ
             in shape or length.
-        BaseException: The exception of ``collate_fn``. It gets a note if samples differ in type or
-            in keys.
+        BaseException: The exception of ``collate_fn``. It gets a note if samples differ in type,
+            dtype or keys, are of a type that cannot be collated, or require grad.
     """
     try:
         return collate_fn(samples)
@@ -75,10 +91,11 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any
         difference = _difference_behind(error, samples)
         if difference is None:
             raise
-        if difference.what in ("type", "keys"):
-            path, what, values = difference
-            note = f"In this batch, the {what} of {path}: {_describe(values, indices)}."
-            note_sample(error, note)
+        path, what, values = difference
+        if what not in ("shape", "length"):
+            name = what.removeprefix("unknown ")
+            note = f"In this batch, the {name} of {path}: {_describe(values, indices)}."
+            note_sample(error, note + _REMEDIES.get(what, ""))
             raise
         explained = _explain(error, difference, indices)
     try:
@@ -100,7 +117,11 @@ def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
         # Type, too, since a number among arrays is stacked as an array without dimensions.
         wanted = ("shape", "length"), ("type",)
     elif kind in (RuntimeError, TypeError, ValueError) and str(error).startswith(_OF_TYPES):
-        wanted = (("type",),)
+        wanted = (("type", "unknown type"),)
+    elif kind is TypeError and str(error).startswith(_OF_DTYPES):
+        wanted = (("dtype",),)
+    elif kind is RuntimeError and str(error).startswith(_OF_GRAD):
+        wanted = (("requires_grad",),)
     with Suppressed(Exception):  # a container of the user's may raise anything
         found = (_find(samples, "sample", _DEPTH, each) for each in wanted)
         return next((one for one in found if one is not None), None)
@@ -152,7 +173,7 @@ def _find(
         wanted: The kinds of difference to look for; see ``what`` of :class:`_Difference`.
     """
     first = parts[0]
-    found = _compare(parts)
+    found = _compare(parts, wanted)
     if found is not None:
         return _Difference(path, *found) if found[0] in wanted else None
     if depth == 0 or isinstance(first, str | bytes):
@@ -170,16 +191,18 @@ def _find(
     return None
 
 
-def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
+def _compare(parts: Sequence[Any], wanted: tuple[str, ...]) -> tuple[str, list[str]] | None:
     """Return in what the samples differ here, and the value for each; None if they are alike."""
     kinds = [_kind_of(part) for part in parts]
+    if "unknown type" in wanted and not _is_known(parts[0]):
+        return "unknown type", kinds
     are_numbers = all(isinstance(part, Number) for part in parts)  # an int and a float are stacked
     if (len(set(kinds)) > 1 and not are_numbers) or kinds[0] == "NoneType":
         return "type", kinds
     first = parts[0]
     if isinstance(first, torch.Tensor | np.ndarray):
-        what, values = "shape", [str(list(part.shape)) for part in parts]
-    elif isinstance(first, Mapping):
+        return _compare_tensors(parts, wanted)
+    if isinstance(first, Mapping):
         # torch ignores keys that the first sample does not have.
         if all(set(first) <= set(part) for part in parts):
             return None
@@ -189,6 +212,27 @@ def _compare(parts: Sequence[Any]) -> tuple[str, list[str]] | None:
     else:
         return None
     return (what, values) if len(set(values)) > 1 else None
+
+
+def _compare_tensors(parts: Sequence[Any], wanted: tuple[str, ...]) -> tuple[str, list[str]] | None:
+    what, values = "shape", [str(list(part.shape)) for part in parts]
+    is_alike = len(set(values)) == 1
+    if "dtype" in wanted:
+        dtypes = [torch.as_tensor(part).dtype for part in parts]
+        what, values = "dtype", [str(dtype) for dtype in dtypes]
+        # A worker's batch has the dtype of the first sample.
+        is_alike = all(torch.can_cast(dtype, dtypes[0]) for dtype in dtypes)
+    elif "requires_grad" in wanted:
+        needs = [isinstance(part, torch.Tensor) and part.requires_grad for part in parts]
+        what, values, is_alike = "requires_grad", [str(each) for each in needs], not any(needs)
+    return None if is_alike else (what, values)
+
+
+def _is_known(part: Any) -> bool:
+    """Whether torch's ``default_collate`` collates the type of a part. None counts as missing."""
+    if part is None or isinstance(part, Mapping | Sequence):
+        return True
+    return any(isinstance(part, kinds) for kinds in default_collate_fn_map)
 
 
 def _kind_of(part: Any) -> str:

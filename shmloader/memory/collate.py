@@ -58,9 +58,12 @@ def _collate_by_torch(batch: Any, collate_fn_map: Any) -> torch.Tensor:
     """Collate with torch's function, but not into a file in /dev/shm, as it does in a worker."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
-        return cast("torch.Tensor", _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map))
+        collated = _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     finally:
         torch_worker._worker_info = info
+    if collated.requires_grad:
+        torch.stack(batch, 0, out=collated.detach())  # raises, as in a worker of torch's
+    return cast("torch.Tensor", collated)
 
 
 def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Subset
 
 import shmloader
 from shmloader import DataLoader, LoaderTimeoutError, ShardedDataLoader
+from tests.parity.compare import assert_same
 from tests.process.support import Bad, Calls, Gate, Numbers, Streams
 
 pytestmark = pytest.mark.timeout(60)
@@ -298,6 +300,63 @@ def test_samples_of_several_shapes_are_named(place, options):
         assert second == "Original Traceback (most recent call last):"
         assert text.endswith(f"\nRuntimeError: {said}\n")
     assert OURS not in whole_text(error)
+
+
+def of_dtypes(*dtypes: torch.dtype) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    return [(torch.zeros(2), {"x": torch.zeros(2, dtype=dtype)}) for dtype in dtypes]
+
+
+#: torch's errors in a worker, and the remedies.
+CAST = (
+    "TypeError: torch.cat(): input types can't be cast to the desired output type ",
+    (" Convert them to one dtype in the dataset."),
+)
+GRAD = (
+    "RuntimeError: stack(): functions with out=... arguments don't support automatic ",
+    (" Autograd does not cross processes: detach() them in the dataset."),
+)
+FOR_WORKERS: dict[str, tuple[list[Any], tuple[str, str], str]] = {
+    "dtypes": (
+        of_dtypes(torch.int64, torch.float32, torch.int64, torch.float32),
+        CAST,
+        "the dtype of sample[1]['x']: torch.int64 for indices 0, 2; torch.float32 for indices 1, 3",
+    ),
+    "dtypes of arrays": (
+        [np.zeros(2, np.uint8), *[np.zeros(2, np.float32)] * 3],
+        CAST,
+        "the dtype of sample: torch.uint8 for index 0; torch.float32 for indices 1 to 3",
+    ),
+    "grad": (
+        [torch.ones(2), *[torch.ones(2, requires_grad=True) * 2] * 3],
+        GRAD,
+        "the requires_grad of sample: False for index 0; True for indices 1 to 3",
+    ),
+    "parameters": (
+        [torch.nn.Parameter(torch.ones(2))] * 4,
+        GRAD,
+        "the requires_grad of sample: True for indices 0 to 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOR_WORKERS)
+def test_what_only_workers_cannot_collate_is_named_after_torch_s_text(name):
+    samples, (torchs, remedy), note = FOR_WORKERS[name]
+    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
+    error = raised_by(DataLoader(samples, batch_size=4, **forked))
+    kind, _, _ = torchs.partition(":")
+    assert type(error).__name__ == kind
+    assert str(error).splitlines()[-1].startswith(torchs)
+    assert f"In this batch, {note}.{remedy}" in own_notes(error)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", FOR_WORKERS)
+@pytest.mark.parametrize("place", ["in-process", "threads"])
+def test_what_only_workers_cannot_collate_is_collated_here_as_by_torch(place, name):
+    samples, *_ = FOR_WORKERS[name]
+    ours = list(DataLoader(samples, batch_size=4, **PLACES[place]))
+    assert_same(ours, list(TorchLoader(samples, batch_size=4)))
 
 
 @EVERYWHERE

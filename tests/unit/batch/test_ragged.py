@@ -128,6 +128,20 @@ def test_a_subclass_of_the_users_own_is_raised_as_it_is():
     assert str(raised.value) == TORCHS
 
 
+class PngImage:
+    """Stands for an image that was not transformed."""
+
+
+class JpegImage:
+    """Another."""
+
+
+TO_TENSORS = (
+    "Convert them to tensors in the dataset (images by a transform such as torchvision's "
+    "ToTensor), or give a collate_fn=."
+)
+
+
 @pytest.mark.parametrize(
     ("samples", "note"),
     [
@@ -158,6 +172,15 @@ def test_a_subclass_of_the_users_own_is_raised_as_it_is():
         (
             [{"x": {"a": 1}}, {"x": {}}, {"x": {"a": 1, "b": 2}}],
             "the keys of sample['x']: ['a'] for index 7; [] for index 8; ['a', 'b'] for index 9.",
+        ),
+        (
+            [(PngImage(), 0)] * 3,
+            f"the type of sample[0]: PngImage for indices 7 to 9. {TO_TENSORS}",
+        ),
+        (
+            [{"x": PngImage()}, {"x": JpegImage()}, {"x": JpegImage()}],
+            "the type of sample['x']: PngImage for index 7; JpegImage for indices 8 to 9. "
+            + TO_TENSORS,
         ),
     ],
 )
