@@ -98,20 +98,21 @@ class _Installation:
             return by_torch(loader)
         return self._begin(StandIn(loader, self.options), loader, None)
 
-    @staticmethod
-    def _begin(stand_in: StandIn, loader: Any, iterator: Any) -> Any:
+    def _begin(self, stand_in: StandIn, loader: Any, iterator: Any) -> Any:
         begun = stand_in.begin(loader, iterator)
+        self._made.add(begun)
+        self.report.note(stand_in.kind, loader, "shmloader", stand_in.left_out)
         if loader.persistent_workers and loader.num_workers > 0:
             begun._stand_in = stand_in  # which would otherwise be garbage
         return begun
 
     def note(self, iterator: Any, loader: Any) -> None:
-        """Note that an iterator of a loader, or of its stand-in, has begun an epoch."""
+        """Note that an iterator of torch's, or of a loader of our classes, has begun an epoch."""
+        is_ours = isinstance(iterator, CountingIterator)
+        if isinstance(loader, StandIn) or (is_ours and not isinstance(loader, DataLoader)):
+            return  # noted where the stand-in's epoch begins
         self._made.add(iterator)
-        engine = "shmloader" if isinstance(iterator, CountingIterator) else "torch"
-        if isinstance(loader, StandIn):
-            self.report.note(loader.kind, loader, engine, loader.left_out)
-            return
+        engine = "shmloader" if is_ours else "torch"
         why = ""
         if engine == "torch":
             is_torchs = isinstance(loader, _TorchLoader)

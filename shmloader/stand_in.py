@@ -124,6 +124,11 @@ class StandIn(DataLoader[Any]):
             vars(loader)[_EPOCH] = self._present_plan.counter.next
         return begun
 
+    @property
+    def as_torch_sees_it(self) -> Any:
+        """The loader for which this one stands in."""
+        return self._owner()
+
     def _read(self, loader: Any) -> None:
         """Take over the attributes that the loader has now."""
         own = self.__dict__

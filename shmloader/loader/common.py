@@ -22,7 +22,7 @@ def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
     """
     iterator._order = plan.newest
     before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
-    _BaseDataLoaderIter.__init__(iterator, loader)
+    _BaseDataLoaderIter.__init__(iterator, loader.as_torch_sees_it)
     if before is not None:
         torch.set_rng_state(before)
 

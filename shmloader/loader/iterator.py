@@ -186,7 +186,7 @@ class EngineIterator(CountingIterator):
 
     def _iterate_again(self, loader: Any) -> None:
         """Iterate the sampler a second time, as torch does."""
-        super()._reset(loader)
+        super()._reset(loader.as_torch_sees_it, first_iter=True)
 
     def _begin_draws(self) -> None:
         """Begin to draw the epoch's index batches."""
@@ -200,7 +200,7 @@ class EngineIterator(CountingIterator):
         if self._adapter is not None and isinstance(self._source, StagedEngine):
             self._source.set_window(config.window_of(worker_count))
         self._order = self._plan.newest
-        super()._reset(loader, first_iter)
+        super()._reset(loader.as_torch_sees_it, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress
         self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False

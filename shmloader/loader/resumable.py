@@ -125,6 +125,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._begin_lock = _BeginLock()
         self._parts = LoaderParts(self._adapter)
 
+    @property
+    def as_torch_sees_it(self) -> Any:
+        """The loader that torch's base class of iterators reads, which toolkits replace parts of.
+
+        They look for attributes that their own loaders have.
+        """
+        return self
+
     # The order -----------------------------------------------------------------------------
 
     @property

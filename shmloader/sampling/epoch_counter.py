@@ -1,5 +1,6 @@
 """The numbers of a loader's epochs: which one is iterated, and which one comes next."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ class EpochCounter:
         # Numbers of the epochs whose orders the loader's samplers yield while the loader draws from
         # a sampler that wraps them; None at any other time.
         self._passes: Iterator[int] | None = None
+        # Whether it is the loader itself that calls ``set_epoch`` of its samplers.
+        self._is_telling = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the number of the next epoch. In a copy, no epoch has begun."""
@@ -64,6 +67,15 @@ class EpochCounter:
         """
         iterated = self.iterated
         return self.next if iterated is None or self.is_named else iterated
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Ignore what samplers are told in this block, in which the loader tells them."""
+        self._is_telling = True
+        try:
+            yield
+        finally:
+            self._is_telling = False
 
     def count_passes(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return the items of a sampler that wraps the loader's, for the epoch that has begun.
@@ -106,6 +118,8 @@ class EpochCounter:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
+        if self._is_telling:
+            return
         self.name(epoch)
         if self._is_fresh and self.iterated is not None:
             self.is_renamed |= self.next != self.newest

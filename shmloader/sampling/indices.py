@@ -11,6 +11,7 @@ travel with the ticket and are unpacked where the samples are loaded. A ticket t
 or by another worker, therefore draws the same random numbers.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -57,17 +58,21 @@ def as_list(indices: Any) -> Any:
     return list(indices) if type(indices) is range else indices
 
 
-def array_batches(index_sampler: Any) -> Iterator[Any] | None:
+def array_batches(index_sampler: Any, drawing: Iterator[Any]) -> Iterator[Any] | None:
     """Return an iterator of an epoch's index batches as ranges or :class:`IndexArray`.
 
     Args:
         index_sampler: The sampler that a loader draws from.
+        drawing: An iterator of it.
 
     Returns:
         None unless the sampler is torch's own batch sampler, over torch's own sequential sampler,
-        or over torch's own random sampler, without replacement and drawing on the CPU.
+        or over torch's own random sampler, without replacement and drawing on the CPU; and None if
+        something was drawn already, as toolkits do to resume.
     """
-    if type(index_sampler) is not BatchSampler:
+    if type(index_sampler) is not BatchSampler or not inspect.isgenerator(drawing):
+        return None
+    if inspect.getgeneratorstate(drawing) != inspect.GEN_CREATED:
         return None
     sampler = index_sampler.sampler
     if type(sampler) is SequentialSampler:

@@ -149,7 +149,8 @@ class EpochPlan:
             origin = resumed["origin"]
             if origin["begun"]:
                 state = origin
-                self.checkpoint.restore_epochs(origin)
+                with self.counter.telling():
+                    self.checkpoint.restore_epochs(origin)
             else:  # the generators were set when the state was loaded
                 state = self._match_base_seed(
                     draws_seed, drawn=origin["base_seed"], draws_globally="streams" in origin
@@ -287,6 +288,7 @@ class EpochPlan:
         """
         origin = state["origin"]
         self.order.check_progress(state)
-        self.checkpoint.restore(origin)
+        with self.counter.telling():
+            self.checkpoint.restore(origin)
         self.resumed = state
         self.counter.next = state["epoch"]

@@ -107,7 +107,7 @@ class SamplerOrder:
             checkpoint.restore_generators(self._state or {})
             return drawing
         if as_arrays:
-            drawing = array_batches(self.index_sampler) or drawing
+            drawing = array_batches(self.index_sampler, drawing) or drawing
         self._drawn = ResumableSampler(
             self.index_sampler,
             drawing,

@@ -4,6 +4,7 @@ The module is long because each of the order's three sources (a permutation, the
 user's batch sampler) is drawn, measured, described and resumed in it.
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Sized
@@ -418,7 +419,8 @@ class SeededOrder(Sampler[list[Any]]):
             checkpoint.restore_own(begun_from)
         self.dump()  # before anything is drawn
         log_redraw(self._items, start)
-        set_epoch_of(self._items, epoch)
+        with contextlib.nullcontext() if self._counter is None else self._counter.telling():
+            set_epoch_of(self._items, epoch)
         self._known_epoch = epoch_of(self._items)
         self._counted_epoch = self._known_epoch
         if self._counted_epoch is not None and may_count_epochs(self._items):

@@ -1,0 +1,308 @@
+"""The loader classes of trainers and toolkits: by a changed import, and under `install()`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+import shmloader
+from shmloader import DataLoader
+from tests.process import loader_classes as classes
+from tests.process.support import Numbers
+
+LENGTH = 10
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "in process": {},
+    "workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+@pytest.fixture(params=WORKERS)
+def workers(request) -> dict[str, Any]:
+    """The arguments for each kind of workers."""
+    return WORKERS[request.param]
+
+
+@contextlib.contextmanager
+def by_import() -> Iterator[Any]:
+    """Run on our engine by another base class."""
+    yield DataLoader
+    gc.collect()
+
+
+@contextlib.contextmanager
+def by_install() -> Iterator[Any]:
+    """Run on our engine by `install()`, with torch's class."""
+    with shmloader.installed() as report:
+        yield TorchLoader
+        gc.collect()
+    assert {one.engine for one in report.loaders} == {"shmloader"}, str(report)
+
+
+@pytest.fixture(params=[by_import, by_install])
+def ours(request) -> Any:
+    """A block in which loaders run on our engine; it yields the base class."""
+    return request.param
+
+
+def values(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def shuffled(make: Callable[[Any], Any], base: Any, workers: dict[str, Any]) -> Any:
+    torch.manual_seed(7)
+    return make(base)(Numbers(LENGTH), batch_size=3, shuffle=True, **workers)
+
+
+def in_order(make: Callable[[Any], Any], base: Any, workers: dict[str, Any]) -> Any:
+    return make(base)(Numbers(LENGTH), batch_size=3, **workers)
+
+
+MAKES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "YOLO": lambda base, workers: shuffled(classes.detection_trainer, base, workers),
+    "timm": lambda base, workers: shuffled(classes.image_trainer, base, workers),
+    "timm, unbatched": lambda base, workers: classes.image_trainer(base)(
+        torch.arange(5), batch_size=None, **workers
+    ),
+    "SpeechBrain": lambda base, workers: shuffled(classes.speech_toolkit, base, workers),
+    "SpeechBrain, looped": lambda base, workers: classes.Looped(
+        shuffled(classes.speech_toolkit, base, workers), 3
+    ),
+    "fastai": lambda base, workers: in_order(classes.notebook, base, workers),
+    "MONAI": lambda base, workers: shuffled(classes.medical_toolkit, base, workers),
+    "torchvision": lambda base, workers: base(
+        Numbers(LENGTH), batch_sampler=classes.GroupedSampler(range(LENGTH), 2), **workers
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_several_epochs_are_as_with_torch(make, ours, workers):
+    loader = make(TorchLoader, workers)
+    loader.ends_workers = False
+    expected = [values(loader) for _ in range(3)]
+    del loader
+    with ours() as base:
+        loader = make(base, workers)
+        assert [values(loader) for _ in range(3)] == expected
+        del loader
+
+
+def test_a_loader_of_samples_is_grouped_after_it(ours, workers):
+    def first(base: Any) -> list[Any]:
+        loader = classes.detection_toolkit(base, Numbers(LENGTH), 3, **workers)
+        return [list(itertools.islice(loader, 12)) for _ in range(2)]
+
+    expected = first(TorchLoader)
+    with ours() as base:
+        assert first(base) == expected
+
+
+def test_a_sampler_inside_the_dataset_has_its_epochs(ours, workers):
+    loader = classes.speech_dynamic(TorchLoader, Numbers(LENGTH), **workers)
+    expected = []
+    for epoch in range(3):
+        loader.dataset.set_epoch(epoch)  # torch's persistent workers do not see this
+        expected.append(values(loader))
+    del loader
+    with ours() as base:
+        loader, got = classes.speech_dynamic(base, Numbers(LENGTH), **workers), []
+        for epoch in range(3):
+            if base is TorchLoader:
+                loader.dataset.set_epoch(epoch)
+            got.append(values(loader))
+        del loader
+    if base is DataLoader and "persistent_workers" in workers:
+        assert got[0] == expected[0]
+        assert len({str(epoch) for epoch in got}) == 3
+    else:
+        assert got == expected
+
+
+def test_an_endless_iterator_is_made_anew_in_mid_run(ours, workers):
+    def run(base: Any, *, ends_workers: bool = True) -> list[Any]:
+        loader = shuffled(classes.detection_trainer, base, workers)
+        loader.ends_workers = ends_workers
+        got = [values(loader), values(itertools.islice(loader, 2))]
+        loader.reset()
+        return [*got, values(loader), values(loader)]
+
+    expected = run(TorchLoader, ends_workers=False)
+    with ours() as base:
+        assert run(base) == expected
+
+
+@pytest.mark.parametrize("make", [classes.detection_trainer, classes.image_trainer])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_an_endless_iterator_is_resumed(make, seed, workers):
+    def loader_of(order: int) -> Any:
+        torch.manual_seed(order)
+        return make(DataLoader)(Numbers(LENGTH), batch_size=3, shuffle=True, seed=seed, **workers)
+
+    loader = loader_of(7)
+    assert len(values(loader)) == 4
+    values(itertools.islice(loader, 2))
+    state = loader.state_dict()
+    # Without a seed, each pass draws a seed of its own from torch's global generator.
+    later = 1 if seed is None else 5
+    expected = values(itertools.islice(itertools.chain(loader, loader), 1 + later))
+    other = loader_of(8)
+    other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"call iter\(\) of the loader again"):
+        next(other.iterator)
+    other.iterator = other._get_iterator()
+    assert values(itertools.islice(itertools.chain(other, other), 1 + later)) == expected
+    loader.close()
+    other.close()
+
+
+@pytest.mark.parametrize("dataset", [Numbers(LENGTH), torch.arange(LENGTH)], ids=["ints", "tensor"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_position_is_restored_by_iterators_that_a_toolkit_has_changed(
+    dataset, shuffle, ours, workers, monkeypatch
+):
+    classes.patch_iterators(monkeypatch)
+
+    def run(base: Any) -> list[Any]:
+        loader = classes.speech_toolkit(base)(dataset, batch_size=3, shuffle=shuffle, **workers)
+        next(iterator := iter(loader))
+        next(iterator)
+        position = loader.save()
+        del iterator, loader
+        gc.collect()
+        torch.manual_seed(7)
+        loader = classes.speech_toolkit(base)(dataset, batch_size=3, shuffle=shuffle, **workers)
+        loader.restore(position)
+        return [position, values(loader), values(loader)]
+
+    expected = run(TorchLoader)
+    assert len(expected[1]) == 2
+    with ours() as base:
+        assert run(base) == expected
+
+
+def test_a_loader_of_a_samplers_batches_is_resumed(workers):
+    loader = classes.speech_dynamic(DataLoader, Numbers(LENGTH), **workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    expected = values(iterator)
+    loader.close()
+    other = classes.speech_dynamic(DataLoader, Numbers(LENGTH), **workers)
+    other.load_state_dict(state)
+    assert values(other) == expected
+    other.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_only_looks_like_a_loader_runs_as_before(num_workers):
+    loader = classes.FakeLoader(Numbers(LENGTH), 3, num_workers)
+    expected = [values(loader), values(loader)]
+    with shmloader.installed() as report:
+        assert [values(loader), values(loader)] == expected
+    (row,) = report.loaders
+    assert (row.engine, row.epochs) == ("torch", 2)
+
+
+# What a subclass may override --------------------------------------------------------------
+
+
+def overriding(base: Any) -> Any:
+    class Overriding(base):
+        """Returns an iterator that is none of torch's, around torch's."""
+
+        made = 0
+
+        def _get_iterator(self) -> Any:
+            self.made += 1
+            return map(torch.neg, super()._get_iterator())
+
+    return Overriding
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_subclass_may_return_any_iterator(ours, num_workers):
+    with ours() as base:
+        loader = overriding(base)(Numbers(4), batch_size=2, num_workers=num_workers)
+        assert [values(loader), values(loader)] == [[[0, -1], [-2, -3]]] * 2
+        assert loader.made == 2
+        del loader
+
+
+def test_a_subclass_may_return_an_iterator_of_its_own():
+    class OwnList(DataLoader):
+        def _get_iterator(self) -> Any:
+            return iter([1, 2])
+
+    loader = OwnList(Numbers(4), batch_size=2)
+    assert [*loader] == [*loader] == [1, 2]
+    assert (loader.epoch, len(loader)) == (0, 2)
+    loader.close()
+
+
+def test_persistent_workers_of_an_overriding_class_keep_their_iterator():
+    class Kept(DataLoader):
+        made = 0
+
+        def _get_iterator(self) -> Any:
+            self.made += 1
+            return super()._get_iterator()
+
+    loader = Kept(Numbers(4), batch_size=2, **WORKERS["persistent"])
+    assert loader._iterator is None
+    assert [values(loader), values(loader)] == [[[0, 1], [2, 3]]] * 2
+    assert loader.made == 1
+    assert loader._iterator is iter(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_subclass_may_decide_what_is_drawn_and_whether_it_is_batched(seed, workers):
+    class Decides(DataLoader):
+        drawn: Any = ((1, 2), (3,))
+        batches = True
+
+        @property
+        def _auto_collation(self) -> bool:
+            return self.batches
+
+        @property
+        def _index_sampler(self) -> Any:
+            return [*map(list, self.drawn)] if self.batches else list(self.drawn)
+
+    loader = Decides(Numbers(9), batch_size=4, seed=seed, **workers)
+    assert values(loader) == [[1, 2], [3]]
+    assert len(loader) == 2
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert values(loader) == [[3]]
+    loader.drawn = ((7,),)
+    assert values(loader) == [[7]]
+    loader.close()
+    plain = Decides(Numbers(9), batch_size=4, seed=seed, collate_fn=int)
+    plain.batches, plain.drawn = False, (8, 5)
+    assert [*plain] == [8, 5]
+
+
+def test_a_subclass_may_have_a_length_and_an_iterator_of_its_own():
+    class Cut(DataLoader):
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from itertools.islice(super().__iter__(), len(self))
+
+    loader = Cut(Numbers(8), batch_size=2, seed=3)
+    assert values(loader) == [[0, 1]]
+    assert (len(loader), loader.epoch) == (1, 1)
