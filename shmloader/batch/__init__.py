@@ -12,6 +12,6 @@ numbers of ``seeds``. It skips samples that draw no random numbers, which ``draw
 describes.
 
 ``payload`` carries the dataset and the functions to a worker, and ``portable`` to a process of an
-executor. ``unpicklable`` finds the part that cannot be pickled. ``timer`` measures the parts of the
-work.
+executor. ``payload_digest`` tells whether ranks would send the same. ``unpicklable`` finds the part
+that cannot be pickled. ``timer`` measures the parts of the work.
 """

@@ -76,7 +76,7 @@ class _Descriptor:
         return self._received[self._index]
 
 
-class _Recorder:
+class Recorder:
     """Stands for the child that multiprocessing pickles for, and notes the child's descriptors.
 
     A lock, queue or tensor that is shared with the workers pickles to a descriptor. Here it pickles
@@ -89,12 +89,13 @@ class _Recorder:
         self.descriptors: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
+        """Note a descriptor; return its index."""
         self.descriptors.append(fd)
         return len(self.descriptors) - 1
 
 
 @contextlib.contextmanager
-def _spawning(popen: Any) -> Iterator[None]:
+def spawning(popen: Any) -> Iterator[None]:
     """Make multiprocessing's reducers work in this block as if a child were being started."""
     before = multiprocessing.context.get_spawning_popen()
     multiprocessing.context.set_spawning_popen(popen)
@@ -138,7 +139,7 @@ class _PlainPickler(ForkingPickler):
         return _reduce_bulk(value, self._parts)
 
 
-class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """cloudpickle with multiprocessing's reducers."""
 
     # A class attribute, since the pickler's constructor reads it.
@@ -153,6 +154,7 @@ class _ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no t
         self._parts = parts
 
     def reducer_override(self, value: Any) -> Any:
+        """Reduce arrays and tensors so that their data lie beside the pickle."""
         reduced = _reduce_bulk(value, self._parts)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
@@ -204,19 +206,19 @@ class Payload:
     """
 
     def __init__(self, objects: object) -> None:
-        recorder = _Recorder()
+        recorder = Recorder()
         self.by_value = False
-        with _spawning(recorder):
+        with spawning(recorder):
             body, parts = self._dump(objects, recorder)
         with SegmentWriter() as writer:
             outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
             spans = (outside, writer.append(body), body.nbytes)
             self._segment: SealedSegment = writer.seal()
-        with _spawning(recorder):
+        with spawning(recorder):
             self._handle = pickle.dumps((self._segment, spans, self.by_value))
         self._descriptors = recorder.descriptors
 
-    def _dump(self, objects: object, recorder: _Recorder) -> tuple[memoryview, OutOfBand]:
+    def _dump(self, objects: object, recorder: Recorder) -> tuple[memoryview, OutOfBand]:
         if main_is_importable():
             file, parts = io.BytesIO(), OutOfBand()
             try:
@@ -227,7 +229,7 @@ class Payload:
                 return file.getbuffer(), parts
         self.by_value = True
         file, parts = io.BytesIO(), OutOfBand()
-        _ClosurePickler(file, parts).dump(objects)
+        ClosurePickler(file, parts).dump(objects)
         return file.getbuffer(), parts
 
     @property
@@ -262,8 +264,8 @@ def pickling_error(value: object, file: Any) -> Exception | None:
         file: An object whose ``write`` gets the pickle. Its exceptions are returned, too.
     """
     try:
-        with _spawning(_Recorder()):
-            _ClosurePickler(file, OutOfBand()).dump(value)
+        with spawning(Recorder()):
+            ClosurePickler(file, OutOfBand()).dump(value)
     except Exception as error:
         if is_interruption(error):
             raise

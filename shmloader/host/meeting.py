@@ -9,11 +9,24 @@ Any user can bind a name or connect to it. So each side asks the kernel which us
 (``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything. In a user namespace
 the kernel shows all users that are not mapped there with one number (user_namespaces(7)). A process
 of a user with that number cannot take part in a meeting.
+
+An earlier run with the same address and port may have left ranks behind. They must not meet those
+of the next launch:
+
+* If ``torch.distributed`` is initialised, the ranks agree on a random number through the store of
+  its process group. The name contains it, so no other launch can have the name.
+* Otherwise the name contains the variables of the run. The host notes which process has which rank
+  (:class:`Roster`). If a second process has the same rank, or the process that launched the host
+  has ended, the older launch gives up the name. A rank that was launched by another process than
+  the host, or at another time, gives its own launch time to show that.
+* A host that is stopped, or stuck in the kernel, cannot give up the name. The ranks of the next
+  launch then meet under another one.
 """
 
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -23,9 +36,14 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed
 
 from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
+
+_log = logging.getLogger("shmloader")
 
 # The variables that together name a run on its host. torchrun's run id is "none" unless the user
 # gives one; then the port tells runs apart. Each restart by torchrun counts as a run of its own.
@@ -37,6 +55,10 @@ _RUN_VARIABLES = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
 )
+
+# Variables that a process which belongs to a rank has, such as a shell between the launcher and the
+# rank, and that the launcher does not have, or has with other values.
+_RANK_VARIABLES = (b"RANK=", b"LOCAL_RANK=", b"SLURM_PROCID=")
 
 # struct ucred of <sys/socket.h>: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
@@ -57,6 +79,25 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _END_MS = 1000
 
 
+# How long a host may take to answer before the guest looks whether it is stopped.
+_SILENCE_MS = 2000
+
+# Ranks that one launcher starts at once are started within this time of each other.
+_TOGETHER_S = 2.0
+
+# How long a rank that was started at another time than the host waits for a rank which shows that
+# the host belongs to an earlier launch.
+_LATE_S = 5.0
+
+# A guest's first message: the fields of Hello.
+_HELLO = struct.Struct("=qqdqd?")
+
+# The host's answers to it. After _OTHER, the pid of the process that has the guest's rank follows.
+_WELCOME, _LATE, _OTHER, _OLDER = b"welcome", b"late", b"other ", b"older "
+
+_ANSWER_BYTES = 64
+
+
 def name_of_run() -> str:
     """Return a text that names this run: from the environment, else from the parent process.
 
@@ -64,7 +105,196 @@ def name_of_run() -> str:
     parent.
     """
     found = [f"{name}={os.environ[name]}" for name in _RUN_VARIABLES if name in os.environ]
-    return "\n".join(found) or f"child of {os.getppid()}"
+    parent = os.getppid()
+    return "\n".join(found) or f"child of {parent}, started at {_started_s(parent)}"
+
+
+def _token_of_group() -> str | None:
+    """Return the random number that the ranks of ``torch.distributed`` agree on; None if none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return str(store.compare_set("shmloader", "", secrets.token_hex(16)).decode())
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        if is_interruption(error):
+            raise
+        return None  # the group has no store (MPI), or the process that has it has ended
+
+
+def _launcher(rank: int | str) -> int:
+    """Return the pid of the process that launched a rank; 0 if it is not visible from here.
+
+    It is the parent, or the nearest ancestor that does not belong to the rank. A process of another
+    user, whose variables cannot be read, counts as belonging to the rank.
+
+    Args:
+        rank: Process id of the rank, or "self".
+    """
+    ours, pid = _rank_variables(rank), _parent(rank)
+    while ours and pid > 1 and _rank_variables(pid) in (None, ours):
+        pid = _parent(pid)
+    return pid
+
+
+def _parent(pid: int | str) -> int:
+    stat = _stat(pid)
+    return 0 if stat is None else int(stat[1])
+
+
+def _rank_variables(pid: int | str) -> list[bytes] | None:
+    """Return the rank's variables with which a process was started; None if it cannot be read."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError as error:
+        if is_interruption(error):
+            raise
+        return None
+    return sorted(one for one in variables if one.startswith(_RANK_VARIABLES))
+
+
+def _stat(pid: int | str) -> list[str] | None:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on (proc(5)); None if unknown."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError as error:
+        if is_interruption(error):
+            raise
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _started_s(pid: int | str) -> float:
+    """Return when a process was started, in seconds since boot; 0 if that is not known."""
+    stat = _stat(pid)
+    return 0.0 if stat is None else int(stat[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _progress(pid: int) -> list[str]:
+    """Return the fields that show whether a stopped or waiting process has done anything.
+
+    They are its state, page faults and CPU time. The list is empty unless the process is stopped or
+    cannot be interrupted.
+    """
+    stat = _stat(pid) if pid else None
+    return [] if stat is None or stat[0] not in "TtD" else [stat[0], *stat[7:13]]
+
+
+def _has_running_child(pid: int) -> bool:
+    """Return whether a process has a child that is not stopped: it may be the one to answer."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError as error:
+        if is_interruption(error):
+            raise
+        return False
+    states = [stat[0] for stat in map(_stat, children) if stat is not None]
+    return any(state not in "TtZ" for state in states)
+
+
+class Hello(NamedTuple):
+    """Who wants to take part in a meeting.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process id, as the process itself sees it.
+        started_s: When the process was started, in seconds since boot.
+        launcher: Process id of the process that launched it; 0 if that is not visible.
+        launched_s: When the launcher was started, in seconds since boot.
+        is_certain: Whether no other launch can have the name, or has shown that it has.
+    """
+
+    rank: int
+    pid: int
+    started_s: float
+    launcher: int
+    launched_s: float
+    is_certain: bool
+
+    @property
+    def process(self) -> tuple[int, float]:
+        """The process, which no later process equals."""
+        return self.pid, self.started_s
+
+    @property
+    def launched_by(self) -> tuple[int, float]:
+        """The launcher, which no later process equals."""
+        return self.launcher, self.launched_s
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.launcher > 0 and _started_s(self.launcher) != self.launched_s
+
+
+def _introduction(rank: int, *, is_certain: bool) -> Hello:
+    launcher = _launcher("self")
+    own_s, launched_s = _started_s("self"), _started_s(launcher)
+    return Hello(rank, os.getpid(), own_s, launcher, launched_s, is_certain)
+
+
+class Roster:
+    """The ranks of a meeting, and the processes that they are.
+
+    Attributes:
+        is_over: Whether a newer launch has come, so that no further rank may take part.
+
+    Args:
+        first: The rank that began the meeting.
+    """
+
+    def __init__(self, first: Hello) -> None:
+        self._first = first
+        self._members = {first.rank: first}
+        self.is_over = False
+
+    def admit(self, guest: socket.socket, timeout_s: float) -> bool:
+        """Answer a guest's first message. Closes the connection if the guest may not take part.
+
+        Args:
+            guest: The connection to the guest.
+            timeout_s: How long the guest may take to say who it is.
+
+        Returns:
+            Whether the guest may take part.
+        """
+        answer = b""
+        try:
+            guest.settimeout(timeout_s)
+            if peer_of(guest)[1] == os.geteuid():
+                data = guest.recv(_ANSWER_BYTES)
+                if len(data) == _HELLO.size:
+                    answer = self._answer(Hello(*_HELLO.unpack(data)))
+                    guest.send(answer)
+        except OSError as error:  # it has gone, or says nothing
+            if is_interruption(error):
+                raise
+            answer = b""
+        finally:
+            if answer != _WELCOME:
+                guest.close()
+        return answer == _WELCOME
+
+    def _living(self, wanted: Hello) -> Hello:
+        """Return this member if its process lives, otherwise another one."""
+        members = [wanted, *self._members.values()]
+        return next((one for one in members if _started_s(one.pid) == one.started_s), wanted)
+
+    def _answer(self, hello: Hello) -> bytes:
+        first, other = self._first, self._members.get(hello.rank)
+        if hello.launched_by == first.process or hello.process == first.launched_by:
+            return _WELCOME
+        is_together = hello.is_certain or hello.launched_by == first.launched_by
+        if other is None and not is_together and first.is_orphan:
+            other = first
+        if other is not None and other.process != hello.process:
+            self.is_over = hello.started_s >= other.started_s
+            return (_OTHER if self.is_over else _OLDER) + b"%d" % self._living(other).pid
+        is_near = abs(hello.started_s - first.started_s) <= _TOGETHER_S
+        if not hello.is_certain and not (is_together and is_near):
+            return _LATE
+        self._members[hello.rank] = hello
+        return _WELCOME
 
 
 class Meeting:
@@ -72,12 +302,16 @@ class Meeting:
 
     Attributes:
         is_host: Whether this process is the host.
+        hello: What this rank says of itself.
         name: The socket's abstract name.
+        guests: Connections that wait for what the host makes.
         host_pid: Process id of the host; 0 if the host is in another container and not visible from
             here.
 
     Args:
         topic: What the ranks meet for; it distinguishes the meetings of one run.
+        rank: Number of this rank.
+        patience_ms: After which time a warning names a host that does not answer.
         is_alone: Whether no other rank will come. The name is then random, so that no other process
             finds it.
 
@@ -87,32 +321,45 @@ class Meeting:
             this user's number.
     """
 
-    def __init__(self, topic: str, *, is_alone: bool = False) -> None:
+    def __init__(
+        self, topic: str, rank: int = 0, *, patience_ms: int = _SILENCE_MS, is_alone: bool = False
+    ) -> None:
         if _others_look_like(os.geteuid()):
             raise PermissionError(
                 f"user {os.geteuid()} stands for all users that this user namespace does not "
                 "map, so ranks cannot be distinguished from processes of other users; run as a "
                 "mapped user (`unshare --map-root-user`), or use share()"
             )
-        # Two programs that are not ranks and have the same parent would otherwise share a name.
-        run = secrets.token_hex(16) if is_alone else name_of_run()
-        digest = hashlib.sha256(os.fsencode(f"{run}\n{topic}")).hexdigest()[:32]
-        self.name = f"\0shmloader-{os.geteuid()}-{digest}"
+        token = secrets.token_hex(16) if is_alone else _token_of_group()
+        self.hello = _introduction(rank, is_certain=token is not None or PROCESS.has_waited)
+        self._topic = f"{token or name_of_run()}\n{topic}"
+        self._patience_ms = patience_ms
+        self._use_name(0)
         self.host_pid = os.getpid()
+        self.guests: list[socket.socket] = []
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 self.is_host = self._begin()
-            except BlockingIOError:
+                if self.is_host or self._introduce():
+                    break
                 self.close()
+            except (BlockingIOError, ConnectionError, TimeoutError) as error:
+                self.close()
+                if is_interruption(error):
+                    raise
                 time.sleep(_RETRY_S)
             except BaseException:
                 self.close()
                 raise
-            else:
-                break
         if self.is_host:
             PROCESS.meetings.add(self)
+
+    def _use_name(self, number: int) -> None:
+        """Use the run's name of this number. The others' hosts belong to other launches."""
+        self._number = number
+        digest = hashlib.sha256(os.fsencode(f"{self._topic}\n{number}")).hexdigest()[:32]
+        self.name = f"\0shmloader-{os.geteuid()}-{digest}"
 
     def _begin(self) -> bool:
         """Connect to the host, or become the host.
@@ -123,10 +370,19 @@ class Meeting:
         # Overrides what the user has set by socket.setdefaulttimeout().
         self._socket.settimeout(None)
         try:
-            self.host_pid = _connect(self._socket, self.name)
+            self._connect()
         except ConnectionRefusedError:
             return self._bind()
         return False
+
+    def _connect(self) -> None:
+        self._socket.connect(self.name)
+        self.host_pid, user = peer_of(self._socket)
+        if user != os.geteuid():
+            raise PermissionError(
+                f"user {user} has taken the name by which the ranks of this run find each other; "
+                "give the run another id or port"
+            )
 
     def _bind(self) -> bool:
         try:
@@ -138,21 +394,75 @@ class Meeting:
         self._socket.listen(socket.SOMAXCONN)
         return True
 
+    def _introduce(self) -> bool:
+        """Tell the host who this rank is. Returns whether the rank may take part.
+
+        Raises:
+            ConnectionError: If the host has ended, or has given up the name.
+        """
+        self._socket.send(_HELLO.pack(*self.hello))
+        before, silent_ms = _progress(self.host_pid), 0
+        while not self._wait(_SILENCE_MS):
+            now, silent_ms = _progress(self.host_pid), silent_ms + _SILENCE_MS
+            is_last = silent_ms == self._patience_ms
+            is_frozen = bool(now) and now == before
+            if is_frozen and (is_last or not _has_running_child(self.host_pid)):
+                return self._leave_host("is stopped or stuck", silent_ms)
+            if is_last and self._is_of_other_launcher():
+                return self._leave_host("was launched by another process", silent_ms)
+            if is_last or (is_frozen and silent_ms == _SILENCE_MS):
+                _log.warning(
+                    "Process %d, for which rank %d waits, has not answered for %d s. If an earlier "
+                    "run left it behind, end it: kill -9 %d",
+                    self.host_pid, self.hello.rank, silent_ms // 1000, self.host_pid,
+                )  # fmt: skip
+            before = now
+        answer = self._socket.recv(_ANSWER_BYTES)
+        if not answer:
+            raise ConnectionResetError("the meeting was closed")
+        if answer == _LATE:
+            time.sleep(_LATE_S)
+            PROCESS.has_waited = True
+            self.hello = self.hello._replace(is_certain=True)
+        elif answer.startswith((_OTHER, _OLDER)):
+            _log.warning(
+                "Process %d has the name of this run on this host, but belongs to another launch. "
+                "Rank %d does not use its data. If an earlier run left it behind, end it: "
+                "kill -9 %d",
+                int(answer[len(_OTHER):]), self.hello.rank, int(answer[len(_OTHER):]),
+            )  # fmt: skip
+            if answer.startswith(_OLDER):
+                self._use_name(self._number + 1)
+        return answer == _WELCOME
+
+    def _is_of_other_launcher(self) -> bool:
+        launchers = (self.hello.launcher, os.getpid())
+        return self.host_pid > 0 and _launcher(self.host_pid) not in launchers
+
+    def _leave_host(self, why: str, silent_ms: int) -> bool:
+        """Tell of a host that does not answer, and use the next name. Returns False."""
+        _log.warning(
+            "Process %d has the name of this run on this host. It %s, and has not answered for "
+            "%d s, so rank %d goes on without it. If an earlier run left it behind, end it: "
+            "kill -9 %d",
+            self.host_pid, why, silent_ms // 1000, self.hello.rank, self.host_pid,
+        )  # fmt: skip
+        self._use_name(self._number + 1)
+        return False
+
     # The host ----------------------------------------------------------------------------
 
-    def next_guest(self, *, may_wait: bool) -> socket.socket | None:
-        """Return a connection to the next guest of this user; None if no guest waits.
+    def next_guest(self, wakeup: socket.socket | None = None) -> socket.socket | None:
+        """Wait for a guest, and return the connection to it.
 
         Args:
-            may_wait: Whether to wait until a guest comes.
+            wakeup: The wait ends, and None is returned, when this can be read.
         """
-        while may_wait or _readable(self._socket.fileno(), timeout_ms=0):
-            guest, _ = self._socket.accept()
-            guest.settimeout(None)
-            if peer_of(guest)[1] == os.geteuid():
-                return guest
-            guest.close()
-        return None
+        if wakeup is not None and wakeup.fileno() in _readable(
+            self._socket.fileno(), wakeup.fileno()
+        ):
+            return None
+        return self._socket.accept()[0]
 
     # A guest -----------------------------------------------------------------------------
 
@@ -165,11 +475,20 @@ class Meeting:
         Raises:
             ConnectionResetError: If the host has ended.
         """
-        with self._host_process() as pidfd:
-            ready = _readable(self._socket.fileno(), pidfd)
-        if self._socket.fileno() not in ready:
-            raise ConnectionResetError("the host has ended")
+        self._wait(None)
         return self._socket
+
+    def _wait(self, timeout_ms: int | None) -> bool:
+        """Wait until the host has sent something. Returns False if it has not in this time.
+
+        Raises:
+            ConnectionResetError: If the host has ended.
+        """
+        with self._host_process() as pidfd:
+            ready = _readable(self._socket.fileno(), pidfd, timeout_ms=timeout_ms)
+        if ready and self._socket.fileno() not in ready:
+            raise ConnectionResetError("the host has ended")
+        return bool(ready)
 
     @property
     def has_lost_host(self) -> bool:
@@ -214,6 +533,8 @@ class Meeting:
         """End the meeting here. May be called again."""
         PROCESS.meetings.discard(self)
         self._socket.close()
+        for guest in self.guests:
+            guest.close()
 
 
 def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[int]:
@@ -235,35 +556,6 @@ def _others_look_like(user: int) -> bool:
             raise
         return user == _OVERFLOW_USER
     return user == overflow and numbered != _ALL_USERS
-
-
-def connect(name: str) -> socket.socket:
-    """Connect to a host of this user by its name. The caller owns the connection.
-
-    Raises:
-        ConnectionRefusedError: If there is no host of this name any more.
-        PermissionError: If another user has bound the name.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(None)
-        _connect(connection, name)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _connect(connection: socket.socket, name: str) -> int:
-    """Connect to a host of this user. Returns its process id."""
-    connection.connect(name)
-    pid, user = peer_of(connection)
-    if user != os.geteuid():
-        raise PermissionError(
-            f"user {user} has taken the name by which the ranks of this run find each other; "
-            "give the run another id or port"
-        )
-    return pid
 
 
 def ranks_of_host(world_size: int) -> int:

@@ -4,9 +4,10 @@
 
     the rank that comes first                      the others
     ─────────────────────────                      ──────────
-    binds the run's name for this call             connect, and wait
+    binds the run's name for this call             connect, and say who they are
+    a thread ──── answers that they may wait ────▶ wait
     share(build()), pickled in shared memory
-    a thread ──── "built", handle, descriptors ──▶ map the same memory
+    the thread ── "built", handle, descriptors ──▶ map the same memory
              └─── "failed", exception ───────────▶ raise it
 """
 
@@ -21,10 +22,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
+from shmloader.batch.payload_digest import mark_common
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
-from shmloader.host.meeting import Meeting, ranks_of_host
+from shmloader.host.meeting import Meeting, Roster, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import find_ranks
@@ -77,12 +79,15 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
 
         dataset = shmloader.share_on_host(make_dataset)
 
-    The ranks find each other by a Unix socket named after the run: by torchrun's run id and restart
-    count, ``MASTER_ADDR`` and ``MASTER_PORT``, and Slurm's job and step, as far as they are set,
-    otherwise by the process that started the ranks. This needs no collective operation, no port and
-    no file, and ranks may come late and in any order. Only processes of the same user are answered.
-    If the host has one rank, and within ``build``, which runs in one rank, this is
-    ``share(build())``.
+    The ranks find each other by a Unix socket that is named after the run. If
+    ``torch.distributed`` is initialised, the name is a random number that the ranks agree on
+    through its store. Otherwise it is the process that launched the ranks, together with torchrun's
+    run id and restart count, ``MASTER_ADDR``, ``MASTER_PORT``, and Slurm's job and step. So ranks
+    that are launched one by one, in several shells, have to initialise ``torch.distributed`` first,
+    or each of them builds. This needs no collective operation, no port and no file, and ranks may
+    come late and in any order. Only processes of the same user are answered. A rank that an earlier
+    run has left behind is not met; a warning names its process. If the host has one rank, and
+    within ``build``, which runs in one rank, this is ``share(build())``.
 
     The memory has no name, and is freed when no process uses it any more. The rank that built the
     object keeps it until all ranks of this host have it, or until its process ends. The host's
@@ -122,7 +127,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             "build should be a function that makes the dataset, "
             f"but got {described_type(build)}: share_on_host(lambda: dataset) or share(dataset)"
         )
-    ranks = ranks_of_host(_world_size())
+    rank, world_size = _find_ranks()
+    ranks = ranks_of_host(world_size)
     if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)
     if sys.platform != "linux":
@@ -130,7 +136,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     number = PROCESS.calls_on_host
     PROCESS.calls_on_host += 1
     while True:
-        meeting = Meeting(f"share_on_host {number}")
+        meeting = Meeting(f"share_on_host {number}", rank)
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
         try:
@@ -144,24 +150,25 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                     "this host, ended before sharing it. Its own output says why; if it was "
                     "killed, there may have been too little memory."
                 ) from error
-            # The host's build() was interrupted, or it had answered as many ranks as it expected.
-            # So try again.
+            # The host's build() was interrupted, or it had answered as many ranks as it expected,
+            # or it belongs to another launch. So try again.
         else:
             found: _T = _open(answer, meeting.host_pid)
+            mark_common(found)
             return found
         finally:
             meeting.close()
 
 
-def _world_size() -> int:
-    """Return the number of ranks.
+def _find_ranks() -> tuple[int, int]:
+    """Return the rank and the number of ranks.
 
     Raises:
         ValueError: If the environment's rank and world size are incomplete or wrong, as in a
             process that Lightning has started and that has not called ``fit`` yet.
     """
     try:
-        return find_ranks()[1]
+        return find_ranks()
     except ValueError as error:
         if is_interruption(error):
             raise
@@ -175,20 +182,22 @@ def _world_size() -> int:
 
 
 def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
+    server = _Server(meeting, guests)
     try:
+        server.start()
         shared = share(_call(build), writable)
-        payload = _pickled(shared)
+        server.finish(_pickled(shared), shared)
+        mark_common(shared)
     except Exception as error:
         if is_interruption(error):
-            meeting.close()
-            raise
-        server = _Server(meeting, guests, error=error)
-        server.begin_serving()
+            server.give_up()
+        else:
+            remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
+            server.finish(_FAILED + remote.shortened(_ERROR_CHARACTERS).dumps())
         raise
     except BaseException:
-        meeting.close()
+        server.give_up()
         raise
-    _Server(meeting, guests, shared, payload).begin_serving()
     return shared
 
 
@@ -221,73 +230,72 @@ _OPEN_LATER = "Set it to None in build(), and create it when it is first used."
 class _Server(BackgroundThread):
     """Answers the other ranks, until all have come or the process ends.
 
+    It tells ranks that come during the build that they may wait. If a rank of a newer launch comes,
+    it gives up the name, and sends the ranks that wait away to meet that one.
+
     Args:
         meeting: The meeting that the ranks come to. The server closes it.
         guests: How many other ranks will come at most.
-        shared: The object. It owns descriptors of the payload.
-        payload: The pickled object; None if it could not be built.
-        error: The exception, if the object could not be built.
     """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        guests: int,
-        shared: object = None,
-        payload: Payload | None = None,
-        error: Exception | None = None,
-    ) -> None:
+    def __init__(self, meeting: Meeting, guests: int) -> None:
         super().__init__("shmloader_host")
         self._meeting = meeting
+        self._roster = Roster(meeting.hello)
         self._left = guests
-        self._shared = shared
-        self._payload = payload
-        self._failed = b""
-        if error is not None:
-            remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
-            self._failed = _FAILED + remote.shortened(_ERROR_CHARACTERS).dumps()
+        self._answer: Payload | bytes | None = None
+        self._shared: object = None  # owns descriptors of the payload
+        self._ours, self._theirs = socket.socketpair()
 
-    def begin_serving(self) -> None:
-        """Answer the ranks that wait, on the calling thread; later ones on the server's thread."""
-        try:
-            while self._left and (guest := self._meeting.next_guest(may_wait=False)) is not None:
-                self._answer(guest)
-        except BaseException:
+    def finish(self, answer: Payload | bytes, shared: object = None) -> None:
+        """Give all ranks this answer: the pickled object, or the message of an error."""
+        self._answer, self._shared = answer, shared
+        self._wake()
+
+    def give_up(self) -> None:
+        """Let another rank build, unless there is an answer already."""
+        if self._answer is None:
+            self._left = 0
+        self._wake()
+        if self._thread.ident is None:
             self._close()
-            raise
-        if not self._left:
-            self._close()
-            return
-        try:
-            self.start()
-        except Exception as error:
-            # An interruption comes while this waits for the thread's start. The thread then runs,
-            # and closes the meeting itself.
-            if not is_interruption(error):
-                self._close()
-            raise
+
+    def _wake(self) -> None:
+        with Suppressed(OSError):  # the thread has ended
+            self._ours.send(b".")
 
     def work(self) -> None:
         """Answer ranks as they come. Runs on the server's thread."""
         try:
-            while self._left:
-                with self.resting():
-                    guest = self._meeting.next_guest(may_wait=True)
-                assert guest is not None
-                self._answer(guest)
+            while self._meet(self._theirs):
+                pass
+            while self._left and not self._roster.is_over:
+                if self._meeting.guests:
+                    self._send_answer(self._meeting.guests.pop())
+                else:
+                    self._meet(None)
         finally:
             self._close()
 
-    def _answer(self, guest: socket.socket) -> None:
+    def _meet(self, wakeup: socket.socket | None) -> bool:
+        """Wait for a guest. Returns whether to wait for the next one, rather than to answer."""
+        with self.resting():
+            guest = self._meeting.next_guest(wakeup)
+        if guest is not None and self._roster.admit(guest, _ANSWER_S):
+            self._meeting.guests.append(guest)
+        return guest is not None and not self._roster.is_over
+
+    def _send_answer(self, guest: socket.socket) -> None:
         """Answer a rank. It is not counted if it goes before it has received everything."""
+        answer = self._answer
+        assert answer is not None
         with guest:
-            guest.settimeout(_ANSWER_S)
             try:
-                if self._payload is None:
-                    guest.send(self._failed)
+                if isinstance(answer, bytes):
+                    guest.send(answer)
                 else:
                     guest.send(_BUILT)
-                    for data, descriptors in self._payload.messages():
+                    for data, descriptors in answer.messages():
                         _send(guest, data, descriptors)
                 if guest.recv(_ANSWER_BYTES) != _RECEIVED:
                     return
@@ -299,10 +307,15 @@ class _Server(BackgroundThread):
         self._left -= 1
 
     def _close(self) -> None:
+        for end in (self._ours, self._theirs):
+            end.close()
+        for guest in self._meeting.guests:
+            with Suppressed(OSError):  # a forked child may have a copy
+                guest.shutdown(socket.SHUT_RDWR)
         self._meeting.close()
-        if self._payload is not None:
-            self._payload.close()
-        self._shared = None
+        if isinstance(self._answer, Payload):
+            self._answer.close()
+        self._answer = self._shared = None
 
 
 def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:

@@ -60,6 +60,7 @@ class LoaderConfig:
         device_prefetch: Number of batches that may be ready on the device.
         device_transform: Called with each batch on the device; None for no call.
         worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
+        rank: Number of this rank, where ranks share the workers.
         host_rank: Number of this rank on its host.
         host_ranks: How many ranks share the workers; 1 unless those are the host's.
         root: Directory that contains ``proc`` and ``sys``.
@@ -89,6 +90,7 @@ class LoaderConfig:
     device_transform: Callable[[Any], Any] | None
     root: str
     worker_scope: WorkerScope = "rank"
+    rank: int = 0
     host_rank: int = 0
     host_ranks: int = 1
 

@@ -89,6 +89,7 @@ class WorkerIterator(SlotIterator):
                 config.most_workers,
                 int(self._base_seed),
                 config.num_workers if is_auto else None,
+                rank=config.rank,
                 is_alone=config.host_ranks == 1,
             )
             pool.note_kept()

@@ -128,9 +128,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
             of a host share one pool of workers: ``num_workers`` is then the number of workers of
             the host. Each of them first makes the batch whose rank has waited for it longest. A
             separate process starts these workers. Each has the dataset once, and they persist until
-            the loaders of all ranks are gone. Ranks must have the same dataset, and begin their
-            loaders in the same order. Loaders of a process share a pool if they have the same
-            dataset object, ``num_workers`` and ``worker_init_fn``. Linux only.
+            the loaders of all ranks are gone. Ranks must have datasets with the same contents,
+            which they compare by digests, and begin their loaders in the same order. Loaders of a
+            process share a pool if they have the same dataset object, ``num_workers`` and
+            ``worker_init_fn``. Linux only.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
         prefetch: GluonNLP's name for the number of steps in flight; None for
@@ -392,10 +393,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _scope_config(self) -> dict[str, Any]:
         if not self._shares_workers:
             return {}
-        count = self._sharing_ranks
+        rank, count = self._ranks.find()[0], self._sharing_ranks
         return {
             "worker_scope": "host",
-            "host_rank": self._ranks.find()[0] % count,
+            "rank": rank,
+            "host_rank": rank % count,
             "host_ranks": count,
         }
 

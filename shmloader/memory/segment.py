@@ -57,8 +57,10 @@ class Segment(mmap.mmap):
     Attributes:
         nbytes: Length in bytes.
         address: Address of the first byte in this process.
+        is_common: Whether the ranks of this host have it from ``share_on_host``.
     """
 
+    is_common = False
     _fd = -1
     _token: bytes
     nbytes: int

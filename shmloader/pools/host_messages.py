@@ -9,6 +9,25 @@ import pickle
 from typing import NamedTuple
 
 
+class Contents(NamedTuple):
+    """What a rank would send to the workers, so that ranks notice a difference.
+
+    Attributes:
+        rank: The rank.
+        pid: The rank's process id.
+        digests: Digests of the dataset's attributes and of ``worker_init_fn``, by their names.
+    """
+
+    rank: int = 0
+    pid: int = 0
+    digests: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The rank, for the texts of errors."""
+        return f"rank {self.rank} (process {self.pid})"
+
+
 class Welcome(NamedTuple):
     """Owner → rank, at first, with a descriptor of the table of loads if the kernel takes it.
 
@@ -16,8 +35,9 @@ class Welcome(NamedTuple):
         pid: The owner's process id.
         worker_count: The most workers there may be.
         wanted_count: How many workers there should be at present; None if their number is fixed.
-        dataset: Describes the workers' dataset.
+        dataset: Describes the workers' dataset by class and length.
         row: The connection's row of the table of loads; -1 if none was free.
+        contents: What the workers have got.
     """
 
     pid: int
@@ -25,6 +45,11 @@ class Welcome(NamedTuple):
     wanted_count: int | None
     dataset: str
     row: int
+    contents: Contents = Contents()
+
+
+class Connect(NamedTuple):
+    """Rank → owner, with one end of a socket pair: a further connection of this rank."""
 
 
 class Attach(NamedTuple):

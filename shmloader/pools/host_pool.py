@@ -6,6 +6,7 @@ first starts the owner; after that, all ranks are equal.
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import multiprocessing.process
 import os
@@ -16,12 +17,13 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
 from shmloader.batch.payload import unimportable_main_hidden
-from shmloader.host.meeting import Meeting, connect
+from shmloader.batch.payload_digest import digests_of
+from shmloader.host.meeting import Meeting
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.handle import KILL_S
 from shmloader.pools.host_loads import Loads
-from shmloader.pools.host_messages import Left, Welcome, unpack
+from shmloader.pools.host_messages import Connect, Contents, Left, Welcome, pack, unpack
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.main_guard import (
     NO_GUARD_EXIT,
@@ -37,8 +39,12 @@ from shmloader.threads.uninterruptible import uninterruptible
 _END_S = 10.0
 
 
+# How long the owner may take to start and to answer before a warning names the peer.
+_PATIENCE_MS = 60_000
+
+
 def describe_dataset(dataset: object) -> str:
-    """Describe a dataset by type and length, to notice that ranks have different datasets."""
+    """Describe a dataset by type and length."""
     length = ""
     with contextlib.suppress(TypeError, NotImplementedError):
         length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
@@ -52,6 +58,7 @@ def open_host_pool(
     base_seed: int,
     first_count: int | None = None,
     *,
+    rank: int = 0,
     is_alone: bool = False,
 ) -> "HostPool":
     """Return this process's pool for a dataset: the one in use, or a new one.
@@ -65,10 +72,12 @@ def open_host_pool(
             that begins the pool counts.
         base_seed: Seeds the workers' random generators, if this rank starts the owner.
         first_count: How many workers there are at first; None if their number is fixed.
+        rank: Number of this rank.
         is_alone: Whether this host has no other rank.
 
     Raises:
-        ValueError: If another rank has begun the pool with other arguments.
+        ValueError: If another rank has begun the pool with other arguments, or has a dataset with
+            other contents.
         RuntimeError: If the owner has ended right after its start, or this process is importing the
             program's main file.
         Exception: What pickling the dataset or starting a process raises.
@@ -79,7 +88,10 @@ def open_host_pool(
         # A pool whose owner has ended is replaced under the same number, so that this rank meets
         # the other ranks that have lost the pool, and those that have not opened it yet.
         number = PROCESS.pools_on_host if pool is None else pool.number
-        start = ServiceStart(worker_count, first_count, base_seed, describe_dataset(dataset))
+        digests = () if is_alone else digests_of(dataset, worker_init_fn)
+        contents = Contents(rank, os.getpid(), digests)
+        described = describe_dataset(dataset)
+        start = ServiceStart(worker_count, first_count, base_seed, described, contents)
         pool = HostPool(dataset, worker_init_fn, start, number, is_alone=is_alone)
         PROCESS.host_pools[key] = pool
     return pool
@@ -115,11 +127,17 @@ class HostPool:
         self._is_alone = is_alone
         self._objects = (dataset, worker_init_fn)  # kept alive, since their ids tell pools apart
         while True:
-            meeting = Meeting(f"workers {number}", is_alone=is_alone)
+            meeting = Meeting(
+                f"workers {number}",
+                start.contents.rank,
+                patience_ms=_PATIENCE_MS,
+                is_alone=is_alone,
+            )
             self._name = meeting.name
             process: BaseProcess | None = None
             try:
                 if meeting.is_host:
+                    start = dataclasses.replace(start, first=meeting.hello)
                     process, connection = _start_owner(meeting, self._objects, start)
                 else:
                     connection = meeting.detach()
@@ -171,7 +189,15 @@ class HostPool:
         Raises:
             OSError: If the owner has ended, or no descriptor is left.
         """
-        return connect(self._name)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                theirs.setblocking(True)
+                socket.send_fds(self._connection, [pack(Connect())], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
     def close(self) -> None:
         """Leave the pool. May be called again."""
@@ -260,11 +286,20 @@ def _check(welcome: Welcome, start: ServiceStart) -> None:
             "num_workers should be the same on all ranks of a host with worker_scope='host', but "
             f"got num_workers={ours!r}, and another rank has {theirs!r}"
         )
+    mine, other = start.contents, welcome.contents
     if welcome.dataset != start.dataset:
         raise ValueError(
             "ranks that share workers (worker_scope='host') should have the same dataset, and make "
-            f"their loaders in the same order, but this rank has {start.dataset}, and another rank "
-            f"has {welcome.dataset}"
+            f"their loaders in the same order, but {mine.name} has {start.dataset}, and "
+            f"{other.name} has {welcome.dataset}"
+        )
+    differing = {name for name, _ in {*mine.digests} ^ {*other.digests}}
+    if differing:
+        raise ValueError(
+            "ranks that share workers (worker_scope='host') should have the same dataset, but "
+            f"{', '.join(sorted(differing))} of {mine.name} and {other.name} differ. All ranks "
+            "would get samples of one rank's dataset. Build it once with share_on_host(), leave "
+            "what depends on the rank out of pickling (__getstate__), or use worker_scope='rank'"
         )
 
 

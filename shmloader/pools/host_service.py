@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.payload import ReceivedPayload
-from shmloader.host.meeting import peer_of
+from shmloader.host.meeting import Hello, Roster, peer_of
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.messages import RECEIVE_BYTES
@@ -38,6 +38,8 @@ from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
+    Connect,
+    Contents,
     Demand,
     Detach,
     EpochBegun,
@@ -57,6 +59,9 @@ from shmloader.pools.status_page import Phase, StatusPage
 # How long the workers may take to end by themselves when no rank is left.
 _GRACE_S = 1.0
 
+# How long a rank that connects may take to say who it is.
+_HELLO_S = 1.0
+
 # Sent to a worker with the descriptor of a rank's channel.
 _NEW_RANK = b"rank"
 
@@ -69,13 +74,17 @@ class ServiceStart:
         worker_count: The most workers there may be.
         first_count: How many workers there should be at first; None if their number is fixed.
         base_seed: Seeds the workers' random generators.
-        dataset: Describes the dataset, so that a rank with another dataset notices the difference.
+        dataset: Describes the dataset by class and length.
+        contents: What the workers get, so that a rank with another dataset notices the difference.
+        first: The rank that starts the process; it sets this.
     """
 
     worker_count: int
     first_count: int | None
     base_seed: int
     dataset: str
+    contents: Contents = field(default_factory=Contents)
+    first: Hello | None = None
 
 
 def serve_host(
@@ -130,7 +139,9 @@ class _HostService:
     def __init__(
         self, listener: socket.socket, payload: ReceivedPayload, start: ServiceStart
     ) -> None:
+        assert start.first is not None
         self._listener = listener
+        self._roster = Roster(start.first)
         self._payload = payload
         self._start = start
         self._context: Any = multiprocessing.get_context("fork")
@@ -152,6 +163,7 @@ class _HostService:
     def run(self, first: socket.socket) -> None:
         """Serve until no rank is left."""
         self._listener.setblocking(False)
+        self._listener.listen(socket.SOMAXCONN)  # from now on, ranks see this process as their peer
         self._poll.register(self._listener, select.POLLIN)
         self._add(first)
         try:
@@ -176,10 +188,11 @@ class _HostService:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            if peer_of(connection)[1] == os.geteuid():
+            if self._roster.admit(connection, _HELLO_S):
                 self._add(connection)
-            else:
-                connection.close()
+            if self._roster.is_over:
+                self._poll.unregister(self._listener)
+                self._listener.close()
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -188,8 +201,10 @@ class _HostService:
         self._use_cores_of(rank.pid)
         self._poll.register(connection, select.POLLIN)
         wanted = None if self._adapter is None else self._adapter.count
-        count, dataset = self._start.worker_count, self._start.dataset
-        welcome = Welcome(os.getpid(), count, wanted, dataset, rank.row)
+        start = self._start
+        welcome = Welcome(
+            os.getpid(), start.worker_count, wanted, start.dataset, rank.row, start.contents
+        )
         rank.welcome(welcome, self._loads.fd)
 
     def _use_cores_of(self, pid: int) -> None:
@@ -226,6 +241,9 @@ class _HostService:
             for fd in descriptors:
                 with socket.socket(fileno=fd) as channel:
                     self._attach(rank, message, channel)
+        elif isinstance(message, Connect):
+            for fd in descriptors:
+                self._add(socket.socket(fileno=fd))
         elif isinstance(message, Detach):
             self._detach(rank, {message.worker_id})
         elif isinstance(message, Kill) and message.worker_id in rank.attached:

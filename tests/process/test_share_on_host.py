@@ -466,13 +466,13 @@ def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
 
 
 def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
-    start = _Server.start
+    finish = _Server.finish
 
-    def start_interrupted(server: _Server) -> None:
-        start(server)
-        raise KeyboardInterrupt  # as in Thread.start(), which waits for the thread
+    def finish_interrupted(server: _Server, *args: Any) -> None:
+        finish(server, *args)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Server, "start", start_interrupted)
+    monkeypatch.setattr(_Server, "finish", finish_interrupted)
     builder = run.start(lambda: share_on_host(make), 0)
     assert type(builder.result()) is KeyboardInterrupt
     assert run.start(contents, 1).result()[0] == builder.process.pid
