@@ -91,7 +91,7 @@ def _go_on(loader: DataLoader[Any], cell: Cell, epoch: int, stop: int | str) -> 
     loader.load_state_dict(state)
     assert loader.state_dict() == state, where
     at, given = (epoch + 1, 0) if stop == "end" else (epoch, stop)
-    if at == EPOCHS or (stop == "end" and not kind.goes_on):
+    if at == EPOCHS:
         return
     name_epoch(cell.kind, loader, at)
     rest = []
