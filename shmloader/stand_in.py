@@ -1,6 +1,5 @@
 """Loaders of ours that stand in for loaders of torch's; see :mod:`shmloader.installing`."""
 
-import inspect
 import weakref
 from collections.abc import Callable, Sized
 from fractions import Fraction
@@ -12,7 +11,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
 from shmloader.loader.arguments import SnapshotInterval
-from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.dataloader import OWN_DEFAULTS, DataLoader
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
 
@@ -60,11 +59,8 @@ class InstallOptions(TypedDict, total=False):
     snapshot_every_n_steps: SnapshotInterval
 
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
-    if name not in (*inspect.signature(torch.utils.data.DataLoader.__init__).parameters, "self")
-} | {"snapshot_every_n_steps": 0}  # no state of these loaders is ever saved
+# No state of these loaders is ever saved.
+_DEFAULTS = OWN_DEFAULTS | {"snapshot_every_n_steps": 0}
 
 
 class StandIn(DataLoader[Any]):
@@ -98,7 +94,6 @@ class StandIn(DataLoader[Any]):
         self._iterator = None
         self._owner = weakref.ref(loader)
         self._sample_seed = own["seed"]
-        self._make_own_parts()
         self._set_plan(EpochCounter())
         plan = self._present_plan
         plan.counter.next = vars(loader).get(_EPOCH, 0)

@@ -20,9 +20,9 @@ class Timer:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
-        """Start the timer for a batch."""
-        self._began_ns = self._fetched_ns = _now_ns()
+    def begin(self, now_ns: int | None = None) -> None:
+        """Start the timer for a batch, now or at ``now_ns``."""
+        self._began_ns = self._fetched_ns = _now_ns() if now_ns is None else now_ns
         self._collate_ns = 0
         self._sample_count = 0
 

@@ -49,8 +49,8 @@ class Statistics:
             for other, _ in recent:
                 past = _sum(past, other) if other.is_over else past
             recent = tuple(each for each in recent if not each[0].is_over)
-        taken = {other.lane for other, _ in recent if not other.is_over}
-        record.lane = next(lane for lane in itertools.count() if lane not in taken)
+        taken = [other.lane for other, _ in recent if not other.is_over]
+        record.lane = next(lane for lane in itertools.count() if lane not in taken) if taken else 0
         self._state = _State(past, (*recent, (record, weakref.ref(iterator))))
         if self.trace is not None:
             record.trace_with(self.trace)

@@ -76,6 +76,9 @@ NOT_TRANSFORM = (
 # Arguments that only the constructor reads, in addition to those that torch refuses to set later.
 _FIXED = ("last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size")
 
+#: The names that :func:`check_settable` refuses.
+NOT_SETTABLE = frozenset({*_FIXED, "transform", "tail", "epoch"})
+
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
 
@@ -84,14 +87,19 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
+# As tuples, since isinstance() would make a union of the classes for each call.
+_NOT_MAP_STYLE = (IterableDataset, MapDataPipe)
+_DATA_PIPES = (IterDataPipe, MapDataPipe)
+
+
 def is_map_style(dataset: object) -> bool:
     """Return whether samples are loaded by index: neither an iterable dataset nor a data pipe."""
-    return not isinstance(dataset, IterableDataset | MapDataPipe)
+    return not isinstance(dataset, _NOT_MAP_STYLE)
 
 
 def is_data_pipe(dataset: object) -> bool:
     """Return whether torch's own iterator has to load the dataset, for its graph of data pipes."""
-    return isinstance(dataset, IterDataPipe | MapDataPipe)
+    return isinstance(dataset, _DATA_PIPES)
 
 
 def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
@@ -146,8 +154,10 @@ def check_dataset(dataset: object) -> None:
     )
 
 
-def check_torchs_arguments(
-    *,
+_NOT_GIVEN = (None,) * 6
+
+
+def check_torchs_arguments(  # noqa: PLR0917 - each loader calls it with all of them
     dataset: object,
     num_workers: Any,
     prefetch_factor: Any,
@@ -165,6 +175,10 @@ def check_torchs_arguments(
     Raises:
         TypeError: If an argument is of a wrong type.
     """
+    check_dataset(dataset)
+    given = sampler, batch_sampler, collate_fn, worker_init_fn, generator, prefetch_factor
+    if type(num_workers) is int and type(timeout) is int and given == _NOT_GIVEN:
+        return
     # None is left to torch's constructor, which refuses it with a text that people search for.
     if num_workers not in (None, "auto") and not _is_whole(num_workers):
         raise TypeError(
@@ -187,7 +201,6 @@ def check_torchs_arguments(
         raise TypeError(
             f"generator should be a torch.Generator, but got generator={reprlib.repr(generator)}"
         )
-    check_dataset(dataset)
 
 
 def _is_whole(value: Any) -> bool:
@@ -222,22 +235,23 @@ def check_auto(
             "flight there"
         )
     if not is_seeded:
-        warn_of_random_numbers(dataset, "num_workers='auto'")
+        warn_of_random_numbers(dataset, "num_workers='auto'", stacklevel=6)
 
 
-def warn_of_random_numbers(dataset: object, given: str) -> None:
+def warn_of_random_numbers(dataset: object, given: str, *, stacklevel: int = 4) -> None:
     """Warn that samples' random numbers depend on their worker; called by a constructor.
 
     Args:
         dataset: The dataset. There is no warning if loading its samples runs no code of the user's.
         given: The argument that lets any worker take the next batch, as text: "executor=".
+        stacklevel: Where the warning is placed: at the call of the constructor.
     """
     if prove(dataset) is None:
         warnings.warn(
             f"{given} lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
             "independent of that; safe to ignore if your samples use no random numbers.",
-            stacklevel=5,  # past the constructor and its decorator
+            stacklevel=stacklevel,
         )
 
 
@@ -407,9 +421,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
         what = "a number of batches, or 0 or None for never"
         _check_count(interval, "snapshot_every_n_steps", what, minimum=0)
     concurrency = loader.fetch_concurrency
-    if concurrency is None:
-        _check_not_async(loader)
-    else:
+    if concurrency is not None:
         _check_count(concurrency, "fetch_concurrency", "a positive number of samples", minimum=1)
         if not is_map_style(loader.dataset):
             raise ValueError(
@@ -418,7 +430,7 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
             )
 
 
-def _check_not_async(loader: Any) -> None:
+def check_not_async(loader: Any) -> None:
     """Raise TypeError for an ``async def __getitem__`` that nothing can await.
 
     A collate function of the user's may await its samples, as with torch's loader. If the samples
@@ -426,9 +438,11 @@ def _check_not_async(loader: Any) -> None:
     """
     kind = type(loader.dataset)
     is_async = inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
+    if not is_async or loader.fetch_concurrency is not None:
+        return
     has_lists = loader._auto_collation and hasattr(kind, "__getitems__")
     is_torchs = loader.collate_fn in (default_collate, default_convert)
-    if is_async and is_torchs and not has_lists and is_map_style(loader.dataset):
+    if is_torchs and not has_lists and is_map_style(loader.dataset):
         raise TypeError(describe_coroutines(f"dataset {kind.__name__}"))
 
 
@@ -671,6 +685,8 @@ def parse_max_failures(max_failures: object) -> int | Fraction | None:
         TypeError: If it is neither None, an int, a float nor a Fraction.
         ValueError: If it is a float outside (0, 1].
     """
+    if max_failures is None:
+        return None
     got = f"but got max_failures={max_failures!r}"
     if isinstance(max_failures, float | np.floating):
         if not 0 < max_failures <= 1:
@@ -679,7 +695,7 @@ def parse_max_failures(max_failures: object) -> int | Fraction | None:
                 f"if it is a number of samples, {got}"
             )
         return Fraction(str(max_failures))
-    if max_failures is None or isinstance(max_failures, Fraction):
+    if isinstance(max_failures, Fraction):
         return max_failures
     if isinstance(max_failures, bool) or not isinstance(max_failures, Integral):
         raise TypeError(

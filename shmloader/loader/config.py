@@ -6,11 +6,13 @@ about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
 import concurrent.futures
-import secrets
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,9 +33,10 @@ if TYPE_CHECKING:  # imported where they are used: most loaders have neither
     from shmloader.pools.process_numbers import ProcessNumbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderConfig:
+class LoaderConfig(NamedTuple):
     """The arguments of a loader, checked, in the form in which its parts use them.
+
+    Those from ``num_workers`` on are set only with workers.
 
     Attributes:
         fetch: How a batch is fetched and collated; sent to the workers.
@@ -42,6 +45,10 @@ class LoaderConfig:
         on_error: How a sample that fails is handled.
         max_failures: How many samples may fail in an epoch; None for any number.
         saves_dataset: Whether states of the loader contain states of the dataset.
+        devices: Where each batch of a step arrives; None for the CPU. Only one, unless
+            ``has_steps``.
+        has_steps: Whether each step is a list of batches, one for each device.
+        device_transform: Called with each batch on the device; None for no call.
         num_workers: Number of workers to begin with.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
         prefetch_factor: Batches in flight per worker; 0 without workers.
@@ -54,16 +61,12 @@ class LoaderConfig:
         multiprocessing_context: A multiprocessing context; None for the default one.
         executor: The executor whose tasks make the batches; None for workers of our own.
         shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
-        devices: Where each batch of a step arrives; None for the CPU. Only one, unless
-            ``has_steps``.
-        has_steps: Whether each step is a list of batches, one for each device.
         device_prefetch: Number of batches that may be ready on the device.
-        device_transform: Called with each batch on the device; None for no call.
+        root: Directory that contains ``proc`` and ``sys``.
         worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
         rank: Number of this rank, where ranks share the workers.
         host_rank: Number of this rank on its host.
         host_ranks: How many ranks share the workers; 1 unless those are the host's.
-        root: Directory that contains ``proc`` and ``sys``.
     """
 
     fetch: FetchConfig
@@ -72,23 +75,23 @@ class LoaderConfig:
     on_error: OnError
     max_failures: int | Fraction | None
     saves_dataset: bool
-    num_workers: int
-    most_workers: int
-    prefetch_factor: int
-    fixed_window: int | None
-    in_order: bool
-    is_dynamic: bool
-    timeout_s: float
-    worker_init_fn: Callable[[int], None] | None
-    worker_restarts: int
-    multiprocessing_context: Any
-    executor: concurrent.futures.Executor | None
-    shm_bytes: int | None
     devices: tuple[torch.device | None, ...]
     has_steps: bool
-    device_prefetch: int
     device_transform: Callable[[Any], Any] | None
-    root: str
+    num_workers: int = 0
+    most_workers: int = 0
+    prefetch_factor: int = 0
+    fixed_window: int | None = None
+    in_order: bool = True
+    is_dynamic: bool = False
+    timeout_s: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    worker_restarts: int = 0
+    multiprocessing_context: Any = None
+    executor: concurrent.futures.Executor | None = None
+    shm_bytes: int | None = None
+    device_prefetch: int = 0
+    root: str = "/"
     worker_scope: WorkerScope = "rank"
     rank: int = 0
     host_rank: int = 0
@@ -111,7 +114,7 @@ class LoaderConfig:
     @property
     def has_device(self) -> bool:
         """Whether a batch is copied to a device."""
-        return any(device is not None for device in self.devices)
+        return self.devices.count(None) < len(self.devices)
 
     @property
     def may_replace_workers(self) -> bool:
@@ -161,16 +164,31 @@ class LoaderConfig:
             return None
         return slot_share(self.shm_bytes, self.most_window + self.lend_limit)
 
-    def watch_failures(self, failures: FailureList[FailedSample]) -> FailureWatch | None:
+    def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
         """Return the watch that records in ``failures``; None if the first failure is raised."""
         if self.on_error == "raise" or self.fetch.is_iterable:
             return None
         return FailureWatch(
-            failures,
+            parts.failures,
             self.max_failures,
             keep_size=self.fetch.keep_size,
             replaces=callable(self.on_error),
         )
+
+
+class BeginLock:
+    """Lock that a thread holds while it begins an epoch. In a forked child it is free again."""
+
+    __slots__ = ("_lock", "_pid")
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.RLock()
+
+    def present(self) -> threading.RLock:
+        """Return the lock of this process."""
+        if self._pid != os.getpid():  # it may be held by a thread that the child does not have
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        return self._lock
 
 
 @dataclass(slots=True)
@@ -179,7 +197,8 @@ class LoaderParts:
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
-        failures: The samples that failed.
+        begin_lock: Held by the thread that begins an epoch.
+        iterators: References to the iterators of the loader.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
@@ -189,14 +208,16 @@ class LoaderParts:
         dataset_epoch: Decides which number of an epoch the dataset is told.
         loaded_generators: The states of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
-        executor_key: Identifies the loader in processes of an executor.
+        executor_key: Identifies the loader in processes of an executor; empty before the first
+            epoch.
         process_numbers: The worker numbers of those processes; None before the first epoch.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
     adapter: Adapter | None = None
     host_pool: "HostPool | None" = None
-    failures: FailureList[FailedSample] = field(default_factory=FailureList)
+    begin_lock: BeginLock = field(default_factory=BeginLock)
+    iterators: list[weakref.ref[Any]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
@@ -204,9 +225,30 @@ class LoaderParts:
     state_cost: StateCost = field(default_factory=StateCost)
     dataset_epoch: DatasetEpoch = field(default_factory=DatasetEpoch)
     loaded_generators: dict[str, Any] = field(default_factory=dict)
-    executor_key: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    executor_key: bytes = b""
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
+    _failures: FailureList[FailedSample] | None = None
+
+    @property
+    def failures(self) -> FailureList[FailedSample]:
+        """The samples that failed."""
+        if self._failures is None:
+            self._failures = FailureList()
+        return self._failures
+
+    def add(self, iterator: object) -> None:
+        """Add an iterator."""
+        self.iterators.append(weakref.ref(iterator, self.iterators.remove))
+
+    def has(self, iterator: object) -> bool:
+        """Return whether this is an iterator of the loader."""
+        return weakref.ref(iterator) in self.iterators
+
+    def open_iterators(self) -> list[Any]:
+        """Return the iterators that are not garbage."""
+        alive = (reference() for reference in list(self.iterators))
+        return [iterator for iterator in alive if iterator is not None]
 
     def take_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""

@@ -5,7 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import contextlib
-import functools
+import inspect
 import itertools
 import operator
 import weakref
@@ -29,6 +29,7 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
+    NOT_SETTABLE,
     NOT_TRANSFORM,
     SnapshotInterval,
     check_arguments,
@@ -37,6 +38,7 @@ from shmloader.loader.arguments import (
     check_executor,
     check_last_batch,
     check_may_have_workers,
+    check_not_async,
     check_on_error,
     check_seed,
     check_settable,
@@ -262,6 +264,25 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     worker_init_fn: Any = ReadByFrameworks()  # as torch has it, which declares no type
 
+    # The arguments that torch's loader does not have. Their defaults are attributes of the class,
+    # and a loader has none of its own if all of them are defaults. A loader of a user's class,
+    # which may have attributes of these names, always has its own.
+    shm_size: int | str | None
+    worker_restarts: int
+    device: Any
+    device_transform: Callable[[Any], Any] | None
+    device_prefetch: int
+    on_error: OnError
+    max_failures: int | float | Fraction | None
+    last_batch: LastBatch | None
+    thread_pool: bool
+    seed: int | None
+    snapshot_every_n_steps: SnapshotInterval
+    fetch_concurrency: int | None
+    sample_timeout: float | None
+    executor: concurrent.futures.Executor | None
+    _sample_seed: int | None = None
+
     @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(  # noqa: PLR0917 - torch's signature
         self,
@@ -298,47 +319,58 @@ class DataLoader(MeasuredLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        # Set first: torch's constructor calls check_worker_number_rationality(), which reads them.
-        self.thread_pool, self.executor = thread_pool, executor
-        if isinstance(num_workers, AutoCount) and (
-            thread_pool or executor is not None or not is_map_style(dataset)
-        ):
-            num_workers = int(num_workers)  # another loader's number, which this one cannot adapt
+        own = (
+            shm_size,
+            worker_restarts,
+            device,
+            device_transform,
+            device_prefetch,
+            on_error,
+            max_failures,
+            last_batch,
+            thread_pool,
+            seed,
+            snapshot_every_n_steps,
+            fetch_concurrency,
+            sample_timeout,
+            executor,
+        )
+        has_own = type(self) is not DataLoader or not all(
+            map(operator.is_, own, OWN_DEFAULTS.values())
+        )
+        if has_own:
+            # Now, since torch's constructor calls check_worker_number_rationality().
+            self.thread_pool, self.executor = thread_pool, executor
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             is_seeded = seed is not None or self._may_shard
-            has_executor = executor is not None
-            check_auto(
-                dataset, thread_pool=thread_pool, is_seeded=is_seeded, has_executor=has_executor
-            )
-            cores = usable_cores(Path("/"))
-            self._adapter = Adapter(max(1, cores // 2), 2 * cores)
-            num_workers = AutoCount(self._adapter.count)
+            num_workers = self._adapt(num_workers, dataset, is_seeded=is_seeded)
         if executor is not None and num_workers and prefetch_factor is None:
             prefetch_factor = 1
-        self._sample_seed = check_seed(seed, dataset, has_generator=generator is not None)
+        if seed is not None:
+            seed = check_seed(seed, dataset, has_generator=generator is not None)
+            self._sample_seed = seed
         if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
             # A framework builds this loader with the batch sampler of another rollover loader.
             sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
             batch_sampler = None
-        check_last_batch(
-            last_batch,
-            batch_size,
-            drop_last=drop_last,
-            batch_sampler=batch_sampler,
-            is_map_style=is_map_style(dataset),
-        )
-
-        check_types = functools.partial(  # a subclass of the user's may load from anything
-            check_torchs_arguments,
-            dataset=dataset if type(self) is DataLoader else (),
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            timeout=timeout,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            collate_fn=collate_fn,
-            worker_init_fn=worker_init_fn,
-            generator=generator,
+        if last_batch is not None:
+            check_last_batch(
+                last_batch,
+                batch_size,
+                drop_last=drop_last,
+                batch_sampler=batch_sampler,
+                is_map_style=is_map_style(dataset),
+            )
+        torchs = (
+            dataset if type(self) is DataLoader else (),  # the user's may load from anything
+            num_workers,
+            prefetch_factor,
+            timeout,
+            sampler,
+            batch_sampler,
+            collate_fn,
+            worker_init_fn,
+            generator,
         )
         try:
             super().__init__(
@@ -361,29 +393,20 @@ class DataLoader(MeasuredLoader[_T_co]):
                 in_order=in_order,
             )
         except TypeError:
-            check_types()
+            check_torchs_arguments(*torchs)
             raise
-        check_types()
-        self.shm_size = shm_size
-        self.worker_restarts = worker_restarts
-        self.device = device
-        self.device_transform = device_transform
-        self.device_prefetch = device_prefetch
-        self.on_error = on_error
-        self.max_failures = max_failures
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.fetch_concurrency = fetch_concurrency
-        self.sample_timeout = sample_timeout
-        self.last_batch = last_batch
-        self.seed = self._sample_seed
-        own_workers = -(-self._most_workers // self._sharing_ranks)
-        most_window = self._window_wanted() or own_workers * (self.prefetch_factor or 0)
-        check_arguments(self, self._wanted_devices(), most_window)
-        if executor is not None and seed is None and not self._may_shard:
-            warn_of_random_numbers(dataset, "executor=")
-        given = (bool(shuffle), sampler is not None, batch_sampler is not None)
-        self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
-        self._make_own_parts()
+        check_torchs_arguments(*torchs)
+        if has_own:
+            self._set_own_arguments({**dict(zip(OWN_DEFAULTS, own, strict=True)), "seed": seed})
+            own_workers = -(-self._most_workers // self._sharing_ranks)
+            most_window = self._window_wanted() or own_workers * (self.prefetch_factor or 0)
+            check_arguments(self, self._wanted_devices(), most_window)
+            if executor is not None and seed is None and not self._may_shard:
+                warn_of_random_numbers(dataset, "executor=")
+        check_not_async(self)
+        if shuffle or sampler is not None or batch_sampler is not None:
+            given = (bool(shuffle), sampler is not None, batch_sampler is not None)
+            self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
         self._make_plan(sampler, batch_sampler)
         if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
             what = f"a batch of {batch_size}"
@@ -401,13 +424,47 @@ class DataLoader(MeasuredLoader[_T_co]):
             AttributeError, ValueError: If setting it would have no effect. (A user's subclass may
                 have its own attributes of these names.)
         """
-        if self._plan is not None and type(self).__module__.partition(".")[0] == "shmloader":
+        if name in NOT_SETTABLE and self._is_ours and self._is_made:
             check_settable(type(self), name)
-        super().__setattr__(name, value)
+        torch.utils.data.DataLoader.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """Return the dataset, the batch size, the workers, and what is not the default."""
         return describe_loader(self, DataLoader.__init__, self._order_given)
+
+    def _set_own_arguments(self, arguments: dict[str, Any]) -> None:
+        if self._is_ours:
+            self.__dict__.update(arguments)  # past __setattr__, which refuses some by now
+            return
+        for name, value in arguments.items():
+            setattr(self, name, value)
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether torch's constructor has ended."""
+        return bool(getattr(self, "_DataLoader__initialized"))  # noqa: B009 - torch's private name
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the class is none of the user's."""
+        return type(self).__module__.partition(".")[0] == "shmloader"
+
+    def _adapt(self, num_workers: Any, dataset: object, *, is_seeded: bool) -> int:
+        """Return the number of workers to begin with, with ``num_workers="auto"``."""
+        is_given = not isinstance(num_workers, AutoCount)
+        if not is_given and (
+            self.thread_pool or self.executor is not None or not is_map_style(dataset)
+        ):
+            return int(num_workers)  # another loader's number, which this one cannot adapt
+        check_auto(
+            dataset,
+            thread_pool=self.thread_pool,
+            is_seeded=is_seeded,
+            has_executor=self.executor is not None,
+        )
+        cores = usable_cores(Path("/"))
+        self._adapter = Adapter(max(1, cores // 2), 2 * cores)
+        return AutoCount(self._adapter.count)
 
     # What ShardedDataLoader overrides --------------------------------------------------------
 
@@ -475,7 +532,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         """
         if self.last_batch == "rollover":
             warn_of_lightning_epochs(self)
-        with self._begin_lock.present():
+        with self._parts.begin_lock.present():
             self._end_iterator()
             goes_on = self.persistent_workers and self.num_workers > 0 and self._is_own_iterator
             # Otherwise, torch's method calls _get_iterator(), which users may override.
@@ -486,7 +543,7 @@ class DataLoader(MeasuredLoader[_T_co]):
     @property
     def _is_own_iterator(self) -> bool:
         """Whether persistent workers run that this loader has started."""
-        return self._iterator is not None and self._iterator in self._open_iterators
+        return self._iterator is not None and self._parts.has(self._iterator)
 
     def _get_iterator(self) -> Any:
         """Return an iterator over a new epoch, with new workers; torch's ``__iter__`` calls this.
@@ -499,14 +556,14 @@ class DataLoader(MeasuredLoader[_T_co]):
     def _begin(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
         """Begin an epoch, and return its iterator, which ``make`` returns."""
         # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
-        with self._begin_lock.present():
+        with self._parts.begin_lock.present():
             if self._is_closed:
                 raise ClosedLoaderError(LOADER_CLOSED)
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                with plan.beginning(self._resume_dataset()):
-                    self._begin_epoch(draws_seed=draws_seed)
+                with self._beginning(plan):
+                    self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
             except BaseException:
                 plan.take_back(resumed)
@@ -519,7 +576,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_thread_pool(self)  # users may have set attributes since the constructor's check
         check_context(self)
         check_executor(self)
-        plan, parts = self._present_plan, self._parts
+        plan, parts = self._plan, self._parts
+        assert plan is not None
         if is_data_pipe(self.dataset):
             iterator: Any = torch_iterator(self, plan, parts)
         elif self.num_workers == 0:
@@ -552,7 +610,7 @@ class DataLoader(MeasuredLoader[_T_co]):
             check_may_have_workers(self.dataset)
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, self._config(), plan, parts)
-        self._open_iterators.add(iterator)
+        parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator.close()
             raise ClosedLoaderError(LOADER_CLOSED)
@@ -576,16 +634,16 @@ class DataLoader(MeasuredLoader[_T_co]):
         check_on_error(self.on_error)  # any other word would skip bad samples
         self._parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         is_iterable = self._dataset_kind == _DatasetKind.Iterable
-        size, order = self.shm_size, self._present_plan.order
         concurrency = self.fetch_concurrency
+        saves_dataset = self._saves_dataset
         fetch = FetchConfig(
             is_iterable,
             self._auto_collation,
             self.drop_last,
             keep_size=self.on_error == "skip" and self._is_in_ranks,
-            may_shard=(self._may_shard and isinstance(order, SeededOrder) and order.may_give_lists),
+            may_shard=self._may_shard and self._may_give_lists,
             seed=self._seed_of_samples,
-            snapshot_every=self._snapshot_interval if self._saves_dataset else 0,
+            snapshot_every=self._snapshot_interval if saves_dataset else 0,
             is_persistent=bool(self.persistent_workers),
             concurrency=None if concurrency is None else operator.index(concurrency),
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
@@ -593,13 +651,23 @@ class DataLoader(MeasuredLoader[_T_co]):
             takes_arrays=self._takes_arrays,
             told_epoch=None if self._shares_workers else self._parts.dataset_epoch.told,
         )
-        return LoaderConfig(
-            fetch=fetch,
-            dataset=self.dataset,
-            collate_fn=self.collate_fn,
-            on_error=self.on_error,
-            max_failures=parse_max_failures(self.max_failures),
-            saves_dataset=self._saves_dataset,
+        config = LoaderConfig(
+            fetch,
+            self.dataset,
+            self.collate_fn,
+            self.on_error,
+            parse_max_failures(self.max_failures),
+            saves_dataset,
+            tuple(map(parse_device, self._wanted_devices())),
+            self._has_steps,
+            self.device_transform,
+        )
+        return self._with_workers(config) if self.num_workers else config
+
+    def _with_workers(self, config: LoaderConfig) -> LoaderConfig:
+        """Return the configuration with the arguments about workers."""
+        size = self.shm_size
+        return config._replace(
             num_workers=self.num_workers,
             most_workers=self._most_workers,
             prefetch_factor=self.prefetch_factor or 0,
@@ -612,13 +680,16 @@ class DataLoader(MeasuredLoader[_T_co]):
             multiprocessing_context=self.multiprocessing_context,
             executor=self.executor,
             shm_bytes=None if size is None else parse_size(size, "shm_size"),
-            devices=tuple(parse_device(device) for device in self._wanted_devices()),
-            has_steps=self._has_steps,
             device_prefetch=operator.index(self.device_prefetch),
-            device_transform=self.device_transform,
             root=self._root,
             **self._scope_config(),
         )
+
+    @property
+    def _may_give_lists(self) -> bool:
+        """Whether a step of the order may be a list of index lists."""
+        order = self._present_plan.order
+        return isinstance(order, SeededOrder) and order.may_give_lists
 
     @property
     def _takes_arrays(self) -> bool:
@@ -659,7 +730,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
-            for iterator in list(self._open_iterators):
+            for iterator in self._parts.open_iterators():
                 stack.callback(iterator.close)
         self._parts.host_pool = None
         # Last, since no exception is raised from an iterator that is freed as garbage.
@@ -677,3 +748,13 @@ class DataLoader(MeasuredLoader[_T_co]):
     ) -> None:
         """Close the loader."""
         self.close()
+
+
+#: The arguments that torch's loader does not have, with their defaults.
+OWN_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in (*inspect.signature(torch.utils.data.DataLoader.__init__).parameters, "self")
+}
+for _name, _default in OWN_DEFAULTS.items():
+    setattr(DataLoader, _name, _default)

@@ -1,5 +1,7 @@
 """The iterator of a loader whose batches are made by an executor (``executor=``)."""
 
+import secrets
+
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.interruptions import is_interruption
@@ -26,6 +28,7 @@ class ExecutorIterator(SlotIterator):
         parts = self._parts
         if parts.process_numbers is None:
             parts.process_numbers = ProcessNumbers()
+            parts.executor_key = secrets.token_bytes(16)
         # This process alone writes to the slots.
         memory = self._memory_config(1, config.most_window)
         self._pool = ExecutorPool(

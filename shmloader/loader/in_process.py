@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from shmloader.batch.arrays import ArraysHere
+from shmloader.batch.arrays import ArraysHere, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import describe_indices
@@ -55,13 +55,31 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     restored after each batch.
     """
 
-    _is_closed = False
-    _closed_because = ""
-    _is_exhausted = False
-    # Whether the next index batch is being drawn, and whether it was drawn but is not delivered
-    # yet. An exception from outside would lose it.
-    _is_drawing = _is_loading = False
-    _draw_ns = 0
+    # As slots, they are not among the attributes of torch's iterator: with too many of these, each
+    # iterator's dict would have keys of its own, and take four times the memory.
+    __slots__ = (
+        "_checkpoint",
+        "_closed_because",
+        "_dataset_epoch",
+        "_draw_ns",
+        "_end",
+        "_is_closed",
+        "_is_drawing",
+        "_is_exhausted",
+        "_is_fresh",
+        "_is_loading",
+        "_is_stream",
+        "_maker",
+        "_plan",
+        "_progress",
+        "_record",
+        "_seq",
+        "_step",
+        "_takes_arrays",
+        "_timer",
+        "_transform",
+        "_watch",
+    )
 
     def __init__(
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
@@ -95,6 +113,12 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches "
                 "are loaded in this process, which cannot stop waiting for itself"
             )
+        self._is_closed = self._is_exhausted = False
+        self._closed_because = ""
+        # Whether the next index batch is being drawn, and whether it was drawn but is not delivered
+        # yet. An exception from outside would lose it.
+        self._is_drawing = self._is_loading = False
+        self._draw_ns = 0
         self._plan, self._progress = plan, plan.progress
         self._dataset_epoch = parts.dataset_epoch
         # The number of the newest index batch among those that this iterator has drawn.
@@ -102,14 +126,14 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._is_fresh = True
         self._is_stream = config.fetch.is_iterable
         self._takes_arrays = config.fetch.takes_arrays
-        self._watch = config.watch_failures(parts.failures)
+        self._watch = config.watch_failures(parts)
         self._step, self._transform = self._find_transform(config)
         self._timer = Timer()
-        self._end = _do_nothing
+        self._end: Callable[[], object] = _do_nothing
         fetcher = config.fetch.make_concurrent_fetcher()
         if fetcher is not None:
-            self._end = weakref.finalize(self, fetcher.close)
-            self._end.atexit = False
+            finalizer = self._end = weakref.finalize(self, fetcher.close)
+            finalizer.atexit = False
         self._maker = LocalMaker(
             config,
             checkpoint,
@@ -159,7 +183,9 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 indices = next(self._sampler_iter)
             except StopIteration:
                 break
-            self._draw_ns += time.monotonic_ns() - began_ns
+            drawn_ns = time.monotonic_ns()
+            self._draw_ns += drawn_ns - began_ns
+            self._timer.begin(drawn_ns)
             self._seq += 1
             self._is_loading, self._is_drawing = True, False
             try:
@@ -180,7 +206,6 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _make(self, indices: object) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""
-        self._timer.begin()
         batch: Any = EmptyBatchError
         try:
             batch = self._maker.make(indices)
@@ -361,6 +386,7 @@ class LocalMaker:
         fetch = config.fetch
         is_seeded = fetch.seed is not None
         rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
+        gatherer = ArraysHere(config.dataset).find_gatherer if fetch.takes_arrays else no_gatherer
         with _as_before(None if is_seeded else checkpoint.rng):
             set_global_rng_state(loaded)
             self._maker = BatchMaker(
@@ -372,7 +398,7 @@ class LocalMaker:
                 timer=timer,
                 epoch=epoch,
                 restores_rngs=True,
-                find_gatherer=ArraysHere(config.dataset).find_gatherer,
+                find_gatherer=gatherer,
                 concurrent_fetcher=concurrent_fetcher,
             )
             if fetch.is_iterable and not is_seeded:

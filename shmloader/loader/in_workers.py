@@ -1,6 +1,5 @@
 """The iterator over batches of worker processes: its own, or those that a host's ranks share."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,9 +95,7 @@ class WorkerIterator(SlotIterator):
             wanted = pool.wanted_count  # another iterator's thread may change it
             if wanted is not None:
                 # The rank that began the pool decides the maximum; the pool adapts the number.
-                self._config = dataclasses.replace(
-                    config, num_workers=wanted, most_workers=pool.worker_count
-                )
+                self._config = config._replace(num_workers=wanted, most_workers=pool.worker_count)
             memory = self._memory_of_workers()
             tasks = TaskConfig(config.fetch, memory, is_debugging())
             try:

@@ -8,12 +8,9 @@ import contextlib
 import copy
 import logging
 import operator
-import os
-import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Sized
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -66,26 +63,14 @@ def _is_same(one: object, other: object) -> bool:
     return one is other or (type(one) is int and type(other) is int and one == other)
 
 
-class _BeginLock:
-    """Lock that a thread holds while it begins an epoch. In a forked child it is free again."""
-
-    __slots__ = ("_lock", "_pid")
-
-    def __init__(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.RLock()
-
-    def present(self) -> threading.RLock:
-        """Return the lock of this process."""
-        if self._pid != os.getpid():  # it may be held by a thread that the child does not have
-            self._pid, self._lock = os.getpid(), threading.RLock()
-        return self._lock
-
-
 class _Epoch:
     """``loader.epoch``: not a property, so that a subclass may have an attribute of that name."""
 
     def __get__(self, loader: Any, _: object = None) -> Any:
-        return self if loader is None else loader._plan.present_epoch
+        if loader is None:
+            return self
+        plan = loader._plan
+        return (loader._present_plan if plan is None else plan).present_epoch
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -104,7 +89,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _adapter: Adapter | None = None
     #: The seed that samples and order depend on, as the constructor got it.
     _sample_seed: int | None
-    #: Set at the end of the constructor.
+    #: Without a seed, it is made when it is needed.
     _plan: EpochPlan | None = None
     #: Numbers the plan's epochs.
     _counter: EpochCounter
@@ -115,15 +100,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     #: Whether the dataset is told the numbers of epochs.
     _passes_epochs = True
 
-    # Not shared or copied: a copy or a pickle of the loader gets new ones.
-    _parts: LoaderParts
-    _open_iterators: weakref.WeakSet[Any]
-    _begin_lock: _BeginLock
-
-    def _make_own_parts(self) -> None:
-        self._open_iterators = weakref.WeakSet()
-        self._begin_lock = _BeginLock()
-        self._parts = LoaderParts(self._adapter)
+    @property
+    def _parts(self) -> LoaderParts:
+        """What iterators share. It is made when it is needed; a copy of the loader has its own."""
+        own = self.__dict__
+        parts = own.get("_own_parts")
+        if parts is None:
+            parts = own.setdefault("_own_parts", LoaderParts(self._adapter))
+        return cast("LoaderParts", parts)
 
     @property
     def as_torch_sees_it(self) -> Any:
@@ -142,7 +126,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         Users may replace them, or what they consist of, in ways that ``__setattr__`` cannot see.
         """
         plan = self._plan
-        assert plan is not None
+        if plan is None:
+            plan = self._set_plan(EpochCounter())
         plan.generator = self.generator
         sources = self._order_sources()
         if not all(map(_is_same, sources, self._sources)):
@@ -166,20 +151,23 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _make_plan(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
-        """Set the plan; called by the constructor with the user's samplers, or None."""
-        counter = EpochCounter()
+        """Prepare the samplers; called by the constructor with the user's, or None."""
         if self.last_batch == "rollover" and batch_sampler is None:
             assert self.batch_size is not None
             # Set in __dict__, since torch's __setattr__ refuses to change this attribute.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
         seed = self._sample_seed
-        if seed is not None and sampler is None and batch_sampler is None:
+        if seed is None:
+            return
+        counter = EpochCounter()
+        if sampler is None and batch_sampler is None:
             self._use_seeded_sampler(seed, counter)
-        self._set_plan(counter)
+        self._set_plan(counter)  # now, since it notes the epochs of the user's samplers
 
-    def _set_plan(self, counter: EpochCounter) -> None:
+    def _set_plan(self, counter: EpochCounter) -> EpochPlan:
         self._sources, self._counter = self._order_sources(), counter
-        self._plan = EpochPlan(self._make_order(), counter)
+        self._plan = plan = EpochPlan(self._make_order(), counter)
+        return plan
 
     def _make_order(self) -> SeededOrder | SamplerOrder:
         """Return the order of the samplers that the loader has now."""
@@ -313,16 +301,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         is_iterable = isinstance(self.dataset, IterableDataset)
         return super().__len__() if is_iterable else len(self._present_plan)
 
-    def _begin_epoch(self, *, draws_seed: bool) -> None:
+    def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         """Begin the next epoch, for an iterator.
 
         Args:
+            plan: The present plan.
             draws_seed: Whether the iterator draws a base seed: not if its workers run already.
 
         Raises:
             ValueError: If a state was loaded, and the samplers were replaced since.
         """
-        plan = self._present_plan
         if plan.resumed is not None:
             check_facts(plan.resumed, plan.order.facts(), self._batch_argument)
             self._resume_checkpoints(plan.resumed)
@@ -343,28 +331,30 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._iterator = None
             iterator._shutdown_workers()
 
-    def _resume_dataset(self) -> dict[str, Any]:
+    def _beginning(self, plan: EpochPlan) -> contextlib.AbstractContextManager[None]:
         """Load the dataset's own state, if a loaded state between two epochs contains it.
 
         Workers start with the dataset as it is in this process.
 
         Returns:
-            The states of the process's global generators that loading has set. They are left so
-            without workers. With workers, which have generators of their own, they are set back.
+            The context in which the epoch begins. After it, the process's global generators have
+            the states that loading has set, but not with workers, which have generators of their
+            own.
         """
-        plan, own = self._present_plan, self._parts.loaded_generators
+        own = self._parts.loaded_generators
         own.clear()
         plan.drop_state_of_another()  # a sampler's set_epoch() may have been called since
         resumed = plan.resumed
-        if resumed is None or "dataset" not in resumed:
-            return own
-        before = global_rng_state()
-        self.dataset.load_state_dict(copy.deepcopy(resumed["dataset"]))  # type: ignore[attr-defined]
-        if self.num_workers:
-            set_global_rng_state(before)
-        else:
-            own.update(changed(before))
-        return own
+        if resumed is None:
+            return contextlib.nullcontext()
+        if "dataset" in resumed:
+            before = global_rng_state()
+            self.dataset.load_state_dict(copy.deepcopy(resumed["dataset"]))  # type: ignore[attr-defined]
+            if self.num_workers:
+                set_global_rng_state(before)
+            else:
+                own.update(changed(before))
+        return plan.beginning(own)
 
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
@@ -512,7 +502,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
-        for iterator in list(self._open_iterators):
+        for iterator in self._parts.open_iterators():
             iterator.replace()
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
@@ -575,13 +565,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle: no iterators, failures or statistics."""
-        plan = self._present_plan
-        if plan.progress.is_ended:
+        plan = self._plan
+        if plan is not None and plan.progress.is_ended:
             plan.commit()  # a copy begins with the samples that were left over
         state = self.__dict__.copy()
         state["_iterator"] = None
-        for name in ("_parts", "_open_iterators", "_begin_lock"):
-            del state[name]
+        state.pop("_own_parts", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -589,23 +578,21 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self.__dict__.update(state)
         if self._adapter is not None:
             self._adapter = Adapter(self.num_workers, self._adapter.most)
-        self._make_own_parts()
-        self._unshare_plan()
+        if self._plan is not None:
+            self._unshare_plan(self._plan)
 
-    def _unshare_plan(self) -> None:
+    def _unshare_plan(self, plan: EpochPlan) -> None:
         """Make the plan this loader's own: copy.copy() has shared it with the original."""
-        plan = self._plan
-        assert plan is not None
         if not plan.was_pickled:
             counter = copy.copy(plan.counter)
-            self._plan = plan.copy(copy.copy(plan.order), counter)
+            own = self._plan = plan.copy(copy.copy(plan.order), counter)
             if isinstance(self.batch_sampler, RolloverBatchSampler):
                 self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
             if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
                 sampler = copy.copy(self.sampler)
                 sampler.epochs = counter
                 self._set_own_sampler(sampler)
-            self._counter, plan = counter, self._plan
+            self._counter, plan = counter, own
         plan.was_pickled = False
         self._sources = self._order_sources()
         order = self._make_order()

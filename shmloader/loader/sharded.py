@@ -33,6 +33,7 @@ from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
 from shmloader.sampling.epoch_counter import EpochCounter
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import chain
@@ -373,7 +374,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         known = self._ranks.known
         return None if known is None else known[1]
 
-    def _begin_epoch(self, *, draws_seed: bool) -> None:
+    def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         self._ranks.resolve()
         _check_generator(self.generator, self._ranks.known)
         check_worker_scope(
@@ -384,7 +385,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             multiprocessing_context=self.multiprocessing_context,
             saves_dataset=self._saves_dataset,
         )
-        super()._begin_epoch(draws_seed=draws_seed)
+        super()._begin_epoch(plan, draws_seed=draws_seed)
 
     @property
     def _shares_workers(self) -> bool:

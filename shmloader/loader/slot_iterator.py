@@ -68,7 +68,7 @@ class SlotIterator(EngineIterator):
             is_iterable=config.fetch.is_iterable,
             is_dynamic=is_dynamic,
             is_seeded=config.fetch.seed is not None,
-            watch=config.watch_failures(self._parts.failures),
+            watch=config.watch_failures(self._parts),
             present=present,
             first_worker=first_worker,
             sharers=sharers,

@@ -35,7 +35,7 @@ class ThreadIterator(EngineIterator):
             in_order=config.in_order,
             timeout_s=config.timeout_s,
             sample_timeout_s=config.fetch.sample_timeout_s,
-            watch=config.watch_failures(self._parts.failures),
+            watch=config.watch_failures(self._parts),
         )
 
     def _begin_draws(self) -> None:

@@ -110,14 +110,14 @@ def refuse_old_names(
     """
 
     def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-        known = tuple(inspect.signature(init).parameters)
+        known = frozenset(inspect.signature(init).parameters)
 
         @functools.wraps(init)
         def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
-            for name in options:
+            for name in options.keys() - known:
                 if name in remedies:
                     raise TypeError(f"{name} is not an argument: {remedies[name]}")
-                if name not in known and (similar := difflib.get_close_matches(name, known, 1)):
+                if similar := difflib.get_close_matches(name, sorted(known), 1):
                     raise TypeError(
                         f"{init.__qualname__}() got an unexpected keyword argument {name!r}. "
                         f"Did you mean {similar[0]!r}?"

@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Progress:
     """Tracks how far the newest epoch of a loader has come. Used on the user's thread.
@@ -28,13 +30,13 @@ class Progress:
         "_added", "_ahead", "_before", "_removed", "_start", "is_ended", "offset", "position",
     )  # fmt: skip
 
-    def __init__(
-        self, position: int = 0, ahead: frozenset[int] = frozenset(), offset: int = 0
-    ) -> None:
+    def __init__(self, position: int = 0, ahead: frozenset[int] = _NONE, offset: int = 0) -> None:
         self.offset = offset
         self._start = self.position = position
         # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
-        self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
+        self._before: list[int] = []
+        if ahead:
+            self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
         self._ahead = set(ahead)
         # Numbers that were added to and removed from ``_ahead`` since the mark.
         self._added: list[int] = []
@@ -44,7 +46,7 @@ class Progress:
     @property
     def ahead(self) -> frozenset[int]:
         """Numbers of tickets after the position that are done as well (``in_order=False``)."""
-        return frozenset(self._ahead)
+        return frozenset(self._ahead) if self._ahead else _NONE
 
     def done(self, seq: int) -> None:
         """Note that a ticket is done.

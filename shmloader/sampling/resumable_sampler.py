@@ -1,12 +1,12 @@
 """Draws one epoch's index batches from a loader's samplers, from any batch on."""
 
-import collections
 import copy
 import itertools
 import json
 import zlib
 from collections.abc import Iterator
 from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -71,7 +71,7 @@ class ResumableSampler(Iterator[Any]):
         self._items: Iterator[Any] | None = None
         self._why_not_begun = ""
         # The batches drawn, from the one before the position on, with their numbers.
-        self._drawn: collections.deque[tuple[int, Any]] = collections.deque()
+        self._drawn: list[tuple[int, Any]] = []
         # The sampler or iterator that has a state of its own, and states taken of it, each with the
         # number of batches drawn before.
         self._stateful: Any = None
@@ -90,7 +90,7 @@ class ResumableSampler(Iterator[Any]):
         drawn, last = self._drawn, self._progress.position - 1
         drawn.append((self._number, item))
         while drawn[0][0] < last:
-            drawn.popleft()
+            del drawn[0]
         self._number += 1
         if self._tells_position and (self._number == 1 or self._number % _OWN_STATE_EVERY == 0):
             self._take_own_state()
@@ -155,7 +155,7 @@ class ResumableSampler(Iterator[Any]):
                 self._take_own_state()
             if state is not None and "own" in state:
                 self._drawing = restart_if_exhausted(self._drawing, self._iterate)
-            return self._drawing
+            return self._checkpoint.begin(self._state, self._drawing)
         self._last_checksum = state.get("last")
         with self._checkpoint.drawing(state):
             items = self._continue(state)
@@ -174,7 +174,8 @@ class ResumableSampler(Iterator[Any]):
 
     def _find_stateful(self) -> Any:
         """Return the iterator or sampler that has a state of its own; None if there is none."""
-        if has_own_state(self._iterator):
+        is_generator = isinstance(self._iterator, GeneratorType)
+        if not is_generator and has_own_state(self._iterator):
             return self._iterator
         if self._checkpoint.stateful is not None:
             return self._checkpoint.stateful

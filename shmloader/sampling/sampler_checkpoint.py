@@ -5,13 +5,15 @@ generators, and may count its epochs. A checkpoint has the state of all of these
 was drawn, so that another process can draw the same epoch again.
 
 Guarantees:
-    * Taking a checkpoint draws nothing and changes nothing.
+    * Taking a checkpoint draws nothing and changes nothing, except when an epoch begins: then the
+      seed of torch's RandomSampler is drawn here instead of there.
     * The process's global generators are not changed, except while a sampler that drew from them
       draws its epoch again, up to the first batch that was not delivered.
 """
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -178,50 +180,54 @@ class SamplerCheckpoint:
         generator: torch.Generator | None = None,
     ) -> None:
         self._chain = chain(index_sampler)
-        self._is_known = are_known(index_sampler)
+        self._is_known = True
         self._carry_over = carry_over
         self._generators: list[torch.Generator] = []
+        # These draw one seed from torch's global generator, and everything else from that seed.
+        self._seeding: list[RandomSampler] = []
+        draws = False
         for sampler in self._chain:
+            self._is_known = self._is_known and is_known(sampler)
             own = probe(sampler, "generator")
-            if isinstance(own, torch.Generator) and own not in self._generators:
+            if own is None:
+                if type(sampler) is RandomSampler:
+                    self._seeding.append(sampler)
+                draws = draws or type(sampler) in _DRAWING
+            elif isinstance(own, torch.Generator) and own not in self._generators:
                 self._generators.append(own)
         # If a sampler's generator is the loader's as well, it is saved only once.
         self._loaders_generator = None if generator in self._generators else generator
-        self._counting = [
-            sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))
-        ]
-        # These draw one seed from torch's global generator, and everything else from that seed.
-        self._seeding = [
-            sampler
-            for sampler in self._chain
-            if type(sampler) is RandomSampler and sampler.generator is None
-        ]
-        self.stateful: Any = next(
-            (each for each in self._chain if not is_known(each) and has_own_state(each)), None
-        )
-        draws = any(
-            type(sampler) in _DRAWING and sampler.generator is None for sampler in self._chain
-        )
-        self.global_generators: tuple[str, ...] = ("torch",) if draws else ()
+        self.stateful: Any = None
+        self.global_generators: tuple[str, ...] = ()
         if not self._is_known:
-            self.global_generators, self._seeding = GLOBAL_GENERATORS, []
-        if self.stateful is not None:
-            self.global_generators = ()
+            self._seeding = []
+            self.stateful = next(
+                (each for each in self._chain if not is_known(each) and has_own_state(each)), None
+            )
+            if self.stateful is None:
+                self.global_generators = GLOBAL_GENERATORS
+        elif draws:
+            self.global_generators = ("torch",)
         self.draws_seed = bool(self._seeding)
+
+    def _counting(self) -> list[Any]:
+        """Return the samplers that count epochs."""
+        return [sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))]
 
     def dump(self, *, is_begun: bool) -> dict[str, Any]:
         """Take a checkpoint, as plain values.
 
         Args:
-            is_begun: Whether an epoch begins now. Otherwise the states of the process's global
-                generators are left out, since they may change before an epoch begins.
+            is_begun: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
+                process's global generators are left out, since they may change before an epoch
+                begins.
         """
         state: dict[str, Any] = {"begun": is_begun}
         if self._generators:
             state["generators"] = [dump_generator(generator) for generator in self._generators]
         if self._loaders_generator is not None:
             state["generator"] = dump_generator(self._loaders_generator)
-        epochs = [probe(sampler, "epoch") for sampler in self._counting]
+        epochs = [probe(sampler, "epoch") for sampler in self._counting()]
         if any(isinstance(epoch, int) for epoch in epochs):
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carry_over is not None:
@@ -229,10 +235,25 @@ class SamplerCheckpoint:
         if self.stateful is not None:
             state.update(own_entry(take_own_state(self.stateful)))
         if is_begun and self._seeding:
-            state["seed"] = _next_seed()
+            state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
         if is_begun and self.global_generators:
             state["streams"] = global_rng_state(self.global_generators)
         return state
+
+    def begin(self, state: dict[str, Any], drawing: Iterator[Any]) -> Iterator[Any]:
+        """Begin to draw the epoch of a checkpoint that was just taken.
+
+        Args:
+            state: The checkpoint.
+            drawing: Yields the epoch's batches, and has not begun.
+        """
+        if "seed" not in state:
+            return drawing
+        _seed(self._seeding, state["seed"])
+        try:
+            return itertools.chain(list(itertools.islice(drawing, 1)), drawing)
+        finally:
+            _unseed(self._seeding)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as at the checkpoint, except for global generators.
@@ -279,7 +300,7 @@ class SamplerCheckpoint:
 
     def restore_epochs(self, state: dict[str, Any]) -> None:
         """Set the epochs of the samplers that count them."""
-        for sampler, epoch in zip(self._counting, state.get("epochs", ()), strict=False):
+        for sampler, epoch in zip(self._counting(), state.get("epochs", ()), strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
 
@@ -292,31 +313,23 @@ class SamplerCheckpoint:
         self.restore_generators(state)
         with contextlib.ExitStack() as stack:
             if "seed" in state and self._seeding:
-                stack.enter_context(_seeded(self._seeding, state["seed"]))
+                stack.callback(_unseed, self._seeding)
+                _seed(self._seeding, state["seed"])
             if "streams" in state:
                 stack.enter_context(with_global_rng_state(state["streams"]))
             yield
 
 
-def _next_seed() -> int:
-    """Return the seed that a RandomSampler without a generator is about to draw."""
-    before = torch.get_rng_state()
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    torch.set_rng_state(before)
-    return seed
-
-
-@contextlib.contextmanager
-def _seeded(samplers: list[RandomSampler], seed: int) -> Iterator[None]:
-    """Give RandomSamplers generators with this seed for a block, in which they begin to draw."""
+def _seed(samplers: list[RandomSampler], seed: int) -> None:
+    """Give RandomSamplers generators with this seed, with which they begin to draw."""
     for sampler in samplers:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for sampler in samplers:
-            sampler.generator = None
+
+
+def _unseed(samplers: list[RandomSampler]) -> None:
+    for sampler in samplers:
+        sampler.generator = None
 
 
 def take_own_state(sampler: object) -> object:

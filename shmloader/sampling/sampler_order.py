@@ -149,6 +149,8 @@ class SamplerOrder:
         Args:
             position: Number of batches that the user is done with.
         """
+        if self._progress.is_ended:
+            self._drawn = None
         if self.carry_over is not None:
             self.carry_over.commit(position, self.index_sampler)
 

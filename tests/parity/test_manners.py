@@ -221,7 +221,8 @@ def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_anoth
             return iter([[n] for n in range(6)])
 
     loader = DataLoader(Squares(6), batch_sampler=Batches(), num_workers=num_workers)
-    lock = loader._begin_lock._lock = WatchedLock(loader._begin_lock._lock)
+    begin_lock = loader._parts.begin_lock
+    lock = begin_lock._lock = WatchedLock(begin_lock._lock)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(loader))
     thread.start()

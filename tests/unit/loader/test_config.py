@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 
@@ -23,7 +22,7 @@ def config_of(kind=DataLoader, **options):
 
 
 def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         config_of().num_workers = 3
 
 
@@ -76,7 +75,7 @@ def test_the_window_is_that_of_the_workers(options, window, most) -> None:
 def test_of_a_hosts_workers_a_rank_has_its_share_in_the_window_and_one_more_where_it_lacks_some(
     workers, ranks, window
 ) -> None:
-    found = dataclasses.replace(config_of(num_workers=workers), host_ranks=ranks)
+    found = config_of(num_workers=workers)._replace(host_ranks=ranks)
     assert found.window == window
 
 
