@@ -461,7 +461,7 @@ class _ShareTrial(_Trial):
 
 
 def _name_of_meeting(topic: str) -> str:
-    digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}")).hexdigest()[:32]
+    digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}\n0")).hexdigest()[:32]
     return f"shmloader-{os.geteuid()}-{digest}"
 
 
