@@ -5,8 +5,12 @@ the batches before the position are discarded.
 """
 
 import itertools
+import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
+
+from shmloader.sampling.indices import as_list
 
 
 def too_few(position: int, count: int, source: str) -> ValueError:
@@ -59,3 +63,33 @@ def without_done(batches: Iterator[Any], position: int, ahead: frozenset[int]) -
         return batches
     numbers = itertools.count(position)
     return filter(lambda _: next(numbers) not in ahead, batches)
+
+
+def checksum(indices: object) -> int | None:
+    """Return a checksum of numbers and strings; None for other objects, whose text may differ."""
+    try:
+        return zlib.crc32(json.dumps(as_list(indices)).encode())
+    except (TypeError, ValueError):
+        return None
+
+
+def check_same(last: object, expected: int | None, number: int, kind: str) -> None:
+    """Check that a sampler yields what it yielded in the run whose state was loaded.
+
+    Args:
+        last: The last of what was delivered before, as it is drawn now.
+        expected: Its checksum in the state; None if it was not known.
+        number: Number of its batch.
+        kind: What yields it, for the message.
+
+    Raises:
+        ValueError: If it differs.
+    """
+    actual = checksum(last)
+    if expected is not None and actual is not None and expected != actual:
+        raise ValueError(
+            f"the state does not fit this loader: the {kind} of this loader yields another "
+            f"batch {number} than that of the run whose state this is. Its order must be "
+            "the same whenever it is iterated for the same epoch: seed it, or give it a "
+            "generator=, a set_epoch(), or state_dict() and load_state_dict()"
+        )

@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import json
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from types import GeneratorType
@@ -13,19 +11,17 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.interruptions import is_interruption
 from shmloader.messages import Unsaved
-from shmloader.sampling.fast_forward import pass_over, too_few, without_done
-from shmloader.sampling.indices import as_list
+from shmloader.sampling.fast_forward import check_same, checksum, pass_over, too_few, without_done
 from shmloader.sampling.own_state import has_own_state
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
     SamplerCheckpoint,
-    are_known,
     chain,
     describe,
     is_known,
     log_redraw,
+    may_differ_between_ranks,
     own_entry,
     take_own_state,
 )
@@ -240,14 +236,7 @@ class ResumableSampler(Iterator[Any]):
             return
         kind = describe(self._index_sampler)
         last = pass_over(self._drawing, count, position, kind)
-        expected, actual = self._last_checksum, _checksum(last)
-        if expected is not None and actual is not None and expected != actual:
-            raise ValueError(
-                f"the state does not fit this loader: the {kind} of this loader yields another "
-                f"batch {position - 1} than that of the run whose state this is. Its order must be "
-                "the same whenever it is iterated for the same epoch: seed it, or give it a "
-                "generator=, a set_epoch(), or state_dict() and load_state_dict()"
-            )
+        check_same(last, self._last_checksum, position - 1, kind)
 
     def _take_own_state(self) -> None:
         own = take_own_state(self._stateful)
@@ -267,24 +256,11 @@ class ResumableSampler(Iterator[Any]):
         return number < self._progress.position or not number
 
     def _checksum_of_last(self) -> int | None:
-        """Return a checksum of the last batch that the user is done with.
-
-        None for torch's and our samplers that yield one rank's share, since one rank may save the
-        state for all ranks.
-        """
-        is_cut = any(map(is_cut_for_ranks, chain(self._index_sampler)))
-        if is_cut and are_known(self._index_sampler):
+        """Return a checksum of the last batch that the user is done with; None if not known."""
+        if may_differ_between_ranks(self._index_sampler):
             return None
         last = self._progress.position - 1
         for number, indices in self._drawn:
             if number == last:
-                return _checksum(indices)
+                return checksum(indices)
         return self._last_checksum if last + 1 == self._begun_at else None
-
-
-def _checksum(indices: object) -> int | None:
-    """Return a checksum of numbers and strings; None for other objects, whose text may differ."""
-    try:
-        return zlib.crc32(json.dumps(as_list(indices)).encode())
-    except (TypeError, ValueError):
-        return None

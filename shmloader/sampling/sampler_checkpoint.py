@@ -32,6 +32,7 @@ from shmloader.messages import Unsaved
 from shmloader.probing import probe
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.own_state import has_own_state, take_state
+from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     dump_generator,
@@ -101,6 +102,14 @@ def are_known(index_sampler: object) -> bool:
     An epoch then draws from the process's global generators at most for its first index.
     """
     return all(map(is_known, chain(index_sampler)))
+
+
+def may_differ_between_ranks(index_sampler: object) -> bool:
+    """Whether torch's or our sampler yields one rank's share.
+
+    One rank may then save the state for all ranks, to which its own share does not matter.
+    """
+    return any(map(is_cut_for_ranks, chain(index_sampler))) and are_known(index_sampler)
 
 
 def log_redraw(index_sampler: object, position: int) -> None:

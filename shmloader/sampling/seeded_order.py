@@ -4,6 +4,7 @@ The module is long because each of the order's three sources (a permutation, the
 user's batch sampler) is drawn, measured, described and resumed in it.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -15,7 +16,7 @@ from torch.utils.data import Sampler
 
 from shmloader.probing import probe
 from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.fast_forward import too_few, without_done
+from shmloader.sampling.fast_forward import check_same, checksum, too_few, without_done
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import Ranks
@@ -28,6 +29,7 @@ from shmloader.sampling.sampler_checkpoint import (
     epoch_of,
     log_redraw,
     may_count_epochs,
+    may_differ_between_ranks,
     set_epoch_of,
     size_of_batches,
 )
@@ -122,6 +124,10 @@ class SeededOrder(Sampler[list[Any]]):
         self._state: dict[str, Any] | None = None
         self._begun_from: dict[str, Any] | None = None
         self._steps: Steps | None = None
+        # The last items of the steps that were drawn, from the last delivered one on, each with the
+        # number of the step, from 1; and the position at which the newest epoch began.
+        self._lasts: collections.deque[tuple[int, Any]] = collections.deque()
+        self._begun_at = 0
 
     @property
     def cut(self) -> Cut:
@@ -181,6 +187,7 @@ class SeededOrder(Sampler[list[Any]]):
             "_progress": Progress(),
             "_done_ahead": frozenset(),
             "_state": None,
+            "_lasts": collections.deque(),
             "_begun_from": None,
         }
 
@@ -203,6 +210,8 @@ class SeededOrder(Sampler[list[Any]]):
         self.epoch = epoch
         self._progress, self._done_ahead = progress, progress.ahead
         self._state = self._begun_from = state
+        self._begun_at = progress.position
+        self._lasts.clear()
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def draw(
@@ -336,7 +345,18 @@ class SeededOrder(Sampler[list[Any]]):
         """Return the checkpoint of the newest epoch, as plain values."""
         if self._state is None or not self._state["begun"]:
             self._state = {**self.checkpoint().dump(is_begun=False), "begun": True}
-        return self._state
+        return {**self._state, "last": self._checksum_of_last()}
+
+    def _checksum_of_last(self) -> int | None:
+        """Return a checksum of the last item before the position, for any rank, if it is known."""
+        if self._items is None or may_differ_between_ranks(self._items):
+            return None
+        position = self._progress.position
+        for number, item in self._lasts:
+            if number == position:
+                return checksum(item)
+        begun_from = self._begun_from if position == self._begun_at else None
+        return None if begun_from is None else begun_from.get("last")
 
     def dump_next(
         self,
@@ -403,6 +423,12 @@ class SeededOrder(Sampler[list[Any]]):
                 weigh=_sample_count if self._batch_size is None and self._may_shard else _one,
                 start=start,
                 offset=self._progress.offset,
+                check_passed=functools.partial(
+                    check_same,
+                    expected=(self._begun_from or {}).get("last"),
+                    number=start - 1,
+                    kind=describe(self._items),
+                ),
             )
         return self.steps_of(self.epoch, start)
 
@@ -437,10 +463,15 @@ class SeededOrder(Sampler[list[Any]]):
 
         It can be continued after an error of the user's sampler.
         """
-        cut, offset = self.cut, self._progress.offset
+        cut, progress = self.cut, self._progress
+        lasts = self._lasts = collections.deque()
 
         def shape(items: list[Any]) -> Any:
             number = steps.drawn - 1
+            if isinstance(steps, DrawnSteps):
+                lasts.append((steps.drawn, steps.newest))
+                while lasts[0][0] < progress.position:
+                    lasts.popleft()
             try:
                 step = self._form(items, number)
             except BaseException:
@@ -448,7 +479,7 @@ class SeededOrder(Sampler[list[Any]]):
                 raise
             if not self._is_positioned:
                 return step
-            first = offset + number * cut.global_count + cut.rank * cut.share
+            first = progress.offset + number * cut.global_count + cut.rank * cut.share
             return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
 
         return map(shape, without_done(steps, steps.drawn, self._done_ahead))

@@ -214,9 +214,11 @@ class DrawnSteps(Steps):
         weigh: Function that returns the number of samples in an item.
         start: Number of the first step that is yielded; earlier steps are drawn and discarded.
         offset: Number of items before step 0, which are drawn and discarded, too.
+        check_passed: Called with the last item that was discarded.
 
     Attributes:
         item_count: Number of items in the epoch, once the last one is drawn; else None.
+        newest: The last item that was drawn, for any rank.
     """
 
     def __init__(
@@ -231,8 +233,11 @@ class DrawnSteps(Steps):
         weigh: Callable[[Any], int] = lambda _: 1,
         start: int = 0,
         offset: int = 0,
+        check_passed: Callable[[Any], None] = lambda _: None,
     ) -> None:
         super().__init__(last_batch, start)
+        self.newest: Any = None
+        self._check_passed = check_passed
         self.item_count: int | None = None
         self._items_drawn = 0
         self._to_pass = self._before = offset + start * cut.global_count
@@ -269,6 +274,7 @@ class DrawnSteps(Steps):
                 raise too_few(before, found, "sampler")
             if not items:  # the last step that was delivered was short
                 self._to_pass = 0
+        self._check_passed(self.newest)
 
     def _note_beginning(self, items: list[Any]) -> None:
         if self._last_batch == "pad" and len(self._beginning) < self._cut.global_count:
@@ -325,6 +331,7 @@ class DrawnSteps(Steps):
             raise
         self._has_begun = self._has_begun or len(taken) > waited
         self._items_drawn += len(taken)
+        self.newest = taken[-1] if taken else self.newest
         return taken
 
 
