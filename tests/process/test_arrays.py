@@ -337,7 +337,7 @@ def test_a_plan_of_arrays_is_torch_s_and_draws_as_torch_s(size, drop_last, has_g
         outer = BatchSampler(RandomSampler(range(LENGTH), generator=generator), size, drop_last)
         found = []
         for _ in range(2):
-            drawing = array_batches(outer) if as_arrays else iter(outer)
+            drawing = array_batches(outer, iter(outer)) if as_arrays else iter(outer)
             while (indices := next(drawing, None)) is not None:
                 streams = [torch.get_rng_state()]
                 if generator is not None:
@@ -349,7 +349,7 @@ def test_a_plan_of_arrays_is_torch_s_and_draws_as_torch_s(size, drop_last, has_g
 
     assert steps(True) == steps(False)
     in_order = BatchSampler(SequentialSampler(range(LENGTH)), size, drop_last)
-    assert [as_list(one) for one in array_batches(in_order)] == list(in_order)
+    assert [as_list(one) for one in array_batches(in_order, iter(in_order))] == list(in_order)
 
 
 def test_samplers_of_other_kinds_have_no_plan_of_arrays():
@@ -366,15 +366,16 @@ def test_samplers_of_other_kinds_have_no_plan_of_arrays():
         OwnBatches(RandomSampler(data), 2, False),
         [[1, 2]],
     ):
-        assert array_batches(outer) is None
+        assert array_batches(outer, iter(outer)) is None
     elsewhere = RandomSampler(data)
     elsewhere.generator = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    assert array_batches(BatchSampler(elsewhere, 2, False)) is None
+    outer = BatchSampler(elsewhere, 2, False)
+    assert array_batches(outer, iter(outer)) is None
     more = BatchSampler(RandomSampler(data, num_samples=30), 4, False)
     torch.manual_seed(1)
     expected = list(more)
     torch.manual_seed(1)
-    assert list(array_batches(more)) == expected
+    assert list(array_batches(more, iter(more))) == expected
 
 
 @pytest.mark.slow
