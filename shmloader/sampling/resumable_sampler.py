@@ -1,6 +1,7 @@
 """Draws one epoch's index batches from a loader's samplers, from any batch on."""
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterator
 from itertools import islice
@@ -146,7 +147,7 @@ class ResumableSampler(Iterator[Any]):
         )
         if state is None or not state["begun"]:
             self._checkpoint.restore_generators(state or {})
-            self._state = self._checkpoint.dump(is_begun=True)
+            self._state = self._checkpoint.dump(is_begun=True, draws_seed=not self._has_drawn())
             if self._stateful is not None:
                 self._take_own_state()
             if state is not None and "own" in state:
@@ -158,6 +159,12 @@ class ResumableSampler(Iterator[Any]):
             first = list(islice(items, 1))
         position = self._progress.position
         return without_done(itertools.chain(first, items), position, self._done_ahead)
+
+    def _has_drawn(self) -> bool:
+        """Whether the sampler's iterator was used before it came here, as toolkits do to resume."""
+        return isinstance(self._iterator, GeneratorType) and (
+            inspect.getgeneratorstate(self._iterator) != inspect.GEN_CREATED
+        )
 
     def _iterate(self) -> Iterator[Any]:
         return self._registered(iter(self._index_sampler))

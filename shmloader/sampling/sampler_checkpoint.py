@@ -223,13 +223,15 @@ class SamplerCheckpoint:
         """Return the samplers that count epochs."""
         return [sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))]
 
-    def dump(self, *, is_begun: bool) -> dict[str, Any]:
+    def dump(self, *, is_begun: bool, draws_seed: bool = True) -> dict[str, Any]:
         """Take a checkpoint, as plain values.
 
         Args:
             is_begun: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
                 process's global generators are left out, since they may change before an epoch
                 begins.
+            draws_seed: Whether the seed of torch's RandomSampler is drawn when an epoch begins. It
+                was drawn already if the sampler's iterator was used before.
         """
         state: dict[str, Any] = {"begun": is_begun}
         if self._generators:
@@ -243,7 +245,7 @@ class SamplerCheckpoint:
             state["rest"] = list(self._carry_over.samples)
         if self.stateful is not None:
             state.update(own_entry(take_own_state(self.stateful)))
-        if is_begun and self._seeding:
+        if is_begun and draws_seed and self._seeding:
             state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
         if is_begun and self.global_generators:
             state["streams"] = global_rng_state(self.global_generators)
