@@ -11,13 +11,14 @@ travel with the ticket and are unpacked where the samples are loaded. A ticket t
 or by another worker, therefore draws the same random numbers.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from shmloader.sampling.user_iterators import has_begun
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -70,9 +71,7 @@ def array_batches(index_sampler: Any, drawing: Iterator[Any]) -> Iterator[Any] |
         or over torch's own random sampler, without replacement and drawing on the CPU; and None if
         something was drawn already, as toolkits do to resume.
     """
-    if type(index_sampler) is not BatchSampler or not inspect.isgenerator(drawing):
-        return None
-    if inspect.getgeneratorstate(drawing) != inspect.GEN_CREATED:
+    if type(index_sampler) is not BatchSampler or has_begun(drawing):
         return None
     sampler = index_sampler.sampler
     if type(sampler) is SequentialSampler:

@@ -17,6 +17,7 @@ from shmloader.sampling.own_state import has_own_state
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
+    BEGUN_ELSEWHERE,
     SamplerCheckpoint,
     chain,
     describe,
@@ -27,7 +28,7 @@ from shmloader.sampling.sampler_checkpoint import (
     take_own_state,
 )
 from shmloader.sampling.steps import Steps
-from shmloader.sampling.user_iterators import iterate, only_next, restart_if_exhausted
+from shmloader.sampling.user_iterators import has_begun, iterate, only_next, restart_if_exhausted
 
 # After how many batches a sampler's own state is taken: states may be large, and drawing the
 # batches in between again costs little.
@@ -145,6 +146,10 @@ class ResumableSampler(Iterator[Any]):
         self._tells_position = self._stateful is not None and (
             self._stateful is not self._checkpoint.stateful or self._is_only_batched()
         )
+        if has_begun(self._iterator):
+            dumped = self._checkpoint.dump(is_begun=False)
+            self._state = {**dumped, "begun": True, **BEGUN_ELSEWHERE}
+            return self._drawing
         if state is None or not state["begun"]:
             self._checkpoint.restore_generators(state or {})
             self._state = self._checkpoint.dump(is_begun=True, draws_seed=not self._has_drawn())

@@ -352,6 +352,16 @@ def take_own_state(sampler: object) -> object:
     )
 
 
+#: Entry of a checkpoint of an epoch from which other code has drawn batches first.
+BEGUN_ELSEWHERE = {
+    "unsaved": Unsaved(
+        "the state of this epoch cannot be saved: other code has drawn batches from the sampler "
+        "before the loader did, as toolkits do to resume, so the position is not known. Save the "
+        "toolkit's state, or call state_dict() in the next epoch."
+    )
+}
+
+
 def own_entry(own: object) -> dict[str, object]:
     """Return the entry of a checkpoint for a sampler's own state, or for an ``Unsaved``."""
     return {"unsaved" if isinstance(own, Unsaved) else "own": own}

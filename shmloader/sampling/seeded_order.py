@@ -23,6 +23,7 @@ from shmloader.sampling.ranks import Ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
+    BEGUN_ELSEWHERE,
     SamplerCheckpoint,
     are_known,
     describe,
@@ -224,13 +225,16 @@ class SeededOrder(Sampler[list[Any]]):
         """Return ``drawing``; its steps are arrays if ``as_arrays`` and the order allow it.
 
         Args:
-            drawing: The newest iterator of this order, from which nothing was drawn yet.
+            drawing: The newest iterator of this order.
             generator: Not used.
             as_arrays: Whether steps may be ranges or arrays instead of lists. That applies only to
                 an order of the dataset's indices without shards.
         """
-        if isinstance(self._steps, OrderSteps) and not self._num_shards:
-            self._steps.as_arrays = as_arrays
+        steps = self._steps
+        if steps is not None and steps.drawn > self._progress.position:
+            self._state = {**self.dump(), **BEGUN_ELSEWHERE}
+        if isinstance(steps, OrderSteps) and not self._num_shards:
+            steps.as_arrays = as_arrays
         return drawing
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins

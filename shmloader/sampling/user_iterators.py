@@ -1,5 +1,6 @@
 """Functions that draw from users' samplers and their iterators."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -47,3 +48,11 @@ def restart_if_exhausted(
     rest = only_next(items)
     first = list(itertools.islice(rest, 1))
     return itertools.chain(first, rest) if first else restart()
+
+
+def has_begun(items: Iterator[Any]) -> bool:
+    """Whether something was drawn from a generator; False for iterators of other types.
+
+    torch's samplers are generators. Toolkits draw from them to resume.
+    """
+    return inspect.isgenerator(items) and inspect.getgeneratorstate(items) != inspect.GEN_CREATED

@@ -190,6 +190,24 @@ def test_a_position_is_restored_by_iterators_that_a_toolkit_has_changed(
         assert run(base) == expected
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_epoch_that_a_toolkit_has_begun_has_no_state_of_ours(seed, monkeypatch):
+    classes.patch_iterators(monkeypatch)
+    loader = classes.speech_toolkit(DataLoader)(Numbers(LENGTH), 3, shuffle=True, seed=seed)
+    expected = values(loader)
+    if seed is not None:
+        loader.set_epoch(0)
+    loader.restore(2)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    assert first == expected[2] or seed is None
+    with pytest.raises(RuntimeError, match="other code has drawn batches from the sampler"):
+        loader.state_dict()
+    assert len(values(iterator)) == 1
+    next(iter(loader))
+    assert loader.state_dict()["position"] == 1
+
+
 def test_a_loader_of_a_samplers_batches_is_resumed(workers):
     loader = classes.speech_dynamic(DataLoader, Numbers(LENGTH), **workers)
     iterator = iter(loader)
