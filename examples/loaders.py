@@ -1,7 +1,6 @@
 """A loader to try the command line with. Its samples wait as for a disk, and compute a little.
 
 shmloader bench examples.loaders:make_loader --step-ms 5
-shmloader tune examples.loaders:make_loader
 """
 
 import time

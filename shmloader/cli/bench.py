@@ -48,6 +48,7 @@ def _compare(
 
     Within a round, both see the same state of the machine. Which one runs first alternates.
     """
+    like(loader, of_torch=True)  # if this is not possible, fail at once
     measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
     interrupted = None
     for number in range(options.rounds):

@@ -24,7 +24,6 @@ from shmloader.cli.bench import bench
 from shmloader.cli.doctor import doctor
 from shmloader.cli.report import report
 from shmloader.cli.target import UsageError
-from shmloader.cli.tune import tune
 
 _INTERRUPTED = 130
 _BAD_ARGUMENTS = 2
@@ -66,15 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=doctor)
 
-    target = _Parser(add_help=False)
-    target.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader"
-    )
-    step_help = "duration of a simulated training step after each batch, in ms (%(default)s)"
-    target.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
-
     bench_help = "run a loader, and show where its time goes"
-    command = commands.add_parser("bench", parents=[target], help=bench_help)
+    command = commands.add_parser("bench", help=bench_help)
+    loader_help = "a function that returns a loader"
+    command.add_argument("target", metavar="MODULE:FUNCTION", help=loader_help)
+    step_help = "duration of a simulated training step after each batch, in ms (%(default)s)"
+    command.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
     command.add_argument(
         "--batches", type=count, default=200, help="number of batches to take (%(default)s)"
     )
@@ -83,20 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
     rounds_help = "number of turns of each loader with --vs (%(default)s)"
     command.add_argument("--rounds", type=count, default=5, help=rounds_help)
     command.set_defaults(run=bench)
-
-    tune_help = "find the best num_workers and prefetch_factor"
-    command = commands.add_parser("tune", parents=[target], help=tune_help)
-    seconds_help = "longest measurement of a setting, in seconds (%(default)s)"
-    command.add_argument(
-        "--seconds", type=_number(0.1, float, "a number"), default=5.0, help=seconds_help
-    )
-    rounds_help = "number of turns of each of the best settings, to compare them (%(default)s)"
-    command.add_argument(
-        "--rounds", type=_number(3, int, "a whole number"), default=5, help=rounds_help
-    )
-    plot_help = "draw the speeds into a file (png, svg or pdf)"
-    command.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
-    command.set_defaults(run=tune)
 
     command = commands.add_parser("report", help="write a web page that shows a trace")
     command.add_argument("trace", type=Path, help="a file that loader.trace() has written")

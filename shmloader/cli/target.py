@@ -88,25 +88,25 @@ def _search_here() -> None:
             sys.path.insert(0, here)
 
 
-def call(make: Callable[..., Any], name: str, **options: Any) -> Any:
+def call(make: Callable[..., Any], name: str) -> Any:
     """Return what the user's function returns.
 
     Raises:
         UsageError: If the function raises.
     """
     try:
-        return make(**options)
+        return make()
     except Exception as error:
         raise _raised(f"{name}()", error) from error
 
 
-def make_loader(make: Callable[..., Any], name: str, **options: Any) -> Any:
+def make_loader(make: Callable[..., Any], name: str) -> Any:
     """Return the loader that the user's function makes.
 
     Raises:
         UsageError: If what it returns cannot be iterated, or the function raises.
     """
-    loader = call(make, name, **options)
+    loader = call(make, name)
     if probe(loader, "__iter__") is None:
         raise UsageError(f"{name}() returned {described_type(loader)}, which is not a loader")
     return loader
@@ -120,15 +120,6 @@ def _raised(name: str, error: Exception) -> UsageError:
             if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
                 return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
     return UsageError(what)
-
-
-def takes_settings(make: Callable[..., Any]) -> bool:
-    """Whether the function has parameters ``num_workers`` and ``prefetch_factor``."""
-    try:
-        parameters = inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return False
-    return {"num_workers", "prefetch_factor"} <= set(parameters)
 
 
 def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
@@ -145,7 +136,7 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
     if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
             f"{described_type(loader)} cannot be made again with other arguments: name a function "
-            "that returns a DataLoader, or (for tune) takes num_workers and prefetch_factor"
+            "that returns a DataLoader"
         )
     is_ours = isinstance(loader, DataLoader)
     given: Any = loader

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import io
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +17,8 @@ import torch
 import shmloader
 from shmloader.cli import bench as benching
 from shmloader.cli import measure as measuring
-from shmloader.cli import tune as tuning
-from shmloader.cli.climb import IN_PROCESS, Setting, Speed, climb, decide, finalists
 from shmloader.cli.main import main
 from shmloader.cli.target import UsageError, like
-from shmloader.memory.limits import Free
 from shmloader.sampling import BucketBatchSampler
 from tests.process.support import ROOT
 
@@ -45,21 +39,8 @@ class Slow(Dataset):
 def make():
     return shmloader.DataLoader(Slow(), batch_size=4, num_workers=2, shuffle=True)
 
-class Slower(Slow):
-    def __getitem__(self, index):
-        time.sleep(0.03)
-        return index
-
-def make_slower():
-    return shmloader.DataLoader(Slower(), num_workers=2)
-
 def make_torch():
     return torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1)
-
-def make_with(num_workers, prefetch_factor):
-    return shmloader.DataLoader(
-        Slow(), batch_size=4, num_workers=num_workers, prefetch_factor=prefetch_factor
-    )
 
 def make_in_process():
     return torch.utils.data.DataLoader(Slow(), batch_size=4)
@@ -127,7 +108,7 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine:make_list"), "the loader returns no batch"),
         (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
         (
-            ("tune", "loaders_of_mine:make_and_raise"),
+            ("bench", "loaders_of_mine:make_and_raise"),
             "raised ValueError: of mine ({here}/loaders_of_mine.py, line ",
         ),
         (("bench", "broken:make"), "broken raised SyntaxError: "),
@@ -145,8 +126,10 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine:make", "--batches", "0"), "'0' is not a whole number from 1"),
         (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "'-1' is not a number from 0 up"),
         (("bench", "loaders_of_mine:make", "--vs", "gluon"), "invalid choice: 'gluon'"),
-        (("tune", "loaders_of_mine:make_sharded"), "cannot be made again"),
-        (("tune", "loaders_of_mine:make_list"), "cannot be made again"),
+        (
+            ("bench", "loaders_of_mine:make_sharded", "--vs", "torch"),
+            "cannot be made again",
+        ),
         (("report", "no.json"), "no.json"),
     ],
 )
@@ -300,194 +283,6 @@ def test_doctor_tells_of_a_limit_on_address_space(capsys) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     (line,) = (text for text in capsys.readouterr().out.splitlines() if "ulimit -v" in text)
     assert line.startswith("  address space   400.0 GB (`ulimit -v`; ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_fonts")
-def test_tune_prints_the_best_setting_as_a_line_of_python(capsys, here) -> None:
-    arguments = (
-        "loaders_of_mine:make_slower",
-        "--seconds",
-        "0.4",
-        "--plot",
-        str(here / "curve.png"),
-    )
-    assert run("tune", *arguments, "--rounds", "3") == 0
-    said = capsys.readouterr().out
-    assert len(re.findall(r"^  num_workers=0  +[\d.,]+ ± ", said, re.MULTILINE)) == 1
-    assert re.search(r"^  num_workers=0  +[\d.,]+ \([\d.,]+–[\d.,]+\)$", said, re.MULTILINE)
-    assert re.search(r" times as fast \(.+\) as num_workers=0, and won 3 of 3 rounds: faster", said)
-    line = next(line for line in said.splitlines() if line.startswith("DataLoader(..., "))
-    setting = eval(line.replace("DataLoader(..., ", "dict("))
-    # Samples that wait gain by each worker, and by far more than a busy machine takes.
-    assert setting["num_workers"] >= 1
-    assert (here / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tune_uses_the_settings_of_a_function_that_takes_them(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(tuning, "usable_cores", lambda _: 1)
-    assert run("tune", "loaders_of_mine:make_with", "--seconds", "0.2", "--rounds", "3") == 0
-    assert "num_workers=1, prefetch_factor=4" in capsys.readouterr().out
-
-
-def test_after_ctrl_c_tune_tells_the_best_so_far(capsys, monkeypatch) -> None:
-    measure = tuning._Tuner.measure
-
-    def interrupt(tuner, setting, best):
-        if best is not None:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-        return measure(tuner, setting, best)
-
-    monkeypatch.setattr(tuning._Tuner, "measure", interrupt)
-    assert run("tune", "loaders_of_mine:make", "--seconds", "0.2") == 130
-    said = capsys.readouterr().out
-    assert "interrupted; measured so far" in said
-    assert said.rstrip().endswith("prefetch_factor=2)")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("curve.mp3", "has no suffix of a picture"), ("no/curve.png", "there is no directory")],
-)
-def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
-    capsys, name, text
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert run("tune", "loaders_of_mine:make", "--plot", name) == 2
-    assert text in capsys.readouterr().err
-
-
-def hill(setting: Setting) -> float:
-    """Speeds with one top, at 6 workers; a prefetch of 4 gains a little."""
-    workers, prefetch = setting
-    return 100 - 10 * abs(workers - 6) + {1: -5.0, 2: 0.0, 4: 20.0}.get(prefetch, 0.0)
-
-
-def test_the_climb_finds_the_top_and_keeps_to_the_limits() -> None:
-    tried = []
-
-    def measure(setting: Setting, best: Speed | None) -> Speed:
-        tried.append(setting)
-        return Speed(hill(setting), 0.1, 100)
-
-    *_, (best, _) = climb(Setting(2, 2), measure, lambda setting: setting.num_workers <= 16)
-    assert best == Setting(6, 4)
-    assert len(tried) == len(set(tried)) < 20
-    *_, (best, _) = climb(Setting(2, 2), measure, lambda setting: setting.num_workers <= 3)
-    assert best == Setting(3, 4)
-    assert max(tried[20:]).num_workers <= 3 if len(tried) > 20 else True
-
-
-def test_a_setting_that_takes_less_need_not_be_faster() -> None:
-    def measure(setting: Setting, best: Speed | None) -> Speed:
-        return Speed(100.0, 0.1, 100)
-
-    *_, (best, _) = climb(Setting(4, 4), measure, lambda _: True)
-    assert best == Setting(1, 1)
-
-
-def test_the_climb_measures_in_process_once() -> None:
-    tried = []
-
-    def measure(setting: Setting, best: Speed | None) -> Speed:
-        tried.append(setting)
-        return Speed(100.0 - 10 * setting.num_workers, 0.1, 100)
-
-    *_, (best, _) = climb(Setting(2, 8), measure, lambda _: True)
-    assert best.num_workers == 1
-    assert [one for one in tried if one.num_workers == 0] == [IN_PROCESS]
-
-
-def test_finalists_are_the_best_the_fastest_the_cheapest_near_them_and_in_process() -> None:
-    rates = {(0, 0): 10.0, (1, 2): 95.0, (2, 2): 100.0, (2, 4): 102.0, (4, 2): 50.0}
-    known = {Setting(*one): Speed(rate, 1.0, 100) for one, rate in rates.items()}
-    chosen = finalists(known, Setting(2, 2))
-    assert chosen == [IN_PROCESS, Setting(1, 2), Setting(2, 2), Setting(2, 4)]
-    assert finalists({IN_PROCESS: Speed(1.0, 0.1, 9)}, IN_PROCESS) == [IN_PROCESS]
-
-
-ONE, TWO, FOUR = Setting(1, 2), Setting(2, 2), Setting(4, 2)
-
-
-@pytest.mark.parametrize(
-    ("rates", "chosen"),
-    [
-        # It wins each round by much more than the rounds differ.
-        ({IN_PROCESS: (10, 11, 10), TWO: (20, 21, 22)}, TWO),
-        # It wins each round, but by less than they differ.
-        ({IN_PROCESS: (10, 10, 10), TWO: (10.5, 11.0, 12.0)}, IN_PROCESS),
-        # By more than they differ, but by too little to matter.
-        ({IN_PROCESS: (10, 10, 10), TWO: (10.1, 10.1, 10.1)}, IN_PROCESS),
-        # One round is lost.
-        ({IN_PROCESS: (10, 10, 10), TWO: (30, 9, 30)}, IN_PROCESS),
-        # All are slower.
-        ({IN_PROCESS: (10, 10, 10), ONE: (5, 5, 5), TWO: (9, 9, 9)}, IN_PROCESS),
-        # Each is better than the one before.
-        ({FOUR: (40, 41, 40), IN_PROCESS: (10, 10, 10), TWO: (20, 20, 20)}, FOUR),
-        # The second is certain to be better, the third is not better than that.
-        ({IN_PROCESS: (10, 10, 10), TWO: (20, 20, 20), FOUR: (20, 21, 19)}, TWO),
-        # The machine slowed down meanwhile, which the rounds have in common.
-        ({IN_PROCESS: (10, 5, 2), TWO: (20, 10, 4)}, TWO),
-        ({TWO: (1, 2, 3)}, TWO),
-    ],
-)
-def test_a_setting_is_chosen_if_it_wins_by_more_than_the_rounds_differ(rates, chosen) -> None:
-    found, comparisons = decide(rates)
-    assert found == chosen
-    assert len(comparisons) == len(rates) - 1
-    assert (chosen == min(rates)) == (not any(one.is_faster for one in comparisons))
-
-
-def test_a_comparison_says_how_certain_it_is() -> None:
-    _, (comparison,) = decide({IN_PROCESS: (10, 10, 10), TWO: (9, 12, 15)})
-    assert str(comparison) == (
-        "num_workers=2, prefetch_factor=2 was 1.20 times as fast (0.90–1.50) as num_workers=0, "
-        "and won 2 of 3 rounds"
-    )
-    assert comparison.outcome == "not certain to be faster"
-    _, (slower,) = decide({IN_PROCESS: (10, 10, 10), TWO: (5, 9, 7)})
-    assert slower.outcome == "slower"
-
-
-def test_where_nothing_wins_tune_says_so(capsys) -> None:
-    rates = {IN_PROCESS: (10.0, 10.0, 10.0), TWO: (9.0, 12.0, 15.0)}
-    assert tuning._print_decision(rates) == IN_PROCESS
-    said = capsys.readouterr().out
-    assert "not certain to be faster" in said
-    assert "no setting is faster by more than the rounds differ; the cheapest one" in said
-    assert said.endswith("\n\nDataLoader(..., num_workers=0)\n")
-
-
-def test_tune_keeps_to_the_memory_there_is(monkeypatch) -> None:
-    monkeypatch.setattr(tuning, "usable_cores", lambda _: 8)
-    monkeypatch.setattr(tuning, "free_memory", lambda *_: Free(200, "made up"))
-    options = argparse.Namespace(target="m:make", step_ms=0.0, seconds=1.0)
-    tuner = tuning._Tuner(lambda num_workers, prefetch_factor: [], options)
-    assert tuner.may_try(Setting(8, 16)), "nothing is known yet"
-    tuner.known[Setting(2, 2)] = Speed(1.0, 0.0, 1, nbytes=100)
-    assert tuner.may_try(Setting(3, 2))  # 150 of the 160 that may be expected to be taken
-    assert not tuner.may_try(Setting(4, 2))
-    assert not tuner.may_try(Setting(2, 4))
-    assert not tuner.may_try(Setting(9, 1)), "more than the cores"
-
-
-@pytest.mark.parametrize(
-    ("rates", "best", "spans"),
-    [
-        ((100.0,) * 50, None, 4),  # steady: soon known
-        ((50.0, 150.0) * 25, None, 50),  # never: as long as may be
-        ((50.0, 150.0) * 25, Speed(500.0, 1.0, 100), 4),  # but hopeless
-    ],
-)
-def test_a_setting_is_measured_only_as_long_as_needed(rates, best, spans) -> None:
-    noted = tuning._Spans(4.95, best)
-    taken = 0
-    for rate in rates:
-        taken += 1
-        if any(noted.note(1 / rate) for _ in range(round(rate / 10))):
-            break
-    assert taken == pytest.approx(spans, abs=1)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
