@@ -4,9 +4,7 @@ The first table has the time that it takes to seed, save and restore the process
 second one has whole epochs without a seed and with one, for each kind of dataset, in this process
 and in two workers: CPU time of all processes together, in µs a batch. The kinds differ in what may
 draw random numbers: nothing (tensors and arrays that are gathered, a list, numbers), code that does
-not draw, or code that does. The last table has epochs of 1,000,000 texts, of which the dataset
-looks one up for each sample, with torch's loader, ours without a seed and with one, and
-``ShardedDataLoader``, which always has one.
+not draw, or code that does.
 
 Each run is a fresh process in which the loaders take turns, an epoch at a time. The least time of
 each loader is taken, which is its cost when no other process wants the core. A round runs all
@@ -30,7 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from _fresh import in_turn, run_anew
+from _fresh import run_anew
 from _machine import describe_machine
 from _spread import with_spread
 from torch.utils.data import Dataset, TensorDataset
@@ -76,19 +74,6 @@ class Made(Dataset[Any]):
         if index >= self._length:
             raise IndexError(index)
         return index, self._make()
-
-
-class LookUp(Dataset[str]):
-    """A dataset that looks up a text for each sample."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> str:
-        return self.texts[index]
 
 
 def _transform() -> torch.Tensor:
@@ -172,43 +157,6 @@ def run_kind(kind: str, workers: int, batch_size: int, batches: int) -> dict[str
     return {name: min(values[1:]) for name, values in figures.items()}
 
 
-LOOK_UP_LOADERS = ("torch", "shmloader", "shmloader, seed=0", "ShardedDataLoader")
-
-
-def _make_look_up_loader(name: str, dataset: LookUp, options: dict[str, Any]) -> Any:
-    match name:
-        case "torch":
-            return torch.utils.data.DataLoader(dataset, **options)
-        case "shmloader":
-            return shmloader.DataLoader(dataset, **options)
-        case "shmloader, seed=0":
-            return shmloader.DataLoader(dataset, seed=0, **options)
-    return shmloader.ShardedDataLoader(dataset, **options)
-
-
-def run_look_up(workers: int, batch_size: int, length: int) -> dict[str, float]:
-    """Measure the epochs of a dataset that looks up texts, in µs a batch, for each loader."""
-    texts = [str(number) for number in range(length)]
-    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
-    cpu_s = time.process_time
-    if workers:
-        options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        cpu_s = _cpu_s
-    loaders = {name: _make_look_up_loader(name, LookUp(texts), options) for name in LOOK_UP_LOADERS}
-    expected = sum(map(len, texts))
-    figures: dict[str, list[float]] = {name: [] for name in loaders}
-    for epoch in range(3):
-        for name in in_turn(LOOK_UP_LOADERS, epoch):
-            began_s, total = cpu_s(), 0
-            for batch in loaders[name]:
-                total += sum(map(len, batch))
-            figures[name].append((cpu_s() - began_s) / (length / batch_size) * 1e6)
-            # The padding of the last step repeats samples.
-            if not expected <= total <= expected + batch_size * len(texts[-1]):
-                raise RuntimeError(f"{name} delivered other samples")
-    return {name: min(values[1:]) for name, values in figures.items()}
-
-
 def _measure(arguments: Sequence[str]) -> dict[str, float]:
     return run_anew(__file__, arguments, _RUN_LIMIT_S)
 
@@ -218,20 +166,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--batches", type=int, default=100, help="in an epoch; x20 with workers")
-    parser.add_argument("--texts", type=int, default=1_000_000, help="texts to look up")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--smallest", action="store_true", help="only check that it runs")
-    parser.add_argument("--run", choices=["parts", "look-up", *KINDS], help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=["parts", *KINDS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smallest:
-        options.rounds, options.batches, options.batch_size, options.texts = 1, 2, 4, 40
+        options.rounds, options.batches, options.batch_size = 1, 2, 4
     if options.run == "parts":
         print(json.dumps(run_parts(100)))
-        return
-    if options.run == "look-up":
-        (workers,) = options.workers
-        print(json.dumps(run_look_up(workers, options.batch_size, options.texts)))
         return
     if options.run:
         (workers,) = options.workers
@@ -243,11 +186,7 @@ def main() -> None:
     some = KINDS[::4] if options.smallest else KINDS
     kinds = [(kind, workers) for workers in options.workers for kind in some]
     figures: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in kinds}
-    look_ups: dict[int, list[dict[str, float]]] = {workers: [] for workers in options.workers}
     for _ in range(options.rounds):
-        for workers, runs in look_ups.items():
-            sizes = [f"--batch-size={options.batch_size}", f"--texts={options.texts}"]
-            runs.append(_measure(["--run=look-up", f"--workers={workers}", *sizes]))
         parts.append(_measure(["--run=parts"]))
         for kind, workers in kinds:
             batches = options.batches * (20 if workers and not options.smallest else 1)
@@ -270,13 +209,6 @@ def main() -> None:
             with_spread(more, ".2f"),
         ]
         print(f"| {kind} | {workers} | {' | '.join(columns)} |")
-    print("\n| a text looked up a sample | workers | µs a batch | to torch's |")
-    print("|---|---|---|---|")
-    for workers, runs in look_ups.items():
-        for name in LOOK_UP_LOADERS:
-            times = with_spread([run[name] for run in runs], ".1f")
-            ratios = with_spread([run[name] / run["torch"] for run in runs], ".2f")
-            print(f"| {name} | {workers} | {times} | {ratios} |")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ samples at once, ``arrays`` gathers samples from arrays, and ``sample_watch`` wa
 samples take. ``ragged`` explains why samples cannot be collated.
 
 ``sample_rng`` seeds random number generators through the wrappers in ``seeded_datasets``, with the
-numbers of ``seeds``. It skips samples that draw no random numbers, which ``drawing`` proves.
+numbers of ``seeds``.
 ``remote_error`` carries exceptions to the main process, and ``failures`` failed samples.
 ``iterable_state`` and ``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint``
 describes.

@@ -31,17 +31,11 @@ _DATASETS = (TensorDataset, StackDataset, Subset)
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
 
 
-def is_plain_data(dataset: Any, is_known: Callable[[Any], bool] | None = None) -> bool:
+def is_plain_data(dataset: Any) -> bool:
     """Whether indexing a dataset runs no code of the user's, and so draws no random numbers.
 
     This is known of tensors, arrays, lists, tuples and ranges, and of torch's ``TensorDataset``,
-    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these.
-
-    Args:
-        dataset: The dataset.
-        is_known: Called with the dataset, or the part of it, that is none of these. Returns whether
-            indexing it draws no random numbers. With None, any such dataset counts as one that may
-            draw them.
+    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. Any other dataset may draw them.
     """
     kind = type(dataset)
     if kind in _ARRAYS or kind in _SEQUENCES:
@@ -52,12 +46,12 @@ def is_plain_data(dataset: Any, is_known: Callable[[Any], bool] | None = None) -
         # Indices of another type, such as a subclass of Tensor, may run the user's code, too.
         indices = type(dataset.indices)
         is_plain = indices in (*_ARRAYS, *_SEQUENCES, SharedList)
-        return is_plain and is_plain_data(dataset.dataset, is_known)
+        return is_plain and is_plain_data(dataset.dataset)
     if kind is ConcatDataset:
-        return all(is_plain_data(part, is_known) for part in dataset.datasets)
+        return all(map(is_plain_data, dataset.datasets))
     if kind is StackDataset:
-        return all(is_plain_data(part, is_known) for part in _values_of(dataset.datasets))
-    return is_known is not None and is_known(dataset)
+        return all(map(is_plain_data, _values_of(dataset.datasets)))
+    return False
 
 
 _PLAIN_SAMPLES = (torch.Tensor, np.ndarray, bool, int, float, str, bytes)

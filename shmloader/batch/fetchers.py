@@ -93,14 +93,6 @@ class ConcurrentSamples:
         return sample
 
 
-class SwitchingDataset:
-    """A wrapper of a map-style dataset that a fetcher may bypass for a batch, to save time."""
-
-    def for_batch(self) -> Any:
-        """Return the dataset from which the samples of the next batch are loaded."""
-        raise NotImplementedError
-
-
 class MapFetcher(_MapDatasetFetcher):
     """torch's fetcher of a map-style dataset, whose errors say which sample failed."""
 
@@ -110,8 +102,6 @@ class MapFetcher(_MapDatasetFetcher):
     def fetch(self, possibly_batched_index: Any) -> Any:
         """Return the batch of an index list, or of one key without batching."""
         dataset = self.dataset
-        if isinstance(dataset, SwitchingDataset):
-            dataset = dataset.for_batch()
         if not self.auto_collation:
             return self.collate_fn(self._load_each(dataset, [possibly_batched_index])[0])
         getitems = list_loader(dataset)

@@ -19,6 +19,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import SampleLoader
 from shmloader.batch.sample_rng import SampleRng, loading
 from shmloader.batch.sample_watch import SampleWatch, WatchedIterator, WatchedSamples
+from shmloader.batch.seeded_datasets import seed_samples
 from shmloader.batch.timer import Timer
 from shmloader.batch.tolerant_fetcher import TolerantFetcher
 from shmloader.memory.collate import is_plain, packs
@@ -85,22 +86,25 @@ class BatchMaker:
             )
         # Packing a batch draws no random numbers. Seeding the batch's generators takes as long as
         # seeding a sample's, so the collate function seeds only where it does not pack.
-        begins_collate = True
-        if rng is not None and not config.is_iterable and packs(collate_fn):
-            begins_collate, collate_fn.before = False, rng.begin_default_collate
-        collates_plainly = rng is not None and is_plain(collate_fn)
+        begin_collate: Callable[[Any], None] | None = None
+        if rng is not None:
+            begin_collate = rng.begin_collate
+            if not config.is_iterable and packs(collate_fn):
+                begin_collate, collate_fn.before = None, rng.begin_default_collate
+            elif is_plain(collate_fn):
+                begin_collate = rng.begin_default_collate
         if not config.is_iterable and concurrent_fetcher is None:
             collate_fn = _refusing_coroutines(collate_fn)
         collate_fn = timer.wrap(collate_fn, counts_items=config.auto_collation)
         if rng is not None:
-            dataset, collate_fn = rng.wrap(
+            dataset, collate_fn = seed_samples(
+                rng,
                 dataset,
                 collate_fn,
+                begin_collate,
                 is_iterable=config.is_iterable,
-                may_replace=callable(on_error),
+                on_error=on_error,
                 begins_samples=concurrent_fetcher is None,
-                begins_collate=begins_collate,
-                collates_plainly=collates_plainly,
             )
         sample_loader = None
         if concurrent_fetcher is not None:

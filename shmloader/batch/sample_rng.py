@@ -23,12 +23,8 @@ a sample that runs the user's code     9 µs: 4.5 for ``random``, 2 for ``numpy.
                                        the processor's caches and then takes 10 µs more itself
 a batch that runs the user's code in   18 µs, since the user's own generators are saved before
 the main process                       its first sample and restored after its last
-the samples of a dataset that cannot   nothing: no generator is saved, seeded or restored
-draw random numbers (``drawing``): no
-code of the user's runs, or it only
-looks up
-a batch of look-ups in the main        15 µs, for its position, for comparing what was read, and for
-process                                looking at the samples before they are collated
+the samples of a dataset that runs no  nothing: no generator is saved, seeded or restored
+code of the user's (``is_plain_data``)
 any batch                              4 µs for its position in the epoch
 collating by the user's function       as much as one sample
 =====================================  ==========================================================
@@ -61,9 +57,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.batch.arrays import are_plain, is_plain_data
-from shmloader.batch.drawing import Proof, prove
-from shmloader.batch.seeded_datasets import BegunSamples, SeededStream
+from shmloader.batch.arrays import are_plain
 from shmloader.batch.seeds import Use, begin_digest, end_digest
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import GlobalState
@@ -142,6 +136,7 @@ class SampleRng:
     """Seeds the generators of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
+        draws_nothing: Whether loading samples runs no code of the user's, so none needs a seed.
         position: Number of the next sample of an iterable dataset, in the epoch and in this
             worker's stream, from 0. It is set from outside when the dataset is resumed.
 
@@ -174,18 +169,12 @@ class SampleRng:
         self._restores_global = restores_global
         # The states of the process's own generators, while a sample's seed has replaced them.
         self._own: GlobalState | None = None
+        self.draws_nothing = False
         self.position = 0
         self._positioned = PositionedIndices(None, 0, 0)
         # How many samples of the ticket were begun, and how many of these before the batch in work.
         self._count = 0
         self._batch_start = 0
-        self._dataset: object = None
-        # The proof that samples of the dataset draw nothing; None if they may draw.
-        self._proof: Proof | None = None
-        # Whether the samples of the ticket draw nothing, and whether those of the batch in work are
-        # loaded from the dataset itself, so that they are counted afterwards.
-        self._draws_nothing = False
-        self._counts_later = False
 
     def at(self, positioned: PositionedIndices) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that sets the position of the samples loaded in its block.
@@ -200,74 +189,25 @@ class SampleRng:
         if positioned.epoch != self._epoch:
             self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
-        if self._proof is not None and not self._proof.holds():
-            self._proof = prove(self._dataset)
-        self._draws_nothing = self._proof is not None
-        self._counts_later = False
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._digests = [begin_digest(use, self._seed, epoch) for use in Use]
 
-    def wrap(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any],
-        *,
-        is_iterable: bool = False,
-        may_replace: bool = True,
-        begins_samples: bool = True,
-        begins_collate: bool = True,
-        collates_plainly: bool = False,
-    ) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a dataset and a collate function for a fetcher. Both seed before the user's code.
-
-        Args:
-            dataset: The dataset.
-            collate_fn: Makes a batch of samples.
-            is_iterable: Whether the dataset is an iterable one.
-            may_replace: Whether a function of the user's replaces bad samples.
-            begins_samples: Whether asking for a sample seeds its generators; otherwise the caller
-                calls :meth:`begin_sample`.
-            begins_collate: Whether generators are seeded before each call of ``collate_fn``;
-                otherwise ``collate_fn`` calls :meth:`begin_default_collate` where it may draw. For
-                an iterable dataset they are always seeded.
-            collates_plainly: Whether ``collate_fn`` is torch's own ``default_collate``, which draws
-                nothing where it runs no code of the user's.
-        """
-        if is_iterable:
-            return SeededStream(self, dataset), self._wrap_stream_collate(collate_fn)
-        if begins_samples:
-            # Where no global generator is seeded, a proof takes about as long as the batch's seeds.
-            if not may_replace and (self._sets_global or is_plain_data(dataset)):
-                self._dataset, self._proof = dataset, prove(dataset)
-            dataset = BegunSamples(self, dataset)
-        return dataset, self._wrap_collate(
-            collate_fn, begins=begins_collate, collates_plainly=collates_plainly
-        )
-
     def begin_sample(self) -> None:
         """Seed for the next sample of the ticket, unless it draws nothing."""
         number = self._count
         self._count += 1
-        if not self._draws_nothing:
+        if not self.draws_nothing:
             self._set(Use.SAMPLE, *self._positioned.key(number))
 
-    def may_step_aside(self) -> bool:
-        """Return whether the next batch is loaded from the dataset itself, as it draws nothing.
-
-        Its samples are then counted when they are collated.
-        """
-        self._counts_later = self._draws_nothing
-        return self._draws_nothing
-
-    def begin_collate(self) -> None:
+    def begin_collate(self, _: object = None) -> None:
         """Seed for collating the samples that were begun since the last batch."""
         self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def begin_default_collate(self, samples: Any) -> None:
         """Seed for torch's ``default_collate``, unless it draws nothing for these samples."""
-        if not (self._draws_nothing and are_plain(samples)):
+        if not (self.draws_nothing and are_plain(samples)):
             self.begin_collate()
 
     def begin_stream_sample(self) -> None:
@@ -294,25 +234,37 @@ class SampleRng:
         """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
         return self._epoch is not None
 
-    def _wrap_collate(
-        self, collate_fn: Callable[[Any], Any], *, begins: bool, collates_plainly: bool
+    def wrap_collate(
+        self,
+        collate_fn: Callable[[Any], Any],
+        begin: Callable[[Any], None] | None,
+        *,
+        counts_samples: bool,
     ) -> Callable[[Any], Any]:
+        """Return a function that seeds and then collates a batch of a map-style dataset.
+
+        Args:
+            collate_fn: Makes a batch of samples.
+            begin: Called with the samples before ``collate_fn``; None to call nothing.
+            counts_samples: Whether the samples are counted now, as :meth:`begin_sample` was not
+                called for them.
+        """
+
         def collate(samples: Any) -> Any:
-            if begins and collates_plainly:
-                self.begin_default_collate(samples)
-            elif begins:
-                self.begin_collate()
+            if begin is not None:
+                begin(samples)
             # Without batching, ``samples`` is the ticket's only sample, which may have no length.
-            if self._counts_later and isinstance(samples, list):
+            if counts_samples and isinstance(samples, list):
                 self._count += len(samples)
-            self._counts_later = False
             batch = collate_fn(samples)
             self._batch_start = self._count  # the ticket's next shard, if any, begins here
             return batch
 
         return collate
 
-    def _wrap_stream_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrap_stream_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that seeds and then collates a batch of an iterable dataset."""
+
         def collate(samples: Any) -> Any:
             self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
             return collate_fn(samples)

@@ -1,32 +1,57 @@
 """Wrappers of datasets that seed random number generators before each sample."""
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shmloader.batch.fetchers import SwitchingDataset, one_by_one
+from shmloader.batch.arrays import is_plain_data
+from shmloader.batch.failures import OnError
+from shmloader.batch.fetchers import one_by_one
+from shmloader.batch.sample_rng import SampleRng
 
-if TYPE_CHECKING:
-    from shmloader.batch.sample_rng import SampleRng  # that module imports this one
+
+def seed_samples(
+    rng: SampleRng,
+    dataset: Any,
+    collate_fn: Callable[[Any], Any],
+    begin_collate: Callable[[Any], None] | None,
+    *,
+    is_iterable: bool,
+    on_error: OnError = "raise",
+    begins_samples: bool = True,
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a dataset and a collate function for a fetcher. Both seed before the user's code.
+
+    Args:
+        rng: The generators of the samples.
+        dataset: The dataset.
+        collate_fn: Makes a batch of samples.
+        begin_collate: Called with the samples before each call of ``collate_fn``:
+            ``rng.begin_collate`` or ``rng.begin_default_collate``. With None, ``collate_fn`` itself
+            calls one of them. For an iterable dataset, generators are always seeded instead.
+        is_iterable: Whether the dataset is an iterable one.
+        on_error: How bad samples are handled. A function of the user's may draw random numbers.
+        begins_samples: Whether asking for a sample seeds its generators; otherwise the caller calls
+            :meth:`SampleRng.begin_sample`.
+    """
+    if is_iterable:
+        return SeededStream(rng, dataset), rng.wrap_stream_collate(collate_fn)
+    rng.draws_nothing = begins_samples and not callable(on_error) and is_plain_data(dataset)
+    # Samples that are skipped do not reach the collate function.
+    counts_late = rng.draws_nothing and on_error == "raise"
+    if begins_samples and not counts_late:
+        dataset = SeededSamples(rng, dataset)
+    return dataset, rng.wrap_collate(collate_fn, begin_collate, counts_samples=counts_late)
 
 
-class BegunSamples(SwitchingDataset):
+class SeededSamples:
     """A map-style dataset that seeds before each sample, or only counts it if it draws nothing.
 
     It has no ``__getitems__``, since one call of that would load many samples.
     """
 
-    def __init__(self, rng: "SampleRng", dataset: Any) -> None:
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
         self._rng = rng
-        self._dataset = dataset
-
-    def for_batch(self) -> Any:
-        """Return the dataset itself if its samples draw no random numbers, otherwise this one."""
-        return self._dataset if self._rng.may_step_aside() else self
-
-    @functools.cached_property
-    def _get(self) -> Callable[[Any], Any]:
-        return one_by_one(self._dataset)
+        self._get = one_by_one(dataset)
 
     def __getitem__(self, index: Any) -> Any:
         self._rng.begin_sample()
@@ -36,7 +61,7 @@ class BegunSamples(SwitchingDataset):
 class SeededStream:
     """An iterable dataset that seeds before each sample."""
 
-    def __init__(self, rng: "SampleRng", dataset: Any) -> None:
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
         self._rng = rng
         self._dataset = dataset
 
@@ -58,7 +83,7 @@ class SeededIterator:
         dataset: The dataset.
     """
 
-    def __init__(self, rng: "SampleRng", dataset: Any) -> None:
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
         self._rng = rng
         self.dataset = dataset
         self.source: Iterator[Any] | None = None

@@ -32,7 +32,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from shmloader.batch.drawing import prove
+from shmloader.batch.arrays import is_plain_data
 from shmloader.batch.maker import describe_coroutines
 from shmloader.device.backend import parse_device
 from shmloader.memory.slot_size import describe_shm_size
@@ -246,7 +246,7 @@ def warn_of_random_numbers(dataset: object, given: str, *, stacklevel: int = 4) 
         given: The argument that lets any worker take the next batch, as text: "executor=".
         stacklevel: Where the warning is placed: at the call of the constructor.
     """
-    if prove(dataset) is None:
+    if not is_plain_data(dataset):
         warnings.warn(
             f"{given} lets any idle worker take the next batch, so random numbers that "
             "samples draw depend on the worker, and so on the machine's speed. seed= makes them "

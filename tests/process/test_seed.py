@@ -347,7 +347,6 @@ def test_a_dataset_that_draws_nothing_is_collated_under_the_same_streams(options
     held = [[number] for number in range(LENGTH)]  # lists, as batches are
     found = batches_of(held)
     assert found == batches_of(Calls(held.__getitem__, LENGTH))
-    assert found == batches_of(LookUp(held))
 
 
 class Copied(dict[str, Any]):
@@ -950,26 +949,6 @@ def sealed():
         yield
 
 
-class LookUp(torch.utils.data.Dataset):
-    """Looks up items, and draws once it has a transform."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-        self.transform: Any = None
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        if self.transform is not None:
-            return self.transform(self.items[index])
-        return self.items[index]
-
-
-def with_draws(item: int) -> tuple[int, list[int]]:
-    return item, draws()
-
-
 @pytest.mark.usefixtures("sealed")
 @pytest.mark.parametrize(
     "dataset",
@@ -979,9 +958,7 @@ def with_draws(item: int) -> tuple[int, list[int]]:
         [torch.ones(2)] * 6,
         list(range(6)),
         [(torch.ones(2), "text")] * 6,
-        LookUp([1, 2, 3, 4, 5, 6]),
-        LookUp(torch.arange(6)),
-        Subset(LookUp(["a", "b"]), [0, 1] * 3),
+        Subset(["a", "b"], [0, 1] * 3),
     ],
 )
 def test_nothing_is_saved_or_seeded_for_what_cannot_draw(dataset) -> None:
@@ -997,24 +974,6 @@ def test_collate_draws_by_the_position_where_a_sample_s_own_class_draws() -> Non
     assert once == again
     assert len(set(map(tuple, once))) == 3
     assert [batch.tolist() for batch in DataLoader(samples, 2, seed=6)] != once
-
-
-def test_a_transform_that_is_assigned_in_mid_epoch_is_seeded_from_the_next_batch_on() -> None:
-    def batches_of(dataset: LookUp, change_at: int) -> list[Any]:
-        found = []
-        with DataLoader(dataset, 2, seed=5, collate_fn=list) as loader:
-            for number, batch in enumerate(loader, 1):
-                found.append(batch)
-                if number == change_at:
-                    dataset.transform = with_draws
-        return found
-
-    whole = LookUp(list(range(8)))
-    whole.transform = with_draws
-    expected = batches_of(whole, 0)
-    random.seed(1)
-    found = batches_of(LookUp(list(range(8))), 2)
-    assert found == [[0, 1], [2, 3], *expected[2:]]
 
 
 @pytest.mark.parametrize("normals", [0, 1])

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import SampleRng, loading
+from shmloader.batch.seeded_datasets import seed_samples
 from shmloader.batch.seeds import base_seed, seed_of_rank
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
@@ -56,7 +57,9 @@ class Stream(IterableDataset):
 
 def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
     plan = plan or FetchConfig(isinstance(dataset, IterableDataset), True, False, may_shard=False)
-    wrapped = streams.wrap(dataset, collate_fn, is_iterable=plan.is_iterable)
+    wrapped = seed_samples(
+        streams, dataset, collate_fn, streams.begin_collate, is_iterable=plan.is_iterable
+    )
     return plan.make_fetcher(*wrapped, **options)
 
 
