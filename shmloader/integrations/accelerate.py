@@ -5,7 +5,6 @@ shmloader's loader has beyond torch's is lost. The functions here let accelerate
 samples each process loads, and then replace torch's loader by one of shmloader's.
 """
 
-import warnings
 from typing import Any
 
 import accelerate
@@ -15,7 +14,6 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from shmloader.integrations.rebuilding import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.rebuilt import RebuiltLoaderWarning
 from shmloader.loader.states import sealed
 
 
@@ -64,9 +62,7 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
             itself among the ranks.
     """
     check_loader(loader, "shmloader.integrations.accelerate.prepare")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RebuiltLoaderWarning)
-        prepared = accelerator.prepare_data_loader(loader)
+    prepared = accelerator.prepare_data_loader(loader)
     _put_back(prepared, loader)
     if not (hasattr(prepared, "split_batches") and accelerator.num_processes > 1):
         accelerator.register_for_checkpointing(_State(prepared))
@@ -87,9 +83,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
     Returns:
         A loader for the rest of one epoch, as ``accelerate.skip_first_batches`` returns.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RebuiltLoaderWarning)
-        skipping = accelerate.skip_first_batches(prepared, num_batches)
+    skipping = accelerate.skip_first_batches(prepared, num_batches)
     loader, batches = prepared.base_dataloader, skipping.base_dataloader.batch_sampler
     if loader.seed is None or not isinstance(batches, SkipBatchSampler):
         _put_back(skipping, loader)

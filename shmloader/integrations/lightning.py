@@ -12,7 +12,6 @@ except ImportError:  # the same classes, in a package of their own
     from pytorch_lightning.callbacks import Callback
 
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.rebuilt import note_callback
 
 # Attributes of the training loop that this module uses, since no public interface begins an epoch
 # anew, or says where a run continues. Lightning 2.5 and 2.6 have all of them.
@@ -163,11 +162,8 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _loaders(loop: Any) -> list[Any]:
-    """Return the training loaders. Those of shmloader are told that this callback is in use."""
+    """Return the training loaders."""
     loaders: list[Any] = loop._data_fetcher.combined_loader.flattened
-    for loader in loaders:
-        if isinstance(loader, DataLoader):
-            note_callback(loader)
     return loaders
 
 

@@ -57,7 +57,6 @@ from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
-from shmloader.loader.rebuilt import ReadByFrameworks, warn_of_lightning_epochs
 from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.collate import is_plain
 from shmloader.memory.system_support import is_supported
@@ -261,8 +260,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         ValueError, TypeError: If an argument has a wrong value or type, or cannot be combined with
             another one. Where torch checks an argument, the text is torch's.
     """
-
-    worker_init_fn: Any = ReadByFrameworks()  # as torch has it, which declares no type
 
     # The arguments that torch's loader does not have. Their defaults are attributes of the class,
     # and a loader has none of its own if all of them are defaults. A loader of a user's class,
@@ -530,8 +527,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
-        if self.last_batch == "rollover":
-            warn_of_lightning_epochs(self)
         with self._parts.begin_lock.present():
             self._end_iterator()
             goes_on = self.persistent_workers and self.num_workers > 0 and self._is_own_iterator

@@ -21,7 +21,6 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.rebuilt import warn_of_lightning_states
 from shmloader.loader.states import (
     BatchArgument,
     check_facts,
@@ -420,7 +419,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 or the sampler cannot be taken or pickled.
         """
         self._check_has_state()
-        warn_of_lightning_states(self)
         plan = self._present_plan
         if plan.resumed is not None:
             return copy.deepcopy(plan.resumed)

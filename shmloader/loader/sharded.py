@@ -28,7 +28,6 @@ from shmloader.loader.arguments import (
 )
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.description import describe_loader
-from shmloader.loader.rebuilt import leave_out_repeats
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import refuse_old_names, whole_number
@@ -38,7 +37,7 @@ from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import chain
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.seeded_samplers import SeededShardSampler
+from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)

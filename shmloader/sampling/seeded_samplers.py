@@ -5,14 +5,19 @@ of a loader. Iterating them does not affect the loader.
 """
 
 import copy
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from shmloader.probing import probe
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.steps import Cut, Steps, order_of
+
+# Lightning's two packages.
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 # Indices that SeededRandomSampler computes at a time.
 _BLOCK = 8192
@@ -165,3 +170,30 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
     def __len__(self) -> int:
         """Return the number of samples of this rank in an epoch."""
         return self.order.sample_count()
+
+
+def leave_out_repeats(batch_sampler: Any) -> None:
+    """Make the sharded loader with which Lightning predicts deliver each sample once.
+
+    For training, all ranks need equally many batches, so the order of a sharded loader is padded
+    with repeated samples. For predicting, Lightning builds another loader. Its batch sampler wraps
+    one over the padded order, so Lightning would predict the repeated samples twice. This function
+    leaves them out of that order.
+
+    Args:
+        batch_sampler: The batch sampler of the new loader, or None.
+    """
+    if type(batch_sampler).__module__.partition(".")[0] not in _LIGHTNING:
+        return
+    for batches in vars(batch_sampler).values():
+        order = probe(batches, "sampler")
+        if isinstance(order, SeededShardSampler):
+            batches.sampler = batch_sampler.sampler = order.without_repeats()
+            return
+    if isinstance(probe(batch_sampler, "sampler"), SeededShardSampler):
+        warnings.warn(
+            "this release of Lightning is not known to shmloader: where it predicts with a "
+            "ShardedDataLoader, there may be two predictions for samples that fill up the last "
+            "batches, or none for samples that are discarded: predict with a DataLoader",
+            stacklevel=3,
+        )

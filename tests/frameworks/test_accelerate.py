@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
 from shmloader.integrations import accelerate as adapter
-from shmloader.loader.rebuilt import RebuiltLoaderWarning
 from tests.frameworks.support import LENGTH, Rows, assert_equal, engines, seed_everything
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
@@ -124,23 +122,6 @@ def test_with_a_seed_skipping_does_not_change_the_samples_random_numbers():
     list(prepared)
     rest = adapter.skip_first_batches(prepared, 1)
     assert_equal([batch[0] for batch in rest], expected[1][1:])
-
-
-def test_without_the_adapter_a_warning_says_once_that_the_class_is_discarded():
-    loader = make()
-    with pytest.warns(RebuiltLoaderWarning, match=r"accelerate builds.*integrations\.accelerate"):
-        prepared = Accelerator(cpu=True).prepare(loader)
-    assert type(prepared.base_dataloader) is torch.utils.data.DataLoader
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RebuiltLoaderWarning)
-        Accelerator(cpu=True).prepare(loader)
-
-
-def test_with_the_adapter_there_is_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RebuiltLoaderWarning)
-        prepared = adapter.prepare(Accelerator(cpu=True), make())
-        adapter.skip_first_batches(prepared, 1)
 
 
 def test_other_loaders_are_refused():
