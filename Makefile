@@ -152,7 +152,7 @@ $(STAMP)-%: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.
 $(PEERS)/.installed: pyproject.toml setup.py constraints.txt shmloader/memory/_streaming.c $(PEERS)/.created
 	@echo "Installing shmloader and its peers into $(PEERS) (the first time this takes minutes)"
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[examples,report]'
+		--constraint constraints.txt --editable '.[examples,plots]'
 	@for package in $(PEER_PACKAGES); do \
 		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 			--constraint constraints.txt $$package > $(PEERS)/$$package.log 2>&1 \

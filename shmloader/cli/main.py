@@ -84,7 +84,6 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("trace", type=Path, help="a file that loader.trace() has written")
     output_help = "the page (default: the name of the trace with .html)"
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
-    command.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into FILE, too")
     command.set_defaults(run=report)
     return parser
 

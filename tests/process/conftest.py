@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,17 +44,6 @@ def kind(request, late: LateDevice) -> Iterator[Kind]:
     else:
         yield Kind({"device": "late"}, to_host, "shmloader_device", 2)
     assert late.count("faults") == late.count("forks inside") == 0
-
-
-@pytest.fixture(scope="session")
-def _fonts() -> None:
-    """matplotlib opens its fonts once, and keeps them open."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO())
 
 
 @pytest.fixture

@@ -1,19 +1,26 @@
-"""Reads what a trace says about each batch.
+"""``shmloader report``: writes a web page that shows a trace. The page needs no network.
 
-Any program may have written the file, so every field is checked here. The page and the picture can
+Any program may have written the trace, so every field is checked here, and the page's script can
 rely on the fields.
 """
 
+import argparse
 import dataclasses
+import html
 import itertools
 import json
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
 from shmloader.insight.measurements import PLACES, STAGES
 from shmloader.insight.text import PLACES_IN_WORDS, seconds
+
+# A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
+# of several. This limit keeps the page fast.
+_MAX_BATCHES = 20_000
 
 _TAKEN = re.compile(r"next\(\) → batch (\d{1,15})")
 _LOADED = re.compile(r"batch (\d{1,15})")
@@ -102,15 +109,6 @@ class TracedRun:
     epochs: str
     figures: list[tuple[str, str]]
     places: list[tuple[str, str, float]]
-
-    def drawn_places(self) -> list[tuple[str, str, float]]:
-        """Return what the chart shows of ``places``: the colour's name, the text, the seconds."""
-        least_s = max((spent_s for _, _, spent_s in self.places), default=0.0) / 1000
-        return [
-            (_PLACE_COLOURS.get(name, name), text, spent_s)
-            for name, text, spent_s in self.places
-            if spent_s >= least_s
-        ]
 
 
 def read_trace(path: Path) -> TracedRun:
@@ -301,3 +299,64 @@ def _derive(batches: list[TracedBatch], lent: dict[float, int]) -> None:
             ready += max(0.0, batch.asked - batch.stage_began - staged)
         batch.stage_ms["ready"] = ready
         batch.lent = lent.get(batch.handed, 0)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        UsageError: If the trace cannot be read, or the page cannot be written.
+    """
+    page = options.output or options.trace.with_suffix(".html")
+    if page.absolute() == options.trace.absolute():
+        raise UsageError(f"{page} is the trace: name another file for the page (-o)")
+    run = read_trace(options.trace)
+    try:
+        page.write_text(_page_of(run), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+    print(f"page: {page}")
+
+
+def _page_of(run: TracedRun) -> str:
+    """Return the page of a run: ``report.html`` with the run's data in it."""
+    template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    data = json.dumps(_data_of(run), separators=(",", ":"), allow_nan=False)
+    fields = {
+        # "</script>" would end the script around the data, and "<!--" would change where it ends.
+        "data": data.replace("<", "\\u003c"),
+        "epochs": html.escape(run.epochs),
+        "verdict": re.sub("`(.+?)`", r"<code>\1</code>", html.escape(run.verdict)),
+        # The table ends with the verdict, which the page shows at the top.
+        "table": html.escape(run.table.removesuffix(run.verdict).rstrip()),
+    }
+    # All at once, because a field may contain text that looks like the mark of another field.
+    return re.sub("{{([a-z]+)}}", lambda match: fields[match[1]], template)
+
+
+def _data_of(run: TracedRun) -> dict[str, Any]:
+    """Return what the page's script reads."""
+    least_s = max((spent_s for _, _, spent_s in run.places), default=0.0) / 1000
+    return {
+        "stages": STAGES,
+        "left_out": max(0, len(run.batches) - _MAX_BATCHES),
+        "batches": [_rounded(dataclasses.asdict(batch)) for batch in run.batches[:_MAX_BATCHES]],
+        "begins": _rounded(run.begins[:_MAX_BATCHES]),
+        "waits": _rounded(run.waits[:_MAX_BATCHES]),
+        "uses": _rounded(run.uses[:_MAX_BATCHES]),
+        "figures": run.figures,
+        "places": [
+            [_PLACE_COLOURS.get(name, name), text, spent_s * 1e3]
+            for name, text, spent_s in run.places
+            if spent_s >= least_s
+        ],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with all its times to a tenth of a microsecond, which keeps the page small."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
