@@ -79,9 +79,9 @@ def _run(
     with Run(loader, options.step_ms / 1e3) as run:
         batches = run.batches()  # keeps the workers alive, which `stats` examines
         try:
-            with Progress(name, options.batches, "batches") as progress:
-                for _ in itertools.islice(batches, options.batches):
-                    progress.step()
+            progress = Progress(name, options.batches, "batches")
+            for _ in itertools.islice(batches, options.batches):
+                progress.step()
         except KeyboardInterrupt as error:
             interrupted = error
             print(f"interrupted after {run.taken} of {options.batches} batches")

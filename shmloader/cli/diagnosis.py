@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
-from shmloader.cli.hazards import find_hazard
 from shmloader.cli.measure import Progress, Run
-from shmloader.cli.parts import Part, Parts
+from shmloader.cli.parts import Part, Parts, find_hazard
 from shmloader.cli.target import UsageError, like
 from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
@@ -163,10 +162,10 @@ def diagnose(target: object, name: str) -> Diagnosis:
         "threads" if is_threaded else _start_method(loader),
     )
     roots = _roots_of(loader)
-    with Progress("doctor", None, "steps") as progress:
-        _look_at_parts(found, roots, progress.step)
-        _pickle(found, loader, roots, progress.step)
-        _make_batch(found, loader, progress.step)
+    progress = Progress("doctor", None, "steps")
+    _look_at_parts(found, roots, progress.step)
+    _pickle(found, loader, roots, progress.step)
+    _make_batch(found, loader, progress.step)
     for problem in found.problems:
         is_concerned = not problem.methods or found.method in problem.methods
         problem.matters = problem.is_certain and is_concerned

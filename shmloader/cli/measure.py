@@ -15,13 +15,10 @@ from shmloader.loader.dataloader import DataLoader
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
-
-# Seconds between two lines of progress where there is no bar.
+# Seconds between two lines of progress.
 _LINE_EVERY_S = 1.0
+
+_END = object()
 
 
 class Run:
@@ -55,16 +52,17 @@ class Run:
         elif probe(self._loader, "_iterator") is not None:
             self._loader._iterator = None  # torch's persistent workers
 
-    def batches(self) -> Generator[float]:
-        """Take batches endlessly. Yields the seconds from each batch to the next.
+    def batches(self) -> Generator[None]:
+        """Take batches endlessly.
 
         Ends only if the loader cannot be iterated again, such as a generator.
 
         Raises:
             UsageError: If the first epoch has no batch.
         """
-        before_s = time.monotonic()
-        while True:
+        batch_size = probe(self._loader, "batch_size") or 1
+        is_empty = False
+        while not is_empty:
             self.epochs += 1
             record = Record(
                 self.epochs,
@@ -75,32 +73,18 @@ class Run:
             self._statistics.begin(record, self)
             iterator = iter(self._loader)
             record.note_begun()
-            count = 0
-            for _ in self._take(iterator, record):
-                count += 1
+            is_empty = True
+            while (batch := _next(iterator, record)) is not _END:
+                is_empty = False
                 self.taken += 1
+                record.batches += 1
+                record.samples += samples_of(batch, batch_size)
+                del batch
                 if self._step_s:
                     time.sleep(self._step_s)
-                now_s = time.monotonic()
-                yield now_s - before_s
-                before_s = now_s
+                yield
             if not self.taken:
                 raise UsageError("the loader returns no batch")
-            if count == 0:
-                return
-
-    def _take(self, iterator: Iterator[Any], record: Record) -> Iterator[None]:
-        while True:
-            began_ns = time.monotonic_ns()
-            batch = next(iterator, self)
-            record.note_wait(began_ns, time.monotonic_ns())
-            if batch is self:
-                return
-            record.batches += 1
-            batch_size = probe(self._loader, "batch_size") or 1
-            record.samples += samples_of(batch, batch_size)
-            del batch
-            yield
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the loader itself if it is ours, and otherwise of the run."""
@@ -110,11 +94,16 @@ class Run:
         return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
 
 
-class Progress:
-    """Shows progress on standard error. Used as a context manager.
+def _next(iterator: Iterator[Any], record: Record) -> Any:
+    """Return the next batch, or ``_END``, and record how long that took."""
+    began_ns = time.monotonic_ns()
+    batch = next(iterator, _END)
+    record.note_wait(began_ns, time.monotonic_ns())
+    return batch
 
-    On a terminal it is a bar, if tqdm is installed (the extra ``[cli]``); otherwise, a line from
-    time to time.
+
+class Progress:
+    """Prints a line to standard error from time to time.
 
     Args:
         name: Name of the command.
@@ -123,32 +112,14 @@ class Progress:
     """
 
     def __init__(self, name: str, total: int | None, unit: str) -> None:
-        self._name, self._total, self._unit = name, total, unit
+        self._name, self._unit = name, unit
+        self._of = "" if total is None else f" of {total}"
         self._count = 0
         self._printed_s = time.monotonic()
-        self._bar: Any = None
-        if tqdm is not None and sys.stderr.isatty():
-            tqdm.monitor_interval = 0  # no monitor thread may run while workers are forked
-            self._bar = tqdm(desc=name, total=total, unit=unit, leave=False)
 
-    def step(self, note: str = "") -> None:
-        """Count one more unit, and show the count with a note."""
+    def step(self) -> None:
+        """Count one more unit."""
         self._count += 1
-        if self._bar is not None:
-            if note:
-                self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update()
-        elif time.monotonic() - self._printed_s > _LINE_EVERY_S:
+        if time.monotonic() - self._printed_s > _LINE_EVERY_S:
             self._printed_s = time.monotonic()
-            of = "" if self._total is None else f" of {self._total}"
-            note = note and f"; {note}"
-            print(f"{self._name}: {self._count}{of} {self._unit}{note}", file=sys.stderr)
-
-    def __enter__(self) -> Self:
-        """Return the progress itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+            print(f"{self._name}: {self._count}{self._of} {self._unit}", file=sys.stderr)

@@ -19,24 +19,8 @@ from shmloader.probing import probe
 from shmloader.sampling.rollover import RolloverBatchSampler
 from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
-# Arguments that are readable as attributes: those of torch's loader, and those that only ours has.
-_TORCH_NAMES = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
-_OUR_NAMES = tuple(
-    name
-    for name in inspect.signature(DataLoader).parameters
-    if name not in inspect.signature(torch.utils.data.DataLoader).parameters
-)
+# The arguments that say which samples are in which batch, which `like` finds out by itself.
+_OF_ORDER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 _ABSENT = object()
 
@@ -140,7 +124,8 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
         )
     is_ours = isinstance(loader, DataLoader)
     given: Any = loader
-    names = (*_TORCH_NAMES, *(_OUR_NAMES if is_ours and not of_torch else ()))
+    kind = DataLoader if is_ours and not of_torch else torch.utils.data.DataLoader
+    names = [name for name in inspect.signature(kind).parameters if name not in _OF_ORDER]
     arguments = {name: getattr(loader, name) for name in names} | _sampling_of(loader)
     if of_torch and is_ours and given.device is not None:
         arguments["pin_memory"] = True  # torch's loader has nothing nearer to device=
@@ -149,7 +134,6 @@ def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
         useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")
         for name in (*useless, "worker_restarts", "thread_pool", "sample_timeout", "executor"):
             arguments.pop(name, None)
-    kind = DataLoader if is_ours and not of_torch else torch.utils.data.DataLoader
     return kind(loader.dataset, **arguments)
 
 

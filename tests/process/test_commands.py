@@ -157,6 +157,13 @@ def test_bench_measures_loaders_of_others(capsys) -> None:
     assert "not one of shmloader's" in said
 
 
+def test_bench_tells_how_far_it_is(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "_LINE_EVERY_S", -1.0)
+    assert run("bench", "loaders_of_mine:make_in_process", "--batches", "2") == 0
+    expected = ["bench: 1 of 2 batches", "bench: 2 of 2 batches"]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
 def test_bench_tells_of_what_can_be_iterated_but_once(capsys) -> None:
     assert run("bench", "loaders_of_mine:make_once", "--batches", "30") == 0
     assert "3 batches, 12 samples" in capsys.readouterr().out
@@ -170,27 +177,6 @@ def test_bench_tells_the_memory_of_workers(capsys) -> None:
     workers = [row for row in rows if row[:1] in (["0"], ["1"])]
     assert len(workers) == 2
     assert all(row[-1] == "MB" for row in workers)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch) -> None:
-    pytest.importorskip("tqdm")
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr(measuring, "_LINE_EVERY_S", -1.0)
-        with measuring.Progress("bench", 3, "batches") as shown:
-            shown.step()
-            shown.step("as well")
-        if stream.isatty():
-            assert "0/3" in stream.getvalue()
-            assert "\n" not in stream.getvalue()
-        else:
-            lines = ["bench: 1 of 3 batches", "bench: 2 of 3 batches; as well"]
-            assert stream.getvalue().splitlines() == lines
 
 
 def test_a_terminal_without_these_letters_gets_others(monkeypatch) -> None:

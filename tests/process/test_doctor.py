@@ -25,9 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
 from shmloader.cli import measure
-from shmloader.cli.hazards import find_hazard
 from shmloader.cli.main import main
-from shmloader.cli.parts import Part, Parts
+from shmloader.cli.parts import Part, Parts, find_hazard
 from shmloader.insight.text import size
 
 pytestmark = pytest.mark.timeout(120)
