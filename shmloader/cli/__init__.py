@@ -1,7 +1,7 @@
 """The command line: ``doctor``, ``bench`` and ``report``.
 
 Modules: ``main`` (arguments), ``target`` (finds the user's loader, and makes others like it),
-``measure`` (runs a loader, and shows the progress), and one for each command. ``doctor`` uses
+``measure`` (runs a loader), and one for each command. ``doctor`` uses
 ``diagnosis`` (the problems of a loader) and ``parts`` (the parts of a dataset, and which of them do
 not work in workers).
 """

@@ -3,17 +3,22 @@
 import argparse
 import itertools
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from shmloader.cli.measure import Progress, Run
+from shmloader.cli.measure import Run
 from shmloader.cli.target import UsageError, find, like, make_loader
 from shmloader.grammar import described_type
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import seconds
 from shmloader.loader.dataloader import DataLoader
+
+# Seconds between two lines of progress.
+_LINE_EVERY_S = 1.0
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -51,18 +56,16 @@ def _compare(
     like(loader, of_torch=True)  # if this is not possible, fail at once
     measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
     interrupted = None
-    for number in range(options.rounds):
-        names = list(measured) if number % 2 == 0 else list(reversed(measured))
-        ours = loader if number == 0 else make_loader(make, options.target)
-        for name in names:
-            of_torch = name == "torch"
-            each = like(ours, of_torch=True) if of_torch else ours
-            stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
-            if interrupted is not None:
-                break
-            measured[name].append(stats)
+    for turn in range(2 * options.rounds):
+        number, is_second = divmod(turn, 2)
+        name = list(measured)[is_second ^ number % 2]
+        if number and not is_second:
+            loader = make_loader(make, options.target)
+        each = like(loader, of_torch=True) if name == "torch" else loader
+        stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
         if interrupted is not None:
             break
+        measured[name].append(stats)
     for stats in measured["shmloader"][-1:]:
         print(stats)
     rounds = list(zip(measured["shmloader"], measured["torch"], strict=False))
@@ -75,13 +78,14 @@ def _compare(
 def _run(
     name: str, loader: Any, options: argparse.Namespace
 ) -> tuple[LoaderStats, KeyboardInterrupt | None]:
-    interrupted = None
+    interrupted, said_s = None, time.monotonic()
     with Run(loader, options.step_ms / 1e3) as run:
         batches = run.batches()  # keeps the workers alive, which `stats` examines
         try:
-            progress = Progress(name, options.batches, "batches")
             for _ in itertools.islice(batches, options.batches):
-                progress.step()
+                if time.monotonic() - said_s > _LINE_EVERY_S:
+                    said_s = time.monotonic()
+                    print(f"{name}: {run.taken} of {options.batches} batches", file=sys.stderr)
         except KeyboardInterrupt as error:
             interrupted = error
             print(f"interrupted after {run.taken} of {options.batches} batches")

@@ -1,9 +1,9 @@
 """Finds what does not work in a loader's workers, and how much memory the loader takes."""
 
+import itertools
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
-from shmloader.cli.measure import Progress, Run
+from shmloader.cli.measure import Run
 from shmloader.cli.parts import Part, Parts, find_hazard
 from shmloader.cli.target import UsageError, like
 from shmloader.grammar import described_type
@@ -162,10 +162,9 @@ def diagnose(target: object, name: str) -> Diagnosis:
         "threads" if is_threaded else _start_method(loader),
     )
     roots = _roots_of(loader)
-    progress = Progress("doctor", None, "steps")
-    _look_at_parts(found, roots, progress.step)
-    _pickle(found, loader, roots, progress.step)
-    _make_batch(found, loader, progress.step)
+    _look_at_parts(found, roots)
+    _pickle(found, loader, roots)
+    _make_batch(found, loader)
     for problem in found.problems:
         is_concerned = not problem.methods or found.method in problem.methods
         problem.matters = problem.is_certain and is_concerned
@@ -200,11 +199,11 @@ def _roots_of(loader: Any) -> list[Part]:
 # What goes wrong ---------------------------------------------------------------------------
 
 
-def _look_at_parts(found: Diagnosis, roots: list[Part], step: Callable[[], None]) -> None:
+def _look_at_parts(found: Diagnosis, roots: list[Part]) -> None:
     """Find what does not work in workers, and measure tensors and arrays."""
     parts, storages = Parts(), set[int]()
-    for part in _each(parts, roots):
-        step()
+    walks = (parts.walk(root, lambda value: find_hazard(value) is not None) for root in roots)
+    for part in itertools.chain.from_iterable(walks):
         hazard = find_hazard(part.value)
         if hazard is not None:
             if hazard.in_fork:
@@ -244,11 +243,6 @@ def _note_threads(found: Diagnosis) -> None:
                 is_certain=False,
             )
         )
-
-
-def _each(parts: Parts, roots: list[Part]) -> Iterator[Part]:
-    for root in roots:
-        yield from parts.walk(root, lambda value: find_hazard(value) is not None)
 
 
 def _problem(part: Part, kind: str, what: str, method: str) -> Problem:
@@ -292,19 +286,17 @@ def _add_size(found: Diagnosis, part: Part, storages: set[int]) -> None:
 # Pickle ------------------------------------------------------------------------------------
 
 
-def _pickle(found: Diagnosis, loader: Any, roots: list[Part], step: Callable[[], None]) -> None:
+def _pickle(found: Diagnosis, loader: Any, roots: list[Part]) -> None:
     """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
     free = free_memory(_ROOT, control_groups(_ROOT))
     needed = found.array_bytes + found.object_bytes
     if free is not None and needed > free.nbytes // 2:
         return  # the pickle would take as much memory again
-    step()
     names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
     began_s = time.monotonic()
     try:
         payload = Payload(tuple(probe(loader, name) for name in names))
     except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        step()
         values, paths = [root.value for root in roots], [root.path for root in roots]
         part = find_unpicklable(values, paths, _SEARCH_S) or Unpicklable(
             "the arguments of the loader", values
@@ -332,9 +324,8 @@ def _first_line(error: Exception) -> str:
 # Memory ------------------------------------------------------------------------------------
 
 
-def _make_batch(found: Diagnosis, loader: Any, step: Callable[[], None]) -> None:
+def _make_batch(found: Diagnosis, loader: Any) -> None:
     """Make one batch, without workers if the loader can be made again, and measure it."""
-    step()
     if isinstance(loader, DataLoader):
         config = loader._config()
         found.slots = config.most_window + config.lend_limit

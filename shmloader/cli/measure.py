@@ -1,6 +1,5 @@
-"""Runs a loader of any kind, measures what its consumer sees, and shows the progress."""
+"""Runs a loader of any kind, and measures what its consumer sees."""
 
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -14,9 +13,6 @@ from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
-
-# Seconds between two lines of progress.
-_LINE_EVERY_S = 1.0
 
 _END = object()
 
@@ -100,26 +96,3 @@ def _next(iterator: Iterator[Any], record: Record) -> Any:
     batch = next(iterator, _END)
     record.note_wait(began_ns, time.monotonic_ns())
     return batch
-
-
-class Progress:
-    """Prints a line to standard error from time to time.
-
-    Args:
-        name: Name of the command.
-        total: Total number of units; None if it is unknown.
-        unit: What is counted, in the plural.
-    """
-
-    def __init__(self, name: str, total: int | None, unit: str) -> None:
-        self._name, self._unit = name, unit
-        self._of = "" if total is None else f" of {total}"
-        self._count = 0
-        self._printed_s = time.monotonic()
-
-    def step(self) -> None:
-        """Count one more unit."""
-        self._count += 1
-        if time.monotonic() - self._printed_s > _LINE_EVERY_S:
-            self._printed_s = time.monotonic()
-            print(f"{self._name}: {self._count}{self._of} {self._unit}", file=sys.stderr)

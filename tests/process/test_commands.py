@@ -16,7 +16,6 @@ import torch
 
 import shmloader
 from shmloader.cli import bench as benching
-from shmloader.cli import measure as measuring
 from shmloader.cli.main import main
 from shmloader.cli.target import UsageError, like
 from shmloader.sampling import BucketBatchSampler
@@ -158,7 +157,7 @@ def test_bench_measures_loaders_of_others(capsys) -> None:
 
 
 def test_bench_tells_how_far_it_is(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(measuring, "_LINE_EVERY_S", -1.0)
+    monkeypatch.setattr(benching, "_LINE_EVERY_S", -1.0)
     assert run("bench", "loaders_of_mine:make_in_process", "--batches", "2") == 0
     expected = ["bench: 1 of 2 batches", "bench: 2 of 2 batches"]
     assert capsys.readouterr().err.splitlines() == expected

@@ -6,8 +6,6 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import math
-import re
 import socket
 import sqlite3
 import sys
@@ -24,7 +22,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
-from shmloader.cli import measure
 from shmloader.cli.main import main
 from shmloader.cli.parts import Part, Parts, find_hazard
 from shmloader.insight.text import size
@@ -411,12 +408,3 @@ def test_the_machine_is_shown_as_json_without_a_target(capsys) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) >= {"cores", "memory", "start method"}
-
-
-def test_work_shows_progress_when_a_line_is_due(doctor, monkeypatch) -> None:
-    monkeypatch.setattr(measure, "_LINE_EVERY_S", math.inf)
-    _, _, err = doctor.run(Holding)
-    assert err == ""
-    monkeypatch.setattr(measure, "_LINE_EVERY_S", -1.0)
-    _, _, err = doctor.run(Holding)
-    assert re.match(r"doctor: 1 steps", err)
