@@ -89,6 +89,15 @@ class Record:
         failures: Batches that raised, and once the epoch is over also samples that failed.
     """
 
+    __slots__ = (
+        "_consumer", "_counts_begun", "_failed", "_failed_before", "_final", "_in_order",
+        "_is_part", "_meter", "_readings", "_trace", "_turn_ns", "_usage_begun",
+        "_waited_until_ns", "_waits_kept", "batches", "counts", "epoch", "failures",
+        "first_ns", "is_over", "iter_ns", "keeps_workers", "kind", "lane", "last_ns",
+        "loads", "nbytes", "samples", "stages", "startup_ns", "traced", "waited", "waits",
+        "worker_count", "workers",
+    )  # fmt: skip
+
     def __init__(
         self,
         epoch: int | None,
@@ -131,7 +140,7 @@ class Record:
         self.stages = dict.fromkeys(STAGES, 0)
         self.waited = dict.fromkeys(PLACES, 0)
         # The last waits for batches that were not loaded yet: from when until when.
-        self._waits_kept: collections.deque[tuple[int, int]] = collections.deque(maxlen=_WAITS_KEPT)
+        self._waits_kept: collections.deque[tuple[int, int]] | None = None
         self._waited_until_ns = 0  # the end of the last of them
         self.workers: dict[int, WorkerSums] = {}
         self._turn_ns = 0
@@ -322,13 +331,15 @@ class Record:
             waited["collate"] += collated_ns - at_ns
             at_ns = collated_ns
         waited["encode"] += end_ns - at_ns
+        if self._waits_kept is None:
+            self._waits_kept = collections.deque(maxlen=_WAITS_KEPT)
         self._waits_kept.append((asked_ns, end_ns))
         self._waited_until_ns = end_ns
 
     def _awaited_ns(self, began_ns: int, ended_ns: int) -> int:
         """Return for how long of a span of time the consumer waited for a batch to be loaded."""
         awaited_ns = 0
-        for since_ns, until_ns in reversed(self._waits_kept):
+        for since_ns, until_ns in reversed(self._waits_kept or ()):
             if until_ns <= began_ns:
                 break
             awaited_ns += max(0, min(until_ns, ended_ns) - max(since_ns, began_ns))

@@ -1,7 +1,6 @@
 """Draws one epoch's index batches from a loader's samplers, from any batch on."""
 
 import copy
-import inspect
 import itertools
 from collections.abc import Iterator
 from itertools import islice
@@ -167,9 +166,7 @@ class ResumableSampler(Iterator[Any]):
 
     def _has_drawn(self) -> bool:
         """Whether the sampler's iterator was used before it came here, as toolkits do to resume."""
-        return isinstance(self._iterator, GeneratorType) and (
-            inspect.getgeneratorstate(self._iterator) != inspect.GEN_CREATED
-        )
+        return isinstance(self._iterator, GeneratorType) and (self._iterator.gi_suspended)
 
     def _iterate(self) -> Iterator[Any]:
         return self._registered(iter(self._index_sampler))

@@ -1,0 +1,126 @@
+"""Short epochs without workers: what a loader costs that is used for a few batches."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.utils.data
+from torch.utils.data import Dataset
+
+from shmloader import DataLoader
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Task(Dataset):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make(kind: Any = DataLoader) -> Any:
+    return kind(Task(), batch_size=10, shuffle=True)
+
+
+def take_first(loader: Any) -> None:
+    next(iter(loader))
+
+
+USES: dict[str, Callable[[Any], Any]] = {"an epoch": list, "the first batch": take_first}
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Count the calls of Python and C functions."""
+    count = 0
+
+    def note(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    gc.disable()  # no finalizer of another test's objects counts
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+# Our calls are shorter than torch's, which calls its profiler for each batch.
+@pytest.mark.parametrize(("use", "most"), [("an epoch", 3), ("the first batch", 4)])
+def test_it_takes_little_more_calls_than_with_torch(use, most) -> None:
+    theirs, ours = (
+        calls_of(lambda loader=loader: USES[use](loader))
+        for loader in (make(torch.utils.data.DataLoader), make())
+    )
+    assert ours <= most * theirs
+
+
+@pytest.mark.slow
+def test_an_epoch_takes_at_most_twice_the_time_of_torchs() -> None:
+    def cost(kind: Any) -> float:
+        loaders = [make(kind) for _ in range(200)]
+        began_s = time.thread_time()
+        for loader in loaders:
+            list(loader)
+        return time.thread_time() - began_s
+
+    pairs = [(cost(torch.utils.data.DataLoader), cost(DataLoader)) for _ in range(12)]
+    theirs, ours = map(min, zip(*pairs, strict=True))
+    assert ours <= 2 * theirs
+
+
+def test_making_a_loader_takes_at_most_twice_as_many_calls_as_with_torch() -> None:
+    theirs, ours = (
+        calls_of(lambda kind=kind: make(kind)) for kind in (torch.utils.data.DataLoader, DataLoader)
+    )
+    assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("epochs", "most"), [(1, 8 << 10), (40, 12 << 10)])
+def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
+    def kept(count: int) -> int:
+        loaders = [make() for _ in range(count)]
+        for loader in loaders:
+            for _ in range(epochs):
+                USES[use](loader)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    kept(2)
+    tracemalloc.start()
+    try:
+        assert (kept(21) - kept(1)) / 20 <= most
+    finally:
+        tracemalloc.stop()
+
+
+USED = """
+import sys, threading
+from shmloader import DataLoader
+from tests.process.test_short_epochs import make, take_first
+
+opened = []
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+for use in (list, take_first):
+    use(make())
+print(opened, threading.active_count())
+"""
+
+
+def test_nothing_is_read_and_no_thread_is_started_until_somebody_asks() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", USED], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert said.stdout.strip() == "[] 1"
