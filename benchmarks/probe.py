@@ -30,7 +30,7 @@ from _machine import describe_machine
 from _sections import three_digits
 
 from shmloader.device.backend import Backend, open_backend
-from shmloader.memory.slot import Slot
+from shmloader.memory.arena import Arena, Slot
 
 MIB = 1 << 20
 REGISTERED_MIB = (2, 40, 80, 512)
@@ -109,11 +109,12 @@ class Registering:
         return took_s
 
 
-def new_slot(nbytes: int) -> Slot:
-    """Make a slot all of whose pages are in memory."""
-    slot = Slot.create(nbytes)
-    bytes_of(slot, nbytes).fill_(1)
-    return slot
+def new_arena(nbytes: int) -> Arena:
+    """Make an arena of one slot, all of whose pages are in memory."""
+    arena = Arena.create(nbytes, 1)
+    arena.reach(arena.slots[0], nbytes)
+    bytes_of(arena.slots[0], nbytes).fill_(1)
+    return arena
 
 
 def bytes_of(slot: Slot, nbytes: int) -> torch.Tensor:
@@ -125,9 +126,10 @@ def measure_registration(_: Accelerator, backend: Backend, sizes: Sizes) -> list
     """Time page locks at several sizes."""
     registering, found = Registering(backend), []
     for mib in sizes.registered_mib:
-        slot = new_slot(mib * MIB)
+        arena = new_arena(mib * MIB)
+        slot = arena.slots[0]
         pairs = [(registering.lock(slot), registering.unlock(slot)) for _ in range(sizes.repeats)]
-        slot.close()
+        arena.close()
         gigabytes = mib * MIB / 1e9
         lock_s, unlock_s = (
             statistics.median(times) / gigabytes for times in zip(*pairs, strict=True)
@@ -162,13 +164,14 @@ def _bandwidth(
         return _copy_rate(
             accelerator, sizes, host.pin_memory() if memory == "pinned" else host, target
         )
-    registering, slot = Registering(backend), new_slot(nbytes)
+    registering, arena = Registering(backend), new_arena(nbytes)
+    slot = arena.slots[0]
     registering.lock(slot)
     try:
         return _copy_rate(accelerator, sizes, bytes_of(slot, nbytes), target)
     finally:
         registering.unlock(slot)
-        slot.close()
+        arena.close()
 
 
 def _copy_rate(
@@ -224,7 +227,8 @@ def measure_launches(accelerator: Accelerator, backend: Backend, sizes: Sizes) -
 @contextlib.contextmanager
 def _registering_all_the_time(registering: Registering, sizes: Sizes) -> Iterator[list[float]]:
     """Run a thread that locks and unlocks a slot; yield its growing list of times."""
-    slot, times_s = new_slot(sizes.latency_mib * MIB), []
+    arena, times_s = new_arena(sizes.latency_mib * MIB), []
+    slot = arena.slots[0]
     errors: list[Exception] = []
     has_begun, is_over = threading.Event(), threading.Event()
 
@@ -247,7 +251,7 @@ def _registering_all_the_time(registering: Registering, sizes: Sizes) -> Iterato
     finally:
         is_over.set()
         thread.join()
-        slot.close()
+        arena.close()
     if errors:
         raise errors[0]
 

@@ -42,7 +42,7 @@ def run_alone() -> dict[str, float]:
     record = Record(0, "processes", 1)
     now = time.monotonic_ns
     work = (now(), 20_000, 5_000, 10_000, 16)
-    done = BatchDone(1, 2, 3, None, 640, kept=False)
+    done = BatchDone(1, 2, 3, None, 640)
     plain, timed = pack(done), pack(done._replace(times=work))
 
     def note() -> None:

@@ -19,17 +19,14 @@ INLINE_BYTES = 16 * 1024
 #: Size of the receive buffer.
 RECEIVE_BYTES = 2 * INLINE_BYTES
 
+#: Length of the pieces in which long data is sent by messages that have no slot.
+PART_BYTES = INLINE_BYTES // 2
+
 
 class Spilled(NamedTuple):
     """Stands for a pickled value of ``nbytes`` that lies in the slot, at ``offset``."""
 
     offset: int
-    nbytes: int
-
-
-class Attached(NamedTuple):
-    """Stands for bytes that lie in a slot of their own, whose descriptor goes with the message."""
-
     nbytes: int
 
 
@@ -50,19 +47,6 @@ class Unsaved(NamedTuple):
 
 
 # From the main process to a worker ---------------------------------------------------------
-
-
-class NewSlot(NamedTuple):
-    """Main → worker, with one descriptor: a slot, whose file has ``nbytes`` for its whole life."""
-
-    slot_id: int
-    nbytes: int
-
-
-class DropSlot(NamedTuple):
-    """Main → worker: unmap this slot. No later task will name it."""
-
-    slot_id: int
 
 
 class Task(NamedTuple):
@@ -112,14 +96,24 @@ class StartEpoch(NamedTuple):
     dataset_epoch: int | None = None
 
 
+class CheckpointPart(NamedTuple):
+    """Main → worker: a piece of the ``checkpoint`` whose last piece comes in :class:`ResumeStream`.
+
+    Long data is sent in pieces, since that message has no slot.
+    """
+
+    data: bytes
+
+
 class ResumeStream(NamedTuple):
     """Main → worker, before its first task: resume the dataset.
 
     Attributes:
-        checkpoint: A pickled :class:`~shmloader.batch.dataset_checkpoint.DatasetCheckpoint`.
+        checkpoint: A pickled :class:`~shmloader.batch.dataset_checkpoint.DatasetCheckpoint`, or
+            its last piece.
     """
 
-    checkpoint: bytes | Attached
+    checkpoint: bytes
 
 
 # From a worker to the main process ---------------------------------------------------------
@@ -136,8 +130,6 @@ class BatchDone(NamedTuple):
             equals that of this worker's last batch. It is pickled by itself, because it may hold
             keys that only the worker can unpickle.
         used_bytes: How many bytes of the slot were written.
-        kept: Whether the user's code in the worker still holds memory of the slot, so that the slot
-            must never be filled again.
         checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
         report: A pickled ``SampleReport``, if failed samples are counted.
         snapshot: A pickled :class:`~shmloader.batch.iterable_state.Saved` of the dataset after this
@@ -152,7 +144,6 @@ class BatchDone(NamedTuple):
     slot_id: int
     layout: bytes | Spilled | None
     used_bytes: int
-    kept: bool
     checksum: int | None = None
     report: bytes | Spilled | None = None
     snapshot: bytes | Spilled | TooLong | Unsaved | None = None
@@ -169,7 +160,6 @@ class BatchFailed(NamedTuple):
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
         error: A pickled ``RemoteError``.
-        kept: Whether the slot must never be filled again; see :class:`BatchDone`.
         touched_bytes: How many bytes of the slot were written, for the batch, the error or the
             report.
         report: A pickled ``SampleReport``, if failed samples are counted.
@@ -184,7 +174,6 @@ class BatchFailed(NamedTuple):
     epoch: int
     slot_id: int
     error: bytes | Spilled
-    kept: bool
     touched_bytes: int = 0
     report: bytes | Spilled | None = None
     snapshot: bytes | Spilled | TooLong | Unsaved | None = None
@@ -201,7 +190,6 @@ class BatchEmpty(NamedTuple):
     seq: int
     epoch: int
     slot_id: int
-    kept: bool
     report: bytes | Spilled | None
     snapshot: bytes | Spilled | TooLong | Unsaved | None = None
 
@@ -213,7 +201,6 @@ class StreamEnded(NamedTuple):
         seq: Number of the batch in its epoch.
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
-        kept: Whether the slot must never be filled again; see :class:`BatchDone`.
         touched_bytes: How many bytes of the slot were written.
         beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the next
             epoch, if workers are persistent.
@@ -222,7 +209,6 @@ class StreamEnded(NamedTuple):
     seq: int
     epoch: int
     slot_id: int
-    kept: bool
     touched_bytes: int = 0
     beginning: bytes | Spilled | TooLong | None = None
 
@@ -230,7 +216,7 @@ class StreamEnded(NamedTuple):
 class BeginningPart(NamedTuple):
     """Worker → main: a piece of the ``beginning`` whose last piece comes in :class:`EpochStarted`.
 
-    Long data is sent in pieces, since that message has no slot.
+    See :class:`CheckpointPart`.
     """
 
     data: bytes
@@ -249,16 +235,15 @@ class EpochStarted(NamedTuple):
     beginning: bytes | None = None
 
 
-ToWorker = NewSlot | DropSlot | Task | SampleHung | StartEpoch | ResumeStream
+ToWorker = Task | SampleHung | StartEpoch | CheckpointPart | ResumeStream
 FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | BeginningPart | EpochStarted
 
 # A kind's number on the wire is its index here.
 _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
-    NewSlot,
-    DropSlot,
     Task,
     SampleHung,
     StartEpoch,
+    CheckpointPart,
     ResumeStream,
     BatchDone,
     BatchFailed,

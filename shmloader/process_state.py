@@ -7,7 +7,8 @@ when no loader is known. All other state has an owner. There are two exceptions:
 :mod:`shmloader.memory.lease` adds a function to ``gc.callbacks``.
 
 ======================  =========================================================================
-``forks``               the number of forks: a slot that a child may still read is not reused
+``arenas``              the slots of all loaders: before a fork, the user's batches get memory of
+                        their own, and a forked worker closes the arenas that it inherits
 ``threads``             our threads, which can be parked while the process forks
 ``worker_groups``       the workers of all loaders: a forked child closes what it inherits of them
 ``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
@@ -25,10 +26,9 @@ when no loader is known. All other state has an owner. There are two exceptions:
                         opens an object of another rank, the descriptors that came with the object
 ``opening``             a lock that a rank holds while it opens an object of another rank
 ``segments``            the segments that this process has mapped, by their tokens
-``slots``               the slots of this process: a forked worker closes those that it inherits
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
-``locked_for_good``     slots that could not be unlocked: a device may still read their pages
+``locked_for_good``     mappings that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
@@ -38,17 +38,6 @@ import os
 import threading
 import weakref
 from typing import Any
-
-
-class Forks:
-    """Counts the forks of this process (I9). Its fork hook changes nothing else."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def one_more(self) -> None:
-        """Count a fork."""
-        self.count += 1
 
 
 class Threads:
@@ -104,7 +93,7 @@ class ProcessState:
     """The state of this process. The module's docstring describes the attributes."""
 
     def __init__(self) -> None:
-        self.forks = Forks()
+        self.arenas: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.threads = Threads()
         self.worker_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -117,11 +106,20 @@ class ProcessState:
         self.received: list[int] = []
         self.opening = threading.RLock()
         self.segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
-        self.slots: weakref.WeakSet[Any] = weakref.WeakSet()
         self.slot_writer: Any = None
         self.tasks = Tasks()
         self.locked_for_good: list[Any] = []
         self.installation: Any = None
+
+    def all_arenas(self) -> list[Any]:
+        """Return the arenas. Called on any thread, while others may make arenas."""
+        arenas = [reference() for reference in self.arenas.valuerefs()]
+        return [arena for arena in arenas if arena is not None]
+
+    def part_lent_slots(self) -> None:
+        """Part the user's batches from their slots (I9). Called before a fork."""
+        for arena in self.all_arenas():
+            arena.part_lent()
 
     def close_pipes(self) -> None:
         """Close the pipes. Called in a forked child, which must not keep our workers alive."""
@@ -147,8 +145,7 @@ class ProcessState:
 #: exit the names in modules become None, while remaining objects of the package still use it.
 PROCESS = ProcessState()
 
-# The count rises before and after a fork, since a lease may begin or end while other hooks run.
-os.register_at_fork(before=PROCESS.forks.one_more, after_in_parent=PROCESS.forks.one_more)
+os.register_at_fork(before=PROCESS.part_lent_slots)
 # In the child, these run in this order. They are registered separately, so that an error in one
 # does not prevent the others.
 for _hook in (

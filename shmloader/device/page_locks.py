@@ -1,8 +1,8 @@
 """Page locks of slots, which let devices read the slots directly.
 
 Guarantees:
-    * Only pages that were admitted before are locked (:mod:`shmloader.pools.arena` counts them),
-      so locking takes no further memory.
+    * Only pages that were admitted before are locked (:mod:`shmloader.pools.slot_memory` counts
+      them), so locking takes no further memory.
     * Locked pages are neither given back to the system nor unmapped. Otherwise a device would
       continue to read the old pages.
     * A slot is unlocked only when no device reads it.
@@ -22,7 +22,7 @@ import torch
 from shmloader.device.backend import Backend
 from shmloader.device.drivers import Driver
 from shmloader.interruptions import is_interruption
-from shmloader.memory.slot import Slot
+from shmloader.memory.arena import Slot
 from shmloader.process_state import PROCESS
 
 
@@ -112,10 +112,10 @@ class PageLocks:
         return True
 
     def keep(self, slot: Slot) -> None:
-        """Keep a slot that cannot be unlocked, for as long as the process lives."""
-        # If the slot were unmapped, its addresses could be reused for other memory, and the device
+        """Keep the mapping of a slot that cannot be unlocked, for as long as the process lives."""
+        # If it were unmapped, its addresses could be reused for other memory, and the device
         # would read the old pages instead.
-        PROCESS.locked_for_good.append(slot)
+        PROCESS.locked_for_good.append(slot.mapping)
         warnings.warn(
             f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
             "until this process ends, since the driver does not release them",

@@ -31,11 +31,18 @@ reach all parts as one frozen :class:`~shmloader.loader.config.LoaderConfig`.
 
 A batch costs two small messages and one copy.
 
+**The arena** (:mod:`shmloader.memory.arena`). All slots of an engine lie in one sparse, sealed file
+in memory, at a fixed distance from each other. A worker gets its descriptor when it starts, so no
+descriptor travels with a task. A slot grows by being written to: each process maps as much of it as
+its batches need. Giving memory back punches a hole into the file. If user code keeps a batch where
+its slot must be used again, the batch is parted from the slot: its pages become private to the
+process. That is done for what a worker's code keeps, and in the main process before a fork (I9).
+
 **Decisions and actions.** The scheduler decides. The engine reports what has happened (a ticket was
 offered, a worker has answered, a worker is lost), and the scheduler changes the tickets, slots and
 worker records. The scheduler knows no process, thread or clock. The engine asks it what to do, and
-has its pool do it: send a task, start or stop a worker, unmap a slot. The pool reports what
-happened. Only the thread that is inside ``next_batch`` changes the scheduler.
+has its pool do it: send a task, start or stop a worker. The pool reports what happened. Only the
+thread that is inside ``next_batch`` changes the scheduler.
 
 **The life of a worker**::
 
@@ -46,9 +53,9 @@ happened. Only the thread that is inside ``next_batch`` changes the scheduler.
                                         └──▶ DEAD                 (no restart is left)
 
 Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
-the slots that it has mapped, its last layout, how far its dataset has come, and how it died. The
-tickets of a lost worker are sent to its replacement (with dynamic dispatch, those that it had not
-begun wait for any worker). When no restart is left, each of them is answered by the worker's death.
+its last layout, how far its dataset has come, and how it died. The tickets of a lost worker are
+sent to its replacement (with dynamic dispatch, those that it had not begun wait for any worker).
+When no restart is left, each of them is answered by the worker's death.
 
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it is loading and until
 when it may (:mod:`shmloader.batch.sample_watch`). When that time has passed while the engine waits,
@@ -123,8 +130,10 @@ ticket
     A unit of work: an index batch with its ``seq``, which is its number in the epoch.
 task
     A ticket as it is sent to a worker, with the slot to fill.
+arena
+    The file in memory in which all slots of an engine lie.
 slot
-    A piece of shared memory that holds one batch.
+    A piece of shared memory that holds one batch: a range of the arena.
 layout
     A description of where the parts of a batch lie in its slot.
 lease

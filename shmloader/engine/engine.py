@@ -146,7 +146,9 @@ class Engine(EngineBase):
             present=present,
             sharers=sharers,
             read_loads=read_loads,
-            on_free=self._slot_pool.poison if not self._has_queue and is_debugging() else None,
+            on_free=None
+            if self._has_queue or not is_debugging()
+            else self._slot_pool.memory.poison,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
@@ -236,7 +238,6 @@ class Engine(EngineBase):
     def _finish_epoch(self) -> None:
         scheduler = self._scheduler
         scheduler.end_epoch()
-        self._drop_slots()
         for worker in scheduler.workers:
             if worker.is_alive:
                 self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1)
@@ -362,7 +363,7 @@ class Engine(EngineBase):
             self._fail(error)
         if type(answer) is not Empty:
             return False
-        self._free_slot(ticket, is_kept=answer.is_kept)
+        self._free_slot(ticket)
         self._left_out.append(ticket.seq)
         self._scheduler.left_out(ticket)
         self._offer_another()
@@ -396,7 +397,7 @@ class Engine(EngineBase):
         pid = self._pool.pid(ticket.worker_id)
         if isinstance(answer, Failure):
             # The error gets no local name here: its traceback holds this frame.
-            self._free_slot(ticket, is_kept=answer.is_kept)
+            self._free_slot(ticket)
             note = describe_loading(ticket, pid)
             if answer.is_final:
                 self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
@@ -404,7 +405,7 @@ class Engine(EngineBase):
             self._offer()
             self._raise_on_purpose(answer.error.rebuilt(note))
         if isinstance(answer, Death):
-            self._free_slot(ticket, is_kept=False)
+            self._free_slot(ticket)
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
@@ -432,14 +433,10 @@ class Engine(EngineBase):
             )
         )
 
-    def _free_slot(self, ticket: Ticket, *, is_kept: bool) -> None:
+    def _free_slot(self, ticket: Ticket) -> None:
         """Free a ticket's slot, if it has one that is not lent."""
         if self._slots is not None:
-            self._slots.free_slot(ticket, is_kept=is_kept)
-
-    def _drop_slots(self) -> None:
-        if self._slots is not None:
-            self._slots.drop_retired()
+            self._slots.free_slot(ticket)
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -619,24 +616,18 @@ class Engine(EngineBase):
         now_ns = time.monotonic_ns()
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
-        ticket = self._scheduler.answered(
+        self._scheduler.answered(
             seq,
             epoch,
             answer,
             taker=worker_id if self._has_queue else None,
-            is_kept=answer.is_kept,
             now_ns=now_ns,
             note=None if self._scheduler.progress is None else _note_of(worker_id, answer),
         )
-        if ticket.is_dropped:
-            self._drop_slots()
 
-    def stream_ended(self, seq: int, epoch: int, beginning: Beginning, *, is_kept: bool) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
         """Note that a worker's iterable dataset has no batch for this task or a later one."""
-        self._scheduler.stream_ended(
-            seq, epoch, beginning, is_kept=is_kept, now_ns=time.monotonic_ns()
-        )
-        self._drop_slots()
+        self._scheduler.stream_ended(seq, epoch, beginning, now_ns=time.monotonic_ns())
         self._ask_for_tickets()
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:

@@ -15,10 +15,9 @@ Invariants (tests cite the numbers):
 
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
 The resulting actions stay in the scheduler until the engine takes them: tasks by :meth:`next_task`,
-slots to unmap by :meth:`take_dropped_slots`, tickets to draw by :meth:`take_wanted_tickets`,
-workers by the worker table's ``next_restart``, ``next_start`` and ``next_stop``, and the next batch
-by :meth:`take_next`. So no decision is lost when an exception ends the call in which the engine
-would have acted on it.
+tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table's ``next_restart``,
+``next_start`` and ``next_stop``, and the next batch by :meth:`take_next`. So no decision is lost
+when an exception ends the call in which the engine would have acted on it.
 
 Events are methods and not objects. Matching an event object and returning a list of actions takes
 1.7 µs longer than a call, and a batch has three events.
@@ -31,12 +30,11 @@ of a slot or the record of a worker.
 import collections
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.dataset_progress import DatasetNote, DatasetProgress
 from shmloader.engine.routing import Pace, Router, pick_idle
-from shmloader.engine.slots import FREE, FULL, RETIRED, SlotState, SlotTable
+from shmloader.engine.slots import FREE, FULL, SlotState, SlotTable
 from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
@@ -56,10 +54,8 @@ class Ticket:
         offered_ns: When it was offered, by the engine's clock.
         answer: The answer; None until it comes. The scheduler does not look at it.
         is_dropped: Whether nothing will be delivered, since the worker's stream or the epoch ended.
-        is_kept: Whether its worker still holds memory of the slot, which must not be refilled.
         kill_count: How many workers died while they loaded it, possibly because of it.
         sent_ns: When it was last sent to its worker, by the same clock.
-        is_slot_new: Whether its worker is sent the slot's descriptor with it.
         hung: Samples of the batch that took too long, by sample number, each with what its worker
             was doing when it was ended. The next worker raises in their places.
         note: What the answer says about the worker's dataset, if checkpoints of it are kept.
@@ -72,28 +68,10 @@ class Ticket:
     offered_ns: int = 0
     answer: object = None
     is_dropped: bool = False
-    is_kept: bool = False
     kill_count: int = 0
     sent_ns: int = 0
-    is_slot_new: bool = False
     hung: dict[int, str] | None = None
     note: DatasetNote | None = None
-
-
-class DroppedSlot(NamedTuple):
-    """A retired slot that is to be unmapped.
-
-    Attributes:
-        slot_id: The slot.
-        worker_ids: The workers that have mapped it.
-    """
-
-    slot_id: int
-    worker_ids: list[int]
-
-
-def _after_use(is_kept: bool) -> SlotState:
-    return RETIRED if is_kept else FREE
 
 
 class Scheduler:
@@ -219,19 +197,13 @@ class Scheduler:
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
         """Assign a ticket to a worker, to be sent unless the worker does not run."""
-        ticket.worker_id, ticket.slot_id = worker.worker_id, self._take_slot(worker.worker_id)
+        ticket.worker_id, ticket.slot_id = worker.worker_id, self.slots.take(worker.worker_id)
         worker.in_flight += 1
         if worker.state is DEAD:
             # The death is delivered in the ticket's place in the order.
             self._answer(ticket, worker, worker.death)
         elif worker.state is not LOST:
             self._unsent.append(ticket)
-
-    def _take_slot(self, worker_id: int) -> int:
-        slot_id = self.slots.take(worker_id)
-        if slot_id is None:
-            raise InternalError("all slots are in use (I5)")
-        return slot_id
 
     def next_task(self, now_ns: int = 0) -> Ticket | None:
         """Return the next ticket to send to its worker; None if there is none, or no room.
@@ -245,11 +217,6 @@ class Scheduler:
             return None
         ticket = self._unsent.popleft()
         ticket.sent_ns = now_ns
-        if self._has_queue:
-            return ticket
-        slot_id, mapped_slots = ticket.slot_id, self.workers[ticket.worker_id].mapped_slots
-        ticket.is_slot_new = slot_id not in mapped_slots
-        mapped_slots.add(slot_id)
         return ticket
 
     def _assign_waiting(self) -> None:
@@ -304,7 +271,6 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        is_kept: bool = False,
         now_ns: int = 0,
         note: DatasetNote | None = None,
     ) -> Ticket:
@@ -316,13 +282,12 @@ class Scheduler:
             answer: The answer.
             taker: The worker that took the ticket, if the pool has a queue. None otherwise, since
                 the ticket was assigned to a worker.
-            is_kept: Whether the worker still holds memory of the slot.
             now_ns: The time, by the engine's clock.
             note: What the answer says about the worker's dataset; None if no checkpoints are kept,
                 or if the answer stands for no batch.
 
         Returns:
-            The ticket. Its slot is FULL; or FREE or RETIRED, if the ticket was dropped (I6).
+            The ticket. Its slot is FULL; or FREE, if the ticket was dropped (I6).
         """
         ticket = self._in_work(seq, epoch, taker)
         worker = self.workers[ticket.worker_id]
@@ -330,7 +295,7 @@ class Scheduler:
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
         self._note_alive(worker, now_ns)
-        self._answer(ticket, worker, answer, is_kept)
+        self._answer(ticket, worker, answer)
         if note is not None and self.progress is not None and not ticket.is_dropped:
             ticket.note = note
             self.progress.answered(note)
@@ -361,15 +326,12 @@ class Scheduler:
         """Note the layout that a worker's batches have from now on."""
         self.workers[worker_id].last_layout = layout
 
-    def _answer(
-        self, ticket: Ticket, worker: Worker, answer: object, is_kept: bool = False
-    ) -> None:
+    def _answer(self, ticket: Ticket, worker: Worker, answer: object) -> None:
         worker.in_flight -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self._move_slot(ticket, _after_use(is_kept))
+            self._move_slot(ticket, FREE)
             return
-        ticket.is_kept = is_kept
         ticket.answer = answer
         self._move_slot(ticket, FULL)
         if not self._in_order:
@@ -386,7 +348,6 @@ class Scheduler:
         epoch: int,
         next_epoch: Beginning,
         *,
-        is_kept: bool = False,
         now_ns: int = 0,
     ) -> None:
         """Note that a worker's iterable dataset has no batch for this ticket or a later one.
@@ -397,14 +358,13 @@ class Scheduler:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
             next_epoch: What the dataset's next epoch begins with.
-            is_kept: Whether the worker still holds memory of the slot.
             now_ns: The time, by the engine's clock.
         """
         ticket = self._in_work(seq, epoch)
         ticket.is_dropped = True
         worker = self.workers[ticket.worker_id]
         self._note_alive(worker, now_ns)
-        self._answer(ticket, worker, None, is_kept)
+        self._answer(ticket, worker, None)
         if not worker.has_stream:
             return
         worker.has_stream = False
@@ -419,26 +379,6 @@ class Scheduler:
         """Return how many tickets to draw in addition to those that replace delivered ones."""
         count, self._wanted_tickets = self._wanted_tickets, 0
         return count
-
-    def slot_returned(self, slot_id: int, *, clean: bool) -> None:
-        """Note that a lease has died.
-
-        Args:
-            slot_id: Its slot, which becomes FREE, or RETIRED if it is not clean.
-            clean: False if another process may still use the slot's memory (I9).
-        """
-        self.slots.move(slot_id, FREE if clean else RETIRED)
-
-    def take_dropped_slots(self) -> list[DroppedSlot]:
-        """Return the slots that were retired since the last call, to be unmapped."""
-        dropped = []
-        for slot_id in self.slots.retired:
-            mappers = [worker for worker in self.workers if slot_id in worker.mapped_slots]
-            for worker in mappers:
-                worker.mapped_slots.remove(slot_id)
-            dropped.append(DroppedSlot(slot_id, [worker.worker_id for worker in mappers]))
-        self.slots.retired.clear()
-        return dropped
 
     # Workers -----------------------------------------------------------------------------
 
@@ -644,10 +584,6 @@ class Scheduler:
         """Whether one more batch may be lent, rather than copied out (I4, I5)."""
         return self.slots.lent_count < self._lend_limit
 
-    def delivered(self, ticket: Ticket, state: SlotState) -> None:
-        """Note that a ticket's batch was built: its slot becomes LENT, FREE or RETIRED."""
-        self._move_slot(ticket, state)
-
     # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
@@ -666,7 +602,7 @@ class Scheduler:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self._move_slot(ticket, _after_use(ticket.is_kept))
+                self._move_slot(ticket, FREE)
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0

@@ -1,15 +1,17 @@
 """Builds batches from slots, and frees the slots afterwards. Runs on the engine's thread."""
 
 from shmloader.engine.scheduler import Scheduler, Ticket
-from shmloader.engine.slots import FREE, LENT, RETIRED
+from shmloader.engine.slots import FREE, LENT
 from shmloader.engine.wording import describe_change
 from shmloader.errors import InternalError, SharedMemoryError
+from shmloader.memory.lease import checksum
 from shmloader.pools import SlotPool
 from shmloader.pools.answers import Batch
+from shmloader.pools.slot_memory import TRIM_EVERY
 
 
 class SlotBatches:
-    """Handles a pool's slots from a worker's answer to the end of the batch's lease.
+    """Handles a pool's slots from a worker's answer to the end of the batch's lease (I1).
 
     Args:
         pool: The pool whose batches come in slots.
@@ -18,13 +20,16 @@ class SlotBatches:
 
     def __init__(self, pool: SlotPool, scheduler: Scheduler) -> None:
         self._pool = pool
+        self._memory = pool.memory
         self._scheduler = scheduler
+        self._slots = scheduler.slots
 
     def tidy(self) -> None:
-        """Return unneeded memory of slots to the kernel, if the pool says that it is time."""
-        if self._pool.wants_tidying:
+        """Return unneeded memory of slots to the kernel, if memory is short or it is time."""
+        memory = self._memory
+        if memory.is_short or memory.batches >= TRIM_EVERY:
             self._collect_returns()
-            self._pool.tidy(self._scheduler.slots.free_ids)
+            memory.tidy(self._slots.free_ids)
 
     def build(self, ticket: Ticket, answer: Batch) -> object:
         """Return a ticket's batch: views of its slot, which is lent, or a copy.
@@ -34,51 +39,45 @@ class SlotBatches:
             InternalError: If the batch changed since its worker wrote it (``SHMLOADER_DEBUG=1``).
             Exception: What unpickling a part of the batch raises.
         """
-        if self._pool.ended_leases:
+        memory, slot_id = self._memory, ticket.slot_id
+        if memory.ended:
             self._collect_returns()
-        slot_id = ticket.slot_id
         if answer.check is not None:
             self._check(ticket, answer)
         if answer.lends and self._scheduler.may_lend:
             try:
-                self._pool.lock(slot_id)
+                slot = memory.lock(slot_id)
             except BaseException:
-                self.free_slot(ticket, is_kept=answer.is_kept)
+                self.free_slot(ticket)
                 raise
-            self._scheduler.delivered(ticket, LENT)
-            self._pool.counts.lent += 1
-            return self._pool.lend(slot_id, answer)
-        self._pool.counts.copied += answer.lends
+            self._slots.move(slot_id, LENT)
+            memory.counts.lent += 1
+            return answer.content.read(slot, slot.lend(memory.ended.append))
+        memory.counts.copied += answer.lends
         try:
-            return self._pool.copy_out(slot_id, answer)
+            return answer.content.read(memory.mapped(slot_id), None)
         finally:
-            self.free_slot(ticket, is_kept=answer.is_kept)
+            self.free_slot(ticket)
 
     def _check(self, ticket: Ticket, answer: Batch) -> None:
         """Raise if a batch does not lie in its slot as its worker left it."""
+        assert answer.check is not None
+        nbytes, expected = answer.check
         try:
-            change = self._pool.find_change(ticket.slot_id, answer)
+            found = checksum(self._memory.mapped(ticket.slot_id), nbytes)
         except SharedMemoryError:
-            self.free_slot(ticket, is_kept=answer.is_kept)
+            self.free_slot(ticket)
             raise
-        if change:
-            # What wrote to the slot may still be writing.
-            self.free_slot(ticket, is_kept=True)
+        if found != expected:
+            self.free_slot(ticket)
+            change = f"{nbytes} bytes: {expected:08x}, now {found:08x}"
             raise InternalError(describe_change(ticket, self._pool.pid(ticket.worker_id), change))
 
-    def free_slot(self, ticket: Ticket, *, is_kept: bool) -> None:
-        """Free a ticket's slot, which is not lent; retire it if its worker still refers to it."""
-        self._scheduler.delivered(ticket, RETIRED if is_kept else FREE)
-        if is_kept:
-            self.drop_retired()
+    def free_slot(self, ticket: Ticket) -> None:
+        """Free a ticket's slot, which is not lent."""
+        self._slots.move(ticket.slot_id, FREE)
 
     def _collect_returns(self) -> None:
-        for slot_id, is_clean in self._pool.take_returns():
-            self._scheduler.slot_returned(slot_id, clean=is_clean)
-        self.drop_retired()
-
-    def drop_retired(self) -> None:
-        """Unmap the slots that were retired."""
-        if self._scheduler.slots.retired:
-            for dropped in self._scheduler.take_dropped_slots():
-                self._pool.drop_slot(dropped.slot_id, dropped.worker_ids)
+        ended = self._memory.ended
+        while ended:
+            self._slots.move(ended.popleft().slot_id, FREE)

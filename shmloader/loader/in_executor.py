@@ -8,10 +8,10 @@ from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.slot_iterator import SlotIterator
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.slot_size import uncapped_slot_bytes
-from shmloader.pools.arena import PageLocker
+from shmloader.memory.arena import uncapped_slot_bytes
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process_numbers import ProcessNumbers
+from shmloader.pools.slot_memory import PageLocker
 
 _NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 

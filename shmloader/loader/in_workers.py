@@ -6,13 +6,13 @@ from typing import Any
 from shmloader.interruptions import is_interruption
 from shmloader.loader.common import warn_of_many_objects
 from shmloader.loader.slot_iterator import SlotIterator
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.lease import is_debugging
-from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pools.adapting import Adapter, AutoCount
-from shmloader.pools.arena import PageLocker
 from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
+from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -25,21 +25,16 @@ class WorkerIterator(SlotIterator):
         self._reporter: DemandReporter | None = None
         self._read_loads: Callable[[], Sequence[int] | None] | None = None
         warn_of_many_objects(self._config, self._parts)
-        workers, memory = self._join() if self._config.worker_scope == "host" else self._start()
+        workers, tasks = self._join() if self._config.worker_scope == "host" else self._start()
         config = self._config
-        lent, slot_bytes = config.lend_limit, config.slot_bytes
         # The worker count that the engine was last told in this epoch; None if it was told none.
         self._wanted: int | None = None
         try:
-            self._pool = ProcessPool(
-                workers,
-                slot_bytes=uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
-                slot_count=config.most_window + lent,
-                locker=locker,
-                admission=MemoryAdmission(memory),
-            )
+            assert tasks.memory is not None
+            self._pool = ProcessPool(workers, tasks.arena, locker, MemoryAdmission(tasks.memory))
         except BaseException:
             workers.close()  # after a Ctrl-C no other code closes them
+            tasks.arena.close()
             raise
         self._engine = self._make_engine(
             self._pool,
@@ -52,27 +47,37 @@ class WorkerIterator(SlotIterator):
         )
         self._engine.resume()
 
-    def _memory_of_workers(self) -> MemoryConfig:
+    def _make_tasks(self) -> TaskConfig:
+        """Return how tasks are served, with a new arena."""
         config = self._config
         is_free = config.fixed_window is None and config.host_ranks == 1
-        return self._memory_config(config.num_workers, None if is_free else config.window)
-
-    def _start(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
-        """Start worker processes of this iterator's own."""
-        config, memory = self._config, self._memory_of_workers()
-        workers = WorkerProcesses(
-            config.multiprocessing_context,
-            config.most_workers,
-            (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
-            config.fetch,
-            int(self._base_seed),
-            memory,
-            may_replace=config.may_replace_workers,
-            started=config.num_workers,
+        memory = self._memory_config(config.num_workers, None if is_free else config.window)
+        slot_bytes = config.slot_bytes
+        arena = Arena.create(
+            uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
+            config.most_window + config.lend_limit,
         )
-        return workers, memory
+        return TaskConfig(config.fetch, arena, memory, is_debugging())
 
-    def _join(self) -> tuple[WorkerChannels[Any], MemoryConfig]:
+    def _start(self) -> tuple[WorkerChannels[Any], TaskConfig]:
+        """Start worker processes of this iterator's own."""
+        config, tasks = self._config, self._make_tasks()
+        try:
+            workers = WorkerProcesses(
+                config.multiprocessing_context,
+                config.most_workers,
+                (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+                tasks,
+                int(self._base_seed),
+                may_replace=config.may_replace_workers,
+                started=config.num_workers,
+            )
+        except BaseException:
+            tasks.arena.close()
+            raise
+        return workers, tasks
+
+    def _join(self) -> tuple[WorkerChannels[Any], TaskConfig]:
         """Attach to the workers that the ranks of this host share."""
         # Few loaders share workers.
         from shmloader.pools.host_pool import open_host_pool  # noqa: PLC0415
@@ -96,18 +101,18 @@ class WorkerIterator(SlotIterator):
             if wanted is not None:
                 # The rank that began the pool decides the maximum; the pool adapts the number.
                 self._config = config._replace(num_workers=wanted, most_workers=pool.worker_count)
-            memory = self._memory_of_workers()
-            tasks = TaskConfig(config.fetch, memory, is_debugging())
+            tasks = self._make_tasks()
             try:
                 workers = HostWorkers(pool, functions, tasks, self._config.num_workers)
-            except ConnectionError as error:
-                if is_interruption(error):
+            except BaseException as error:
+                tasks.arena.close()
+                if not isinstance(error, ConnectionError) or is_interruption(error):
                     raise
                 pool.close()  # its owner has just ended; a new one takes its place
                 continue
             self._reporter = DemandReporter(workers.report) if is_auto else None
             self._read_loads = workers.loads_of_others
-            return workers, memory
+            return workers, tasks
 
     def _begin_adapting(self, adapter: Adapter) -> None:
         if self._reporter is None:

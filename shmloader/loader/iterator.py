@@ -32,7 +32,7 @@ from shmloader.loader.common import (
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.pools import Pool
 from shmloader.pools.adapting import Adapter
-from shmloader.pools.arena import PageLocker
+from shmloader.pools.slot_memory import PageLocker
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part

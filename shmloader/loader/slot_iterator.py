@@ -30,7 +30,6 @@ class SlotIterator(EngineIterator):
             window: Batches in flight; None for ``prefetch_factor`` for each writer.
         """
         config, root = self._config, Path(self._config.root)
-        has_share = config.slot_bytes is not None
         return MemoryConfig(
             writer_count,
             config.prefetch_factor,
@@ -39,7 +38,6 @@ class SlotIterator(EngineIterator):
             free_memory(root, control_groups(root)),
             config.root,
             window,
-            share_count=config.most_window + config.lend_limit if has_share else None,
         )
 
     def _make_engine(

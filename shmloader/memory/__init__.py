@@ -1,8 +1,8 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
-``slot`` owns the OS resource, whose length ``slot_size`` limits; ``system_support`` finds out
-whether the system has what slots and worker processes need. ``slot_writer`` hands out a slot's
-bytes in the worker; ``lease`` notices when the user has dropped a batch, and has the checks of
+``arena`` owns the file in which all slots lie, and maps them by ``memfd``; ``system_support`` finds
+out whether the system has what slots and worker processes need. ``slot_writer`` hands out a slot's
+bytes in the worker; ``lease`` keeps memory alive under storages, and has the checks of
 ``SHMLOADER_DEBUG``. Samples become a batch in one of two ways:
 
 =============  ==============================================  ======================

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.limits import (
     ControlGroup,
     Free,
@@ -29,7 +30,7 @@ from shmloader.memory.limits import (
     format_bytes,
     free_memory,
 )
-from shmloader.memory.slot import Slot
+from shmloader.memory.memfd import populate
 
 #: Never taken for slots, since other processes may touch memory between a check and the write.
 #: The page tables of 8 GiB of slots in one process take as much, and so do the smallest steps of
@@ -58,7 +59,6 @@ class MemoryConfig:
         free_at_start: The memory that was free before the iterator touched any.
         root: Directory that holds ``proc`` and ``sys``.
         window: Batches in flight; None for ``prefetch_factor`` for each worker.
-        share_count: Number of slots among which ``shm_size`` is divided; None without it.
     """
 
     worker_count: int
@@ -68,7 +68,6 @@ class MemoryConfig:
     free_at_start: Free | None = None
     root: str = "/"
     window: int | None = None
-    share_count: int | None = None
 
     @property
     def slot_count(self) -> int:
@@ -108,11 +107,6 @@ class MemoryAdmission:
         #: Whether, when a slot last grew, less was free than all workers together may take.
         self.is_tight = False
 
-    @property
-    def share_count(self) -> int | None:
-        """Number of slots among which ``shm_size`` is divided; None without it."""
-        return self._config.share_count
-
     def note_batch(self, used_bytes: int) -> None:
         """Note the size of a batch that this process has completed."""
         self._smallest_batch = min(self._smallest_batch, used_bytes)
@@ -131,16 +125,14 @@ class MemoryAdmission:
         free = self._read_free()
         return free is not None and more > free.nbytes
 
-    def grow(self, slot: Slot, backed: int, end: int) -> int:
+    def grow(self, arena: Arena, slot: Slot, end: int) -> None:
         """Give a slot the pages up to ``end``, or raise if there is no memory for them.
 
         Args:
-            slot: A slot that this process is filling.
-            backed: Bytes from its start that have pages, or were admitted before.
+            arena: The slots.
+            slot: A slot that this process is filling, mapped up to ``end``. Its ``touched_bytes``
+                are ``end`` or more afterwards.
             end: Bytes from its start that are about to be written.
-
-        Returns:
-            Bytes from its start that are admitted now; ``end`` or more.
 
         Raises:
             SharedMemoryError: If there is not enough memory. The message has the arithmetic. The
@@ -148,22 +140,24 @@ class MemoryAdmission:
         """
         free = self._read_free()
         if free is None:
-            return end
+            slot.touched_bytes = end
+            return
         self.is_tight = free.nbytes < self._config.worker_count * end
         self._check_all_slots(free, end)
-        position = backed
+        position = backed = slot.touched_bytes
         while end - position <= free.nbytes:
             step = max(_LEAST_STEP_BYTES, free.nbytes // self._config.worker_count)
             step_end = min(position + min(step, _STEP_BYTES), end)
             try:
-                slot.populate(position, step_end)
+                populate(slot.mapping, position, step_end)
             except MemoryError:
                 break
             position = step_end
             if position == end:
-                return self._round_up(free, end)
+                slot.touched_bytes = self._round_up(free, end)
+                return
             free = self._read_free() or free
-        if slot.give_back(backed):
+        if arena.give_back(slot, backed):
             free = Free(free.nbytes + position - backed, free.limit)
         raise SharedMemoryError(self._describe_growth(free, backed, end))
 

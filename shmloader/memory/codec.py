@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.memory.arena import Slot, align
 from shmloader.memory.flat import COPY_OUT_BYTES, private_memory
 from shmloader.memory.lease import hold
-from shmloader.memory.slot import Slot, align
 
 
 class Span(NamedTuple):
@@ -148,9 +148,9 @@ def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
         Exception: Whatever the user's objects raise when they are unpickled.
     """
     buffers = _open_spans(layout.spans, slot, lease)
-    body = layout.body
+    body: Any = layout.body
     if not isinstance(body, bytes):
-        body = slot.mapping[body[0] : body[0] + body[1]]
+        body = slot.memory[body[0] : body[0] + body[1]]
     return pickle.loads(body, buffers=[buffers[index] for index in layout.order])
 
 
@@ -171,10 +171,7 @@ def _open_spans(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> li
         elif lease is None:
             home, offset = private_memory(nbytes).data, 0
         if home is not lease and nbytes:
-            # A memoryview of the slot that lives for this statement only.
-            home[offset : offset + nbytes] = memoryview(slot.mapping)[
-                span.offset : span.offset + nbytes
-            ]
+            home[offset : offset + nbytes] = slot.memory[span.offset : span.offset + nbytes]
         if nbytes == 0:
             is_plain = span.first_byte < 0
             buffers.append(bytearray() if is_plain else PartialStorage(torch.UntypedStorage(0), 0))

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shmloader.memory.arena import ALIGNMENT, Slot, align
 from shmloader.memory.lease import hold
-from shmloader.memory.slot import ALIGNMENT, Slot, align
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -81,7 +81,7 @@ def group_tensor(slot: Slot, group: Group, rows: int, *, by_field: bool = False)
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=group.dtype, device="cpu")
-    flat = torch.frombuffer(slot.mapping, dtype=group.dtype, count=count, offset=group.offset)
+    flat = torch.frombuffer(slot.memory, dtype=group.dtype, count=count, offset=group.offset)
     return flat.view(shape)
 
 

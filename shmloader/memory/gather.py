@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shmloader.faults import FAULTS
+from shmloader.memory.arena import Slot
 from shmloader.memory.flat import FlatLayout, contain, group_tensor
 from shmloader.memory.packer import (
     MOST_PACKINGS,
@@ -19,7 +20,6 @@ from shmloader.memory.packer import (
     stream_rows,
     targets_in,
 )
-from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 
 _Array = np.ndarray[Any, np.dtype[Any]]

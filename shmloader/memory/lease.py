@@ -17,7 +17,6 @@ are too slow to be on by default:
   nothing that could be taken for data.
 """
 
-import collections
 import ctypes
 import functools
 import gc
@@ -25,16 +24,12 @@ import os
 import threading
 import weakref
 import zlib
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
-from shmloader.memory.slot import Slot
-from shmloader.process_state import PROCESS
-
-# A number that differs from every count of forks.
-_NEVER = -1
+from shmloader.memory.arena import Slot
 
 #: Fills free slots. As floats it is -2.6e36, as integers far below zero: no valid index, pixel or
 #: label.
@@ -97,54 +92,6 @@ def _free_shared_storages(phase: str, _: dict[str, int]) -> None:
             cache.lock.release()
 
 
-class LeaseBook:
-    """The leases of one engine's slots.
-
-    Only the engine's thread calls the methods. A lease may die on any thread, even inside the
-    garbage collector, so its callback only appends to a deque.
-
-    Attributes:
-        dead: Slots whose lease has died and which :meth:`collect` has not returned yet.
-    """
-
-    def __init__(self) -> None:
-        self.dead: Final[collections.deque[int]] = collections.deque()
-        self._references: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def open(
-        self, slot_id: int, slot: Slot, *, is_clean: bool = True
-    ) -> "ctypes.Array[ctypes.c_char]":
-        """Lend a slot.
-
-        Args:
-            slot_id: Number of the slot.
-            slot: The slot.
-            is_clean: False if its worker may still use the slot after the user has dropped it.
-
-        Returns:
-            The lease. The caller must not keep a reference to it.
-        """
-        lease = slot.array()
-        dead = self.dead
-        reference = weakref.ref(lease, lambda _: dead.append(slot_id))
-        self._references[slot_id] = (reference, PROCESS.forks.count if is_clean else _NEVER)
-        return lease
-
-    def collect(self) -> list[tuple[int, bool]]:
-        """Return the slots whose lease has died since the last call.
-
-        Returns:
-            Pairs (slot_id, is_clean). A slot that is not clean must never be filled again: it was
-            lent as such, or this process was forked meanwhile and the child may read the slot.
-        """
-        returned = []
-        while self.dead:
-            slot_id = self.dead.popleft()
-            _, forks = self._references.pop(slot_id)
-            returned.append((slot_id, forks == PROCESS.forks.count))
-        return returned
-
-
 @functools.cache
 def is_debugging() -> bool:
     """Whether the checks are on. Read once, in the main process, which passes it to its workers."""
@@ -152,11 +99,10 @@ def is_debugging() -> bool:
 
 
 def checksum(slot: Slot, used_bytes: int) -> int:
-    """Return a checksum of a slot's first ``used_bytes``."""
-    with memoryview(slot.mapping) as whole, whole[:used_bytes] as used:
-        return zlib.crc32(used)
+    """Return a checksum of a slot's first ``used_bytes``, which are mapped."""
+    return zlib.crc32(slot.memory[:used_bytes])
 
 
 def poison(slot: Slot, used_bytes: int) -> None:
-    """Overwrite a slot's first ``used_bytes``."""
+    """Overwrite a slot's first ``used_bytes``, which are mapped."""
     ctypes.memset(slot.address, POISON, used_bytes)

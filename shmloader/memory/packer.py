@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from shmloader.faults import FAULTS
+from shmloader.memory.arena import Slot, align
 from shmloader.memory.flat import (
     BARE,
     COPY_OUT_BYTES,
@@ -28,7 +29,6 @@ from shmloader.memory.flat import (
     Group,
     group_tensor,
 )
-from shmloader.memory.slot import Slot, align
 from shmloader.memory.slot_writer import SlotWriter
 
 _copy_rows: Callable[[int, list[int], int], None] | None
@@ -268,7 +268,7 @@ def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequen
         container = DICT
     elif kind is tuple or kind is list:
         keys = ()
-        if any(type(sample) is not kind or len(sample) != len(first) for sample in samples):
+        if {*map(type, samples)} != {kind} or {*map(len, samples)} != {len(first)}:
             raise _NotFlatError
         columns = list(zip(*samples, strict=True))
         container = LIST

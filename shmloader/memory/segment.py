@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory.arena import align
 from shmloader.memory.limits import control_groups, format_bytes, free_memory
 from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
-from shmloader.memory.slot import align
 from shmloader.process_state import PROCESS
 
 # A seal of <linux/fcntl.h>, as in memfd.

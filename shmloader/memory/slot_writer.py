@@ -1,8 +1,8 @@
 """Hands out the bytes of a task's slot in the worker, from the front to the back.
 
-Assumes one task at a time. If user code still holds memory of the slot when the task is answered,
-the reference count of the task's array shows that (``is_kept``), and the slot is never filled
-again.
+Assumes one task at a time. If user code still holds memory of the slot when the batch is made, the
+reference count of the task's arrays shows that, and that memory becomes private to this process
+(``part``).
 """
 
 import contextlib
@@ -11,18 +11,16 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.slot import Slot, align
-from shmloader.memory.slot_size import describe_most
+from shmloader.memory.arena import Arena, Slot, align, has_excess
 
-# References to the task's array when only the writer holds it: the attribute, and the argument of
-# getrefcount.
+# References to an array when only the writer holds it: its list, and the argument of getrefcount.
 _OWN_REFERENCES = 2
 
 
@@ -36,22 +34,19 @@ class SlotWriter:
         pid: Id of the process that makes the batch. A child that it forks must not write.
 
     Args:
+        arena: The slots.
         admission: Admits the first touch of a slot's memory; None if memory is not checked.
-        slots: Returns all slots of the same owner. If there is no address space for the slot that
-            is written to, the others may be unmapped.
     """
 
-    def __init__(
-        self, admission: MemoryAdmission | None = None, slots: Callable[[], Iterable[Slot]] = tuple
-    ) -> None:
+    def __init__(self, arena: Arena, admission: MemoryAdmission | None = None) -> None:
+        self._arena = arena
         self._admission = admission
-        self._slots = slots
         self._slot: Slot | None = None
-        self._backed = 0
         self._rewound = 0
-        self._array: ctypes.Array[ctypes.c_char] | None = None
-        # Arrays over the mappings that the slot had before in this task, with their addresses.
-        self._older: list[tuple[ctypes.Array[ctypes.c_char], int]] = []
+        # Arrays over the mappings that the slot has had in this task, for tensors in them.
+        self._arrays: list[ctypes.Array[ctypes.c_char]] = []
+        # Whether the last of them is over the present mapping.
+        self._has_array = False
         self._used = 0
         # Bytes that the last task needed, which this one is likely to need as well.
         self._usual = 0
@@ -59,14 +54,14 @@ class SlotWriter:
         self.pid = os.getpid()
         self.is_offered = False
 
-    def open(self, slot: Slot, *, is_offered: bool = False, touched_bytes: int = 0) -> None:
-        """Begin a task with an empty slot, of which ``touched_bytes`` have pages already."""
-        slot.shorten(touched_bytes)
+    def open(self, slot: Slot, *, is_offered: bool = False) -> None:
+        """Begin a task with an empty slot."""
+        if has_excess(slot.nbytes, slot.touched_bytes):
+            slot.unmap()
         self._slot = slot
-        self._backed = touched_bytes
         self._rewound = 0
-        self._array = None
-        self._older.clear()
+        self._arrays.clear()
+        self._has_array = False
         self._usual = self._used
         self._used = 0
         self._thread, self.pid = threading.get_ident(), os.getpid()
@@ -113,21 +108,36 @@ class SlotWriter:
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether a tensor fits what is left of the slot."""
-        return self._used + math.prod(shape) * dtype.itemsize <= self.slot.most_bytes
+        return self._used + math.prod(shape) * dtype.itemsize <= self._arena.slot_bytes
 
-    def is_kept(self) -> bool:
-        """Whether user code still holds memory that was handed out as a tensor since ``open``."""
-        if self._array is not None and sys.getrefcount(self._array) > _OWN_REFERENCES:
-            return True
-        older = self._older
-        return any(sys.getrefcount(older[n][0]) > _OWN_REFERENCES for n in range(len(older)))
+    def part(self) -> bool:
+        """Leave to user code the memory that it still holds of those handed out as tensors.
+
+        That memory becomes private to this process, so that the slot may be filled again.
+
+        Returns:
+            Whether user code held any.
+
+        Raises:
+            OSError: If the system has no memory for that.
+        """
+        arrays = self._arrays
+        is_held = False
+        for n in range(len(arrays)):
+            if sys.getrefcount(arrays[n]) > _OWN_REFERENCES:
+                used_bytes = min(self.touched_bytes, len(arrays[n]))
+                self._arena.part(self.slot, arrays[n], used_bytes)
+                is_held = True
+        arrays.clear()
+        self._has_array = False
+        return is_held
 
     def close(self) -> None:
         """End the task."""
         self.is_offered = False
         self._slot = None
-        self._array = None
-        self._older.clear()
+        self._arrays.clear()
+        self._has_array = False
 
     def allocate(self, nbytes: int) -> int:
         """Hand out the next ``nbytes``.
@@ -139,28 +149,21 @@ class SlotWriter:
             SharedMemoryError: If they do not fit, or there is not enough memory.
         """
         start = self._used
-        slot = self.slot
+        slot, arena = self.slot, self._arena
         end = start + nbytes
-        if end > slot.most_bytes:
-            slot_count = None if self._admission is None else self._admission.share_count
+        if end > arena.slot_bytes:
             raise SharedMemoryError(
                 f"a batch needs at least {end} bytes of shared memory, and its slot may "
-                f"have {slot.most_bytes}: {describe_most(slot.most_bytes, end, slot_count)}; or "
+                f"have {arena.slot_bytes}: {arena.describe_limit(end)}; or "
                 "lower batch_size, num_workers or prefetch_factor."
             )
         if end > slot.nbytes:
-            self._map(slot, end)
-        if end > self._backed and self._admission is not None:
-            self._backed = self._admission.grow(slot, self._backed, end)
+            self._has_array = False
+            arena.reach(slot, end, likely=max(slot.touched_bytes, self._usual))
+        if end > slot.touched_bytes and self._admission is not None:
+            self._admission.grow(arena, slot, end)
         self._used = align(end)
         return start
-
-    def _map(self, slot: Slot, end: int) -> None:
-        """Map the slot up to ``end``, and as far as it is likely to be filled."""
-        if self._array is not None:
-            self._older.append((self._array, slot.address))
-            self._array = None
-        slot.reach(end, likely=max(self._backed, self._usual), others=self._slots())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized contiguous tensor in the slot, with a storage of its own.
@@ -172,9 +175,10 @@ class SlotWriter:
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         offset = self.allocate(count * dtype.itemsize)
-        if self._array is None:
-            self._array = self.slot.array()
-        flat = torch.frombuffer(self._array, dtype=dtype, count=count, offset=offset)
+        if not self._has_array:
+            self._arrays.append(self.slot.array())
+            self._has_array = True
+        flat = torch.frombuffer(self._arrays[-1], dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
     def put(self, data: object) -> tuple[int, int]:
@@ -191,7 +195,7 @@ class SlotWriter:
         offset = self.allocate(nbytes)
         if FAULTS is not None:
             FAULTS.reach("worker.write")
-        self.slot.mapping[offset : offset + nbytes] = view
+        self.slot.memory[offset : offset + nbytes] = view
         return offset, nbytes
 
     def put_memory(self, address: int, nbytes: int) -> int:
@@ -204,12 +208,8 @@ class SlotWriter:
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset of bytes that lie in the slot already; None if they lie elsewhere."""
-        slot = self.slot
-        offset = address - slot.address
-        if offset >= 0 and offset + nbytes <= min(self._used, slot.nbytes):
-            return offset
-        for array, start in self._older:
-            offset = address - start
-            if offset >= 0 and offset + nbytes <= len(array):
+        for array in self._arrays:
+            offset = address - ctypes.addressof(array)
+            if offset >= 0 and offset + nbytes <= min(self._used, len(array)):
                 return offset
         return None

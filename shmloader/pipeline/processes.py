@@ -34,14 +34,16 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.arena import Arena, uncapped_slot_bytes
+from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.slot_size import uncapped_slot_bytes
 from shmloader.pipeline.config import OpKind, Pipe
 from shmloader.pipeline.epoch import Task
 from shmloader.pipeline.executors import call_all
 from shmloader.pipeline.lifecycle import Lifecycle
-from shmloader.pools.arena import PageLocker
 from shmloader.pools.process import ProcessPool
+from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
@@ -259,23 +261,18 @@ class ProcessExecutor:
             pipe.concurrency, 0, lend_limit, None, free_memory(root, control_groups(root)),
             str(root), pipe.capacity,
         )  # fmt: skip
+        arena = Arena.create(uncapped_slot_bytes(), pipe.capacity + lend_limit)
+        config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         workers = WorkerProcesses(
             None,
             pipe.concurrency,
             (OpItems(op, pipe.lifecycle), unchanged, None, "raise"),
-            FetchConfig(is_iterable=False, auto_collation=False, drop_last=False),
+            TaskConfig(config, arena, memory, is_debugging()),
             int(torch.empty((), dtype=torch.int64).random_()),
-            memory,
             grace_s=_GRACE_S / executor_count,
             names=(f"stage '{pipe.name}'",),
         )
-        self._pool = ProcessPool(
-            workers,
-            slot_bytes=uncapped_slot_bytes(),
-            slot_count=pipe.capacity + lend_limit,
-            locker=locker,
-            admission=MemoryAdmission(memory),
-        )
+        self._pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
         self._engine = Engine(
             self._pool,
             worker_count=pipe.concurrency,

@@ -27,7 +27,7 @@ from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.loop import LoopExecutor
 from shmloader.pipeline.processes import ProcessExecutor
 from shmloader.pipeline.source import SourceReader, fresh, is_sync
-from shmloader.pools.arena import PageLocker
+from shmloader.pools.slot_memory import PageLocker
 from shmloader.threads.uninterruptible import uninterruptible
 
 # How long `end` waits for threads, which may be in an op, in seconds.

@@ -39,12 +39,13 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.pools.answers import Answer, Batch, Death
+from shmloader.pools.answers import Answer, Death
+from shmloader.pools.slot_memory import SlotMemory
 from shmloader.pools.status_page import AtWork
 
 
@@ -66,10 +67,6 @@ class SentTicket(Protocol):
     @property
     def slot_id(self) -> int:
         """The slot that the batch is written to. Not read by a pool without slots."""
-
-    @property
-    def is_slot_new(self) -> bool:
-        """Whether the worker has not been sent this slot's descriptor yet."""
 
     @property
     def hung(self) -> Mapping[int, str] | None:
@@ -95,14 +92,13 @@ class Events(Protocol):
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Note that a task is done or has failed."""
 
-    def stream_ended(self, seq: int, epoch: int, beginning: Beginning, *, is_kept: bool) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
         """Note that a worker's iterable dataset has no batch for this task or for later ones.
 
         Args:
             seq: Number of the task.
             epoch: Epoch of the task.
             beginning: The state that the worker's next epoch begins with.
-            is_kept: Whether the worker still holds memory of the slot.
         """
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
@@ -268,52 +264,10 @@ class SlotPool(ReplaceablePool, Protocol):
     """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
 
     Attributes:
-        ended_leases: The slots whose views are gone. Not empty when :meth:`take_returns` would
-            return something.
+        memory: The slots' memory. An answer's content is read from there.
     """
 
-    ended_leases: Sized
-
-    @property
-    def wants_tidying(self) -> bool:
-        """Whether it is time for :meth:`tidy`."""
-
-    # Slots -----------------------------------------------------------------------------
-
-    def find_change(self, slot_id: int, answer: Batch) -> str:
-        """Describe how a batch changed since its worker wrote it, or return an empty string.
-
-        Batches are checked with ``SHMLOADER_DEBUG=1`` only.
-        """
-
-    def lock(self, slot_id: int) -> None:
-        """Map a slot before :meth:`lend`, and lock its pages if a device reads them.
-
-        Raises:
-            SharedMemoryError: If the slot cannot be mapped.
-        """
-
-    def lend(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch as views of its slot. :meth:`take_returns` tells when they are gone."""
-
-    def copy_out(self, slot_id: int, answer: Batch) -> object:
-        """Return the batch in private memory, without views of its slot.
-
-        Raises:
-            SharedMemoryError: If the slot cannot be mapped.
-        """
-
-    def take_returns(self) -> Sequence[tuple[int, bool]]:
-        """Return the slots whose views are gone, each with whether it may be filled again."""
-
-    def tidy(self, free_ids: list[int]) -> None:
-        """Give unneeded memory of free slots back to the kernel."""
-
-    def poison(self, slot_id: int) -> None:
-        """Overwrite a slot that became free (``SHMLOADER_DEBUG=1``)."""
-
-    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
-        """Unmap a slot here and in the workers that have mapped it."""
+    memory: SlotMemory
 
     # Workers -----------------------------------------------------------------------------
 

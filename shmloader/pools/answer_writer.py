@@ -73,18 +73,12 @@ class AnswerWriter:
         """Send the next batch's layout even if it equals that of the last batch."""
         self._last_layout, self._last_flat_layout = b"", None
 
-    def put_error(self, error: RemoteError, *, is_kept: bool) -> bytes | Spilled:
-        """Write an error, shortened if the slot has no room for it.
-
-        Args:
-            error: The error.
-            is_kept: Whether the user's code holds memory of the slot.
-        """
+    def put_error(self, error: RemoteError) -> bytes | Spilled:
+        """Write an error, shortened if the slot has no room for it."""
         data = error.dumps()
         if len(data) <= INLINE_BYTES // 2:
             return data
-        if not is_kept:
-            self._writer.rewind()  # the batch has failed, so its memory is free
+        self._writer.rewind()  # the batch has failed, so its memory is free
         try:
             return Spilled(*self._writer.put(data))
         except SharedMemoryError:
@@ -106,14 +100,10 @@ class AnswerWriter:
         except SharedMemoryError:
             return TooLong(len(state))
 
-    def is_kept(self) -> bool:
-        """Return whether the user's code holds memory of the slot, now that the batch is made."""
+    def part(self) -> None:
+        """Leave to the user's code what it holds of the slot, now that the batch is made."""
         self._writer.is_offered = False
-        if not self._writer.is_kept():
-            return False
         # Code that keeps a batch once may be a cache. Code that always does (a generator that holds
-        # its last batch) would cost a slot for each batch, so it gets ordinary memory, which is
-        # copied to the slot.
-        self._kept_count += 1
+        # its last batch) gets ordinary memory, which is copied to the slot: that is as fast.
+        self._kept_count += self._writer.part()
         self.offers = self._kept_count < _KEPT_LIMIT
-        return True

@@ -13,9 +13,9 @@ from shmloader.batch.failures import SampleReport
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.interruptions import is_interruption
+from shmloader.memory.arena import Slot
 from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
-from shmloader.memory.slot import Slot
 from shmloader.messages import Unsaved
 
 #: Stands for the unknown id of a process of the user's executor.
@@ -45,7 +45,6 @@ class Batch:
     Attributes:
         content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
         lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
-        is_kept: Whether the worker still holds memory of the slot.
         check: The number of bytes used of the slot, and their checksum; None if not checked.
         report: How many of its samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
@@ -63,7 +62,6 @@ class Batch:
         "check",
         "content",
         "fingerprint",
-        "is_kept",
         "lends",
         "looked_ns",
         "nbytes",
@@ -80,14 +78,11 @@ class Batch:
         report: SampleReport | None = None,
         times: Any = None,
         nbytes: int = 0,
-        *,
-        is_kept: bool = False,
     ) -> None:
         self.content = content
         self.report = report
         self.times = times
         self.nbytes = nbytes
-        self.is_kept = is_kept
         self.lends = False
         self.check: tuple[int, int] | None = None
         self.snapshot: bytes | Unsaved | None = None
@@ -101,7 +96,6 @@ class Failure:
 
     Attributes:
         error: Rebuilds the exception.
-        is_kept: Whether the worker still holds memory of the slot.
         report: How many of the batch's samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due.
@@ -110,7 +104,6 @@ class Failure:
     """
 
     error: RemoteError
-    is_kept: bool = False
     report: SampleReport | None = None
     snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
@@ -122,7 +115,6 @@ class Empty:
     """A batch without good samples: all of them failed and are left out.
 
     Attributes:
-        is_kept: Whether the worker still holds memory of the slot.
         report: How many of the batch's samples failed, and how; None for a task whose epoch was
             given up.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
@@ -130,7 +122,6 @@ class Empty:
     """
 
     report: SampleReport | None
-    is_kept: bool = False
     snapshot: bytes | Unsaved | None = None
 
 

@@ -7,7 +7,7 @@ each of its channels, or in a process of an executor.
 import ctypes
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
@@ -16,8 +16,8 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import Timer
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.lease import checksum
-from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
     BatchDone,
@@ -48,7 +48,7 @@ class BatchServer:
         config: How batches are made.
         worker_id: Number of the worker.
         where: Where this runs, for the texts of errors.
-        slots: Returns all slots that this process has mapped.
+        arena: The slots.
         publish: Shows the main process which sample is in work; see ``SampleWatch``.
         admission: Admits the first touch of a slot's memory; None if memory is not checked.
         is_debugging: Whether answers carry a checksum.
@@ -59,7 +59,7 @@ class BatchServer:
         config: FetchConfig,
         worker_id: int,
         where: str,
-        slots: Callable[[], Iterable[Slot]],
+        arena: Arena,
         publish: Callable[[int, int], None],
         *,
         admission: MemoryAdmission | None = None,
@@ -67,11 +67,11 @@ class BatchServer:
     ) -> None:
         self._config = config
         self._where = where
-        self._slots = slots
+        self._arena = arena
         self._admission = admission
         self._is_debugging = is_debugging
         self._timer = Timer()
-        self.writer = SlotWriter(admission, slots)
+        self.writer = SlotWriter(arena, admission)
         self.answers = AnswerWriter(self.writer)
         self.dataset = WorkerDataset(config, worker_id, where, self.writer, self._timer, publish)
 
@@ -85,18 +85,15 @@ class BatchServer:
 
         Args:
             task: The task.
-            slot: The task's slot.
+            slot: The slot to fill.
 
         Returns:
             The answer's message. An exception of the user's code is in it.
         """
         dataset, pid = self.dataset, os.getpid()
         self._timer.begin()
-        self.writer.open(
-            slot,
-            is_offered=self.answers.offers and not self._config.auto_collation,
-            touched_bytes=task.touched_bytes,
-        )
+        slot.touched_bytes = task.touched_bytes
+        self.writer.open(slot, is_offered=self.answers.offers and not self._config.auto_collation)
         dataset.snapshot = None
         error = dataset.error
         layout: bytes | Spilled | None = None
@@ -116,39 +113,40 @@ class BatchServer:
                 end_if_forked(pid)
                 error = RemoteError.caught(self._where)
         end_if_forked(pid)
-        is_kept = self.answers.is_kept()
+        self.answers.part()
         if dataset.has_ended:
-            return self._end(task, is_kept=is_kept)
+            return self._end(task)
         if error is not None:
-            return self._fail(task, error, is_kept=is_kept)
+            return self._fail(task, error)
         if is_empty:
-            return BatchEmpty(*_of(task), is_kept, *self._put_notes())
-        return self._finish(task, slot, layout, is_kept=is_kept)
+            return BatchEmpty(*_of(task), *self._put_notes())
+        return self._finish(task, slot, layout)
 
     def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         if not isinstance(indices, bytes):
             end = indices.offset + indices.nbytes
-            slot.reach(end, others=self._slots())
-            indices = slot.mapping[indices.offset : end]
+            self._arena.reach(slot, end)
+            indices = bytes(slot.memory[indices.offset : end])
         pid = os.getpid()
         batch = self.dataset.load(pickle.loads(indices))
         end_if_forked(pid)
         return self.answers.put_batch(batch, may_shard=self._config.may_shard)
 
-    def _finish(
-        self, task: Task, slot: Slot, layout: bytes | Spilled | None, *, is_kept: bool
-    ) -> BatchDone:
+    def _finish(self, task: Task, slot: Slot, layout: bytes | Spilled | None) -> BatchDone:
         report, snapshot = self._put_notes()
         used_bytes = self.writer.used_bytes
         if self._admission is not None:
             self._admission.note_batch(used_bytes)
             if self._admission.is_tight:
                 _give_freed_memory_back()
-        check = checksum(slot, used_bytes) if self._is_debugging else None
+        check = None
+        if self._is_debugging:
+            self._arena.reach(slot, used_bytes)
+            check = checksum(slot, used_bytes)
         times = self._timer.read()
         return BatchDone(
-            *_of(task), layout, used_bytes, is_kept, check, report, snapshot, times,
+            *_of(task), layout, used_bytes, check, report, snapshot, times,
             self.dataset.fingerprint, self.dataset.state_ns,
         )  # fmt: skip
 
@@ -168,19 +166,19 @@ class BatchServer:
             )
         return report, sent
 
-    def _fail(self, task: Task, error: RemoteError, *, is_kept: bool) -> BatchFailed:
-        sent = self.answers.put_error(error, is_kept=is_kept)
+    def _fail(self, task: Task, error: RemoteError) -> BatchFailed:
+        sent = self.answers.put_error(error)
         report, snapshot = self._put_notes()
         dataset = self.dataset
         return BatchFailed(
-            *_of(task), sent, is_kept, self.writer.touched_bytes, report, snapshot,
+            *_of(task), sent, self.writer.touched_bytes, report, snapshot,
             dataset.fingerprint, dataset.is_lost,
         )  # fmt: skip
 
-    def _end(self, task: Task, *, is_kept: bool) -> StreamEnded:
+    def _end(self, task: Task) -> StreamEnded:
         is_persistent = self._config.is_persistent
         sent = self.answers.put_state(self.dataset.next_beginning() if is_persistent else None)
-        return StreamEnded(*_of(task), is_kept, self.writer.touched_bytes, sent)
+        return StreamEnded(*_of(task), self.writer.touched_bytes, sent)
 
 
 def _of(task: Task) -> tuple[int, int, int]:

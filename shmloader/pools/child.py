@@ -31,7 +31,7 @@ from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
 from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
-from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskConfig, TaskServer
+from shmloader.pools.task_server import TaskConfig, TaskServer
 from shmloader.pools.waker import receive_soon
 from shmloader.pools.worker_dataset import introduce
 
@@ -152,22 +152,23 @@ class _Worker:
         pid = os.getpid()
         self._prepare(payload)
         del payload
-        receive, idle, take = self._channel.recvmsg, self._line.idle, self._tasks.take
+        receive, idle, take = self._channel.recv, self._line.idle, self._tasks.take
         self._poll.register(self._channel, select.POLLIN)
         while True:
             end_if_forked(pid)
             idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
-            received = receive_soon(receive, RECEIVE_BYTES, DESCRIPTOR_BYTES, socket.MSG_DONTWAIT)
-            self._note_use(has_task=received is not None)
-            data, ancillary, flags, _ = received or receive(RECEIVE_BYTES, DESCRIPTOR_BYTES)
+            data = receive_soon(receive, RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            self._note_use(has_task=data is not None)
+            if data is None:
+                data = receive(RECEIVE_BYTES)
             if not data:
                 self._line.note_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
-            take(unpack(data), ancillary, flags)
+            take(unpack(data))
 
     def _note_use(self, *, has_task: bool) -> None:
         line = self._line

@@ -53,10 +53,10 @@ from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.insight.measurements import Readings
 from shmloader.interruptions import is_interruption
 from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.arena import Arena
 from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, FromWorker, ToWorker, unpack
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
-from shmloader.pools.arena import PageLocker
 from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
 from shmloader.pools.executor_task import (
     Own,
@@ -69,6 +69,7 @@ from shmloader.pools.executor_task import (
 )
 from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.remote_clock import RemoteClock
+from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.uninterruptible import uninterruptible
@@ -174,9 +175,7 @@ class ExecutorPool(SlotReader):
         locker: PageLocker | None = None,
         admission: MemoryAdmission | None = None,
     ) -> None:
-        super().__init__(
-            slot_bytes=slot_bytes, slot_count=slot_count, locker=locker, admission=admission
-        )
+        super().__init__(Arena.create(slot_bytes, slot_count), locker, admission)
         self.readings = Readings()
         self.is_waiting = False
         self._executor = open_executor(executor)
@@ -221,7 +220,7 @@ class ExecutorPool(SlotReader):
                 raise
             # Pickling the user's keys may raise anything.
             return Failure(RemoteError.caught("while sending indices to the executor"))
-        self.arena.prepare(ticket.slot_id)
+        self.memory.prepare(ticket.slot_id)
         sent = _Sent(ticket, epoch, indices, self._numbers.offer(), self.dataset_epoch)
         self._submit(sent, self._reference)
         return None
@@ -416,9 +415,9 @@ class ExecutorPool(SlotReader):
     def _write(self, slot_id: int, contents: Any) -> None:
         """Copy a batch into its slot: the only copy on this machine."""
         nbytes = contents.nbytes
-        slot = self.arena.grow(slot_id, nbytes)
+        slot = self.memory.grow(slot_id, nbytes)
         if nbytes < _FREE_BYTES:
-            slot.mapping[:nbytes] = contents
+            slot.memory[:nbytes] = contents
         else:
             ctypes.memmove(slot.address, contents.ctypes.data, nbytes)
 
@@ -441,12 +440,6 @@ class ExecutorPool(SlotReader):
         contents = self._payload.contents()
         self._reference = self._executor.share(contents)
         return contents if self._reference is None else self._reference
-
-    # Memory ------------------------------------------------------------------------------
-
-    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:  # noqa: ARG002 - only here
-        """Unmap a slot."""
-        self.arena.retire(slot_id)
 
     # Workers -----------------------------------------------------------------------------
 
@@ -522,7 +515,7 @@ class ExecutorPool(SlotReader):
             self.end_workers()
         finally:
             self._payload.close()
-            uninterruptible(self.arena.close)
+            uninterruptible(self.memory.close)
 
 
 def _report_dropped(sent: _Sent, events: Events) -> None:

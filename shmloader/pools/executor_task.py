@@ -40,8 +40,8 @@ from shmloader.batch.portable import (
 )
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
+from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.collate import install
-from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.messages import BatchFailed, Spilled, Task, pack
 from shmloader.pools.batch_server import BatchServer
 from shmloader.pools.worker_dataset import introduce
@@ -251,7 +251,7 @@ def _make(
         except Exception:  # noqa: BLE001 - it is the answer
             # The failed maker is not kept: the next task tries again.
             error = RemoteError.caught(where)
-            message = BatchFailed(own.seq, own.epoch, own.slot_id, error.dumps(), kept=False)
+            message = BatchFailed(own.seq, own.epoch, own.slot_id, error.dumps())
             return -1, pack(message), None
         kept[common.loader] = maker
         while len(kept) > KEPT:
@@ -305,25 +305,20 @@ class _Maker:
     def __init__(self, common: Shared, number: int, where: str, contents: Any) -> None:
         handle = common.payload
         self.digest, self.number = handle.digest, number
-        # The slot is made when a task begins that needs a slot.
-        self._slot: Slot | None = None
         self._touched_bytes = 0
         self._info: torch_worker.WorkerInfo | None = None
         self._rng: GlobalState | None = None
         with self._as_worker():
             objects = load_portable(handle, contents)
             dataset, collate_fn, init_fn, on_error, config, worker_count, slot_bytes = objects
-            self._slot_bytes: int = slot_bytes
+            self._arena = Arena.create(slot_bytes, 1)
             seed = seed_worker(common.base_seed, number)
             introduce(number, worker_count, seed, dataset, init_fn)
             self._info = torch_worker._worker_info
             self._server = _BatchServer(
-                FetchConfig(*config), number, where, self._slots, _publish_nothing
+                FetchConfig(*config), number, where, self._arena, _publish_nothing
             )
             self._server.open(dataset, collate_fn, on_error, by_value=handle.by_value)
-
-    def _slots(self) -> tuple[Slot, ...]:
-        return () if self._slot is None else (self._slot,)
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
@@ -341,10 +336,7 @@ class _Maker:
 
     def make(self, own: Own) -> tuple[bytes, "np.ndarray[Any, np.dtype[np.uint8]] | None"]:
         """Make a task's batch. Returns the packed answer, and the contents of the slot."""
-        if self._slot is None:
-            self._slot = Slot.create(self._slot_bytes, FIRST_BYTES)
-            self._touched_bytes = 0
-        slot, server = self._slot, self._server
+        slot, server = self._arena.slots[0], self._server
         _, seq, epoch, slot_id, told, indices = own
         dataset_epoch = None if told < 0 else told
         install(server.writer)
@@ -354,28 +346,22 @@ class _Maker:
             with self._as_worker():
                 task = Task(seq, epoch, slot_id, indices, self._touched_bytes, dataset_epoch)
                 answer = server.serve(task, slot)
-            if answer.kept:
-                self._slot = None  # the user's code may still write to it
-                answer = answer._replace(kept=False)  # the main process's slot is another one
             return pack(answer), self._contents(slot)
         finally:
             self._touched_bytes = max(self._touched_bytes, server.writer.touched_bytes)
             server.writer.close()
-            if self._slot is None:
-                slot.close()
 
     def _contents(self, slot: Slot) -> "np.ndarray[Any, np.dtype[np.uint8]] | None":
         """Return a copy of the slot's contents, since the next task overwrites the slot."""
         nbytes = self._server.writer.touched_bytes
         if not nbytes:
             return None
-        return np.frombuffer(memoryview(slot.mapping)[:nbytes], np.uint8).copy()
+        self._arena.reach(slot, nbytes)  # the user's code may have kept the mapping
+        return np.frombuffer(slot.memory, np.uint8, nbytes).copy()
 
     def close(self) -> None:
         """Free the slot."""
-        if self._slot is not None:
-            self._slot.close()
-            self._slot = None
+        self._arena.close()
 
 
 def _publish_nothing(number: int, deadline_ns: int) -> None:

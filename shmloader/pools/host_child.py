@@ -31,7 +31,7 @@ from shmloader.pools.generator_locks import unlock_numpy
 from shmloader.pools.host_loads import Loads
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Memory, Phase, StatusPage
-from shmloader.pools.task_server import DESCRIPTOR_BYTES, TaskServer
+from shmloader.pools.task_server import TaskServer
 from shmloader.pools.waker import poll_soon
 from shmloader.pools.worker_dataset import introduce
 
@@ -210,8 +210,7 @@ class _Rank:
 
     Attributes:
         channel: The socket to the rank.
-        messages: Messages that were received and not handled yet, each with its ancillary data
-            and flags.
+        messages: Messages that were received and not handled yet.
         served_at: When a message of this rank was handled last, counted in handled messages of all
             ranks.
         is_first_in_turn: Whether another rank was served last, and may have another epoch.
@@ -225,7 +224,7 @@ class _Rank:
         self._loads, self._memory = loads, memory
         self._row = -1
         channel.setblocking(True)
-        self.messages: collections.deque[tuple[object, list[Any], int]] = collections.deque()
+        self.messages: collections.deque[object] = collections.deque()
         self._worker_id = worker_id
         # Two payloads come. The first has the TaskConfig, the status page and the rank's row of the
         # table of loads. The second has the functions.
@@ -257,12 +256,10 @@ class _Rank:
                     assert self._line is not None
                     self._line.idle()
             while True:
-                data, ancillary, flags, _ = self.channel.recvmsg(
-                    RECEIVE_BYTES, DESCRIPTOR_BYTES, socket.MSG_DONTWAIT
-                )
+                data = self.channel.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
                 if not data:
                     raise ConnectionResetError("a rank has closed its channel")
-                self.messages.append((unpack(data), ancillary, flags))
+                self.messages.append(unpack(data))
 
     def urgency(self) -> int:
         """Return how far the next task is behind the newest that the rank has sent to any worker.
@@ -270,7 +267,7 @@ class _Rank:
         Messages that are not tasks come first, since they take no time. So do tasks of an earlier
         epoch.
         """
-        message = self.messages[0][0]
+        message = self.messages[0]
         assert self._line is not None
         epoch, seq = self._line.newest()
         if type(message) is not Task or message.epoch != epoch:
@@ -286,13 +283,13 @@ class _Rank:
         tasks, line = self._tasks, self._line
         assert tasks is not None
         assert line is not None
-        message, ancillary, flags = self.messages.popleft()
+        message = self.messages.popleft()
         if self.is_first_in_turn:
             tasks.tell_epoch_again()
         if type(message) is Task:
             tasks.install()
             line.show_stack()
-        tasks.take(message, ancillary, flags)
+        tasks.take(message)
         if type(message) is Task:
             self._loads.note_made(self._row, self._worker_id)
         line.idle()

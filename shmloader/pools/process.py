@@ -1,26 +1,37 @@
 """The pool whose workers are processes of this machine, and whose batches come in slots."""
 
+import pickle
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.errors import InternalError
+from shmloader.batch.remote_error import RemoteError
+from shmloader.errors import InternalError, SharedMemoryError
+from shmloader.faults import FAULTS
+from shmloader.interruptions import is_interruption
 from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.arena import Arena
 from shmloader.messages import (
+    INLINE_BYTES,
+    PART_BYTES,
     BatchDone,
     BatchEmpty,
     BatchFailed,
     BeginningPart,
+    CheckpointPart,
     EpochStarted,
+    ResumeStream,
+    SampleHung,
+    Spilled,
     StartEpoch,
     StreamEnded,
+    Task,
     pack,
     unpack,
 )
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Failure
-from shmloader.pools.arena import PageLocker
-from shmloader.pools.sender import Sender
+from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.worker_channels import WorkerChannels
@@ -35,8 +46,7 @@ class ProcessPool(SlotReader):
     Args:
         workers: The worker processes, or the channels to workers that ranks share. The pool owns
             this object from now on.
-        slot_bytes: The most bytes of a slot that a batch may take.
-        slot_count: The most slots there may be.
+        arena: The slots, which the workers have as well. The pool closes it.
         locker: Locks the pages of slots that are lent, if a device reads them.
         admission: Admits the first touch of memory here; None if memory is not checked.
     """
@@ -44,18 +54,13 @@ class ProcessPool(SlotReader):
     def __init__(
         self,
         workers: WorkerChannels[Any],
-        *,
-        slot_bytes: int,
-        slot_count: int,
+        arena: Arena,
         locker: PageLocker | None = None,
         admission: MemoryAdmission | None = None,
     ) -> None:
-        super().__init__(
-            slot_bytes=slot_bytes, slot_count=slot_count, locker=locker, admission=admission
-        )
+        super().__init__(arena, locker, admission)
         self._workers = workers
         self.readings = workers.readings
-        self._sender = Sender(workers, self.arena)
         # The worker count that was reported in this epoch; None if none was.
         self._told_count: int | None = None
 
@@ -82,8 +87,41 @@ class ProcessPool(SlotReader):
 
     def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
         """Send a ticket's task."""
-        refused = self._sender.send(ticket, epoch, self.dataset_epoch)
-        return None if refused is None else Failure(refused)
+        worker_id, slot_id = ticket.worker_id, ticket.slot_id
+        if self.memory.is_short:
+            self.memory.prepare(slot_id)
+        try:
+            data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
+            body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            # Pickling the user's keys may raise anything.
+            where = "while sending indices to a DataLoader worker process"
+            return Failure(RemoteError.caught(where))
+        if ticket.hung:
+            for sample, text in ticket.hung.items():
+                self._workers.send(worker_id, pack(SampleHung(sample, text)))
+        touched_bytes = self.memory.arena.slots[slot_id].touched_bytes
+        self._workers.note_task(worker_id, epoch, ticket.seq)
+        task = Task(ticket.seq, epoch, slot_id, body, touched_bytes, self.dataset_epoch)
+        self._workers.send(worker_id, pack(task))
+        if FAULTS is not None:
+            FAULTS.reach("main.dispatch")
+        return None
+
+    def _spill(self, ticket: SentTicket, body: bytes) -> Spilled:
+        """Put a long index list into the ticket's slot."""
+        memory, nbytes = self.memory, len(body)
+        most_bytes = memory.arena.slot_bytes
+        if nbytes > most_bytes:
+            raise SharedMemoryError(
+                f"the indices of batch {ticket.seq} take {nbytes} bytes, and a slot may have "
+                f"{most_bytes}: {memory.arena.describe_limit()}; or lower batch_size."
+            )
+        memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
+        memory.count_pages(ticket.slot_id, nbytes)
+        return Spilled(0, nbytes)
 
     def start_epoch(self, worker_id: int, epoch: int) -> None:
         """Tell a worker to begin a further epoch."""
@@ -91,8 +129,15 @@ class ProcessPool(SlotReader):
         self._workers.send(worker_id, pack(StartEpoch(epoch, self.dataset_epoch)))
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
-        """Tell a worker where its dataset resumes."""
-        self._sender.resume(worker_id, checkpoint)
+        """Tell a worker where its dataset resumes, unless that is its beginning."""
+        if checkpoint == DatasetCheckpoint():
+            return
+        data = pickle.dumps(tuple(checkpoint), pickle.HIGHEST_PROTOCOL)
+        sent = 0
+        while len(data) - sent > PART_BYTES:
+            self._workers.send(worker_id, pack(CheckpointPart(data[sent : sent + PART_BYTES])))
+            sent += PART_BYTES
+        self._workers.send(worker_id, pack(ResumeStream(data[sent:])))
 
     # Events ------------------------------------------------------------------------------
 
@@ -145,8 +190,6 @@ class ProcessPool(SlotReader):
     def _take(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a worker's message."""
         message = unpack(data)
-        if self._sender.attached:
-            self._sender.release_state(worker_id)
         if type(message) is BatchDone:
             self.take_batch(worker_id, message, events)
         elif type(message) is BatchFailed:
@@ -164,16 +207,10 @@ class ProcessPool(SlotReader):
 
     def _take_end(self, worker_id: int, message: StreamEnded, events: Events) -> None:
         slot_id = message.slot_id
-        self.arena.note_failed_use(slot_id, message.touched_bytes)
+        self.memory.count_pages(slot_id, message.touched_bytes)
         # Read before the slot becomes free.
         beginning = Beginning.loads(self.read_state(worker_id, slot_id, message.beginning, events))
-        events.stream_ended(message.seq, message.epoch, beginning, is_kept=message.kept)
-
-    # Batches -----------------------------------------------------------------------------
-
-    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
-        """Unmap a slot here and in the workers that have mapped it."""
-        self._sender.drop(slot_id, worker_ids)
+        events.stream_ended(message.seq, message.epoch, beginning)
 
     # Workers -----------------------------------------------------------------------------
 
@@ -197,17 +234,14 @@ class ProcessPool(SlotReader):
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of one that died."""
         self._workers.replace(worker_id)
-        self._sender.release_state(worker_id)
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after it was retired."""
         self._workers.start(worker_id)
-        self._sender.release_state(worker_id)
 
     def retire(self, worker_id: int) -> None:
         """End an idle worker."""
         self._workers.retire(worker_id)
-        self._sender.release_state(worker_id)
 
     def end_workers(self) -> None:
         """End all workers but keep the memory."""
@@ -218,5 +252,4 @@ class ProcessPool(SlotReader):
         try:
             self._workers.close()
         finally:
-            self._sender.close()
-            uninterruptible(self.arena.close)
+            uninterruptible(self.memory.close)

@@ -9,6 +9,7 @@ Guarantees:
 import contextlib
 import dataclasses
 import errno
+import functools
 import inspect
 import logging
 import multiprocessing
@@ -26,14 +27,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
-from shmloader.memory.admission import MemoryConfig
-from shmloader.memory.lease import is_debugging
-from shmloader.memory.slot import close_inherited_slots
+from shmloader.memory.arena import Arena
 from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.cores import usable_cores
 from shmloader.pools.fork_server import preload
@@ -103,9 +101,8 @@ class WorkerStarter:
     def open(
         self,
         worker_count: int,
-        config: FetchConfig,
+        tasks: TaskConfig,
         base_seed: int,
-        memory: MemoryConfig | None,
     ) -> None:
         """Make what the workers share, before the first of them is started.
 
@@ -116,7 +113,7 @@ class WorkerStarter:
         if self.method != "fork":
             refuse_during_import()
         if self.method == "spawn":
-            cores = usable_cores(Path("/" if memory is None else memory.root))
+            cores = usable_cores(Path("/" if tasks.memory is None else tasks.memory.root))
             if worker_count > cores:
                 self.startup = StartupSemaphore(cores)
                 self._resources.append(self.startup)
@@ -128,8 +125,8 @@ class WorkerStarter:
         self.status_page = StatusPage(worker_count)
         self._resources.append(self.status_page)
         self._start = WorkerStart(
-            0, worker_count, base_seed, TaskConfig(config, memory, is_debugging()),
-            self._parent_death, self.status_page, self.startup, is_fresh=self.method != "fork",
+            0, worker_count, base_seed, tasks, self._parent_death, self.status_page, self.startup,
+            is_fresh=self.method != "fork",
         )  # fmt: skip
 
     def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
@@ -180,7 +177,9 @@ class WorkerStarter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
         start = dataclasses.replace(self._start, worker_id=worker_id, reports=reports)
-        closer = close_inherited if self.method == "fork" else None
+        closer = None
+        if self.method == "fork":
+            closer = functools.partial(close_inherited, start.tasks.arena)
         process = self._context.Process(
             target=worker_main,
             name=name_of(worker_id),
@@ -284,11 +283,15 @@ def _raise_explained(
         del error, explained  # their tracebacks hold this frame
 
 
-def close_inherited() -> None:
-    """Close, in a forked worker, what it inherited of this loader and of others."""
+def close_inherited(own: Arena | None = None) -> None:
+    """Close, in a forked worker, what it inherited of this loader and of others, but its slots."""
     for group in list(PROCESS.worker_groups):
         group.abandon()
-    close_inherited_slots()
+    for arena in PROCESS.all_arenas():
+        if arena is not own:
+            arena.close()
+    if own is not None:
+        own.leave_to_parent()
 
 
 def _check_descriptors(any_socket: socket.socket) -> None:

@@ -26,7 +26,7 @@ import psutil
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.core_time import core_time_here
 from shmloader.insight.measurements import Usage
-from shmloader.memory.memfd import MEMFD_NAME
+from shmloader.memory.memfd import MEMFD_NAME, map_range
 
 # Phase, epoch, seq, time.monotonic_ns() when the phase began, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")
@@ -120,7 +120,7 @@ class StatusPage:
         self._stack_read = self._stack_write = -1
         try:
             os.ftruncate(self._fd, nbytes)
-            self._mapping = mmap.mmap(self._fd, nbytes)
+            self._mapping = memoryview(map_range(self._fd, 0, nbytes)).cast("B")
             self._stack_read, self._stack_write = os.pipe()
             # Neither a worker in its signal handler nor this process may block.
             os.set_blocking(self._stack_write, False)
@@ -158,7 +158,7 @@ class StatusPage:
 
     def open_line(self, worker_id: int) -> "Line":
         """Return a worker's line. Called in a forked worker, which inherited the page."""
-        mapping, self._mapping = self._mapping, mmap.mmap(-1, mmap.PAGESIZE)
+        mapping, self._mapping = self._mapping, memoryview(b"")
         stack, self._stack_write = self._stack_write, -1
         return Line(mapping, stack, worker_id, self._newest_at)
 
@@ -228,7 +228,7 @@ class StatusPage:
         for name in ("_fd", "_stack_read", "_stack_write"):
             self._close(name)
         if hasattr(self, "_mapping"):
-            self._mapping.close()
+            self._mapping.release()
 
     def _close(self, name: str) -> None:
         fd = getattr(self, name)
@@ -270,7 +270,7 @@ class Line:
 
     def __init__(
         self,
-        mapping: mmap.mmap,
+        mapping: memoryview,
         stack_fd: int,
         worker_id: int,
         newest_at: int = 0,
@@ -302,7 +302,7 @@ class Line:
     def close(self) -> None:
         """Unmap the page. Call :meth:`show_stack` of another line afterwards."""
         os.close(self._stack_fd)
-        self._mapping.close()
+        self._mapping.release()
 
     def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
         """Write what this worker is doing from now on."""
@@ -383,7 +383,7 @@ class WorkerStatusPage:
         """
         fd = self._status_page.detach()
         try:
-            mapping = mmap.mmap(fd, self._nbytes)
+            mapping = memoryview(map_range(fd, 0, self._nbytes)).cast("B")
         finally:
             os.close(fd)
         return Line(mapping, self._stack.detach(), worker_id, self._newest_at, memory)

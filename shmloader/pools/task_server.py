@@ -5,10 +5,8 @@ channel for each iterator of each rank, and a :class:`TaskServer` for each chann
 in the worker, on its main thread.
 """
 
-import errno
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +16,13 @@ from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.arena import Arena
 from shmloader.memory.collate import install
-from shmloader.memory.slot import FIRST_BYTES, Slot
 from shmloader.messages import (
-    INLINE_BYTES,
-    Attached,
+    PART_BYTES,
     BeginningPart,
-    DropSlot,
+    CheckpointPart,
     EpochStarted,
-    NewSlot,
     ResumeStream,
     SampleHung,
     StartEpoch,
@@ -37,12 +33,6 @@ from shmloader.messages import (
 from shmloader.pools.batch_server import BatchServer
 from shmloader.pools.status_page import Line, Phase
 
-# A state that has no slot is sent in pieces of this length.
-_PART_BYTES = INLINE_BYTES // 2
-
-#: Receive buffer for one descriptor beside a message.
-DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
-
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
@@ -50,11 +40,13 @@ class TaskConfig:
 
     Attributes:
         config: How batches are made.
+        arena: The slots.
         memory: The memory that workers may take; None if memory is not checked.
         is_debugging: Whether answers carry a checksum.
     """
 
     config: FetchConfig
+    arena: Arena
     memory: MemoryConfig | None = None
     is_debugging: bool = False
 
@@ -75,18 +67,20 @@ class TaskServer:
         self._channel, self._pid = channel, os.getpid()
         self._line = line
         self.where = f"in DataLoader worker process {worker_id}"
-        self._slots: dict[int, Slot] = {}
+        self._arena = config.arena
         self._server = BatchServer(
             config.config,
             worker_id,
             self.where,
-            self._slots.values,
+            config.arena,
             line.note_sample,
             admission=None if config.memory is None else MemoryAdmission(config.memory),
             is_debugging=config.is_debugging,
         )
         # Samples of the next task that hung.
         self._hung: dict[int, str] = {}
+        # Pieces of the dataset's checkpoint that have come.
+        self._checkpoint = bytearray()
 
     def install(self) -> None:
         """Have collate functions write into the slots of this channel from now on."""
@@ -106,19 +100,12 @@ class TaskServer:
 
     def close(self) -> None:
         """Unmap the slots of this channel."""
-        for slot_id in list(self._slots):
-            self._drop_slot(slot_id)
+        self._arena.close()
 
-    def take(self, message: object, ancillary: list[Any], flags: int) -> None:
-        """Do what a message says, and answer it if it is a task or begins an epoch.
-
-        Args:
-            message: The message.
-            ancillary: Ancillary data that came with the message.
-            flags: Flags that ``recvmsg`` returned with the message.
-        """
+    def take(self, message: object) -> None:
+        """Do what a message says, and answer it if it is a task or begins an epoch."""
         if type(message) is not Task:
-            self._follow(message, ancillary, flags)
+            self._follow(message)
             return
         if not self._server.dataset.is_ready:
             self._line.note(Phase.GETTING_READY)
@@ -128,23 +115,19 @@ class TaskServer:
             FAULTS.reach("worker.task")
         self._send(self._serve(message))
 
-    def _follow(self, message: object, ancillary: list[Any], flags: int) -> None:
+    def _follow(self, message: object) -> None:
         """Do what a message that is not a task says."""
-        if type(message) is NewSlot:
-            # The slot's first batch maps as much more of it as the batch needs.
-            self._slots[message.slot_id] = _receive_slot(
-                message.nbytes, ancillary, flags, mapped_bytes=FIRST_BYTES
-            )
-        elif type(message) is DropSlot:
-            self._drop_slot(message.slot_id)
-        elif type(message) is SampleHung:
+        if type(message) is SampleHung:
             self._hung[message.number] = message.text
         elif type(message) is StartEpoch:
             self._line.note(Phase.LEAVING_EPOCH)
             beginning = self._server.dataset.start_epoch(message.dataset_epoch)
             self._answer_start(message.epoch, beginning)
+        elif type(message) is CheckpointPart:
+            self._checkpoint += message.data
         elif type(message) is ResumeStream:
-            self._server.dataset.resume(_read_attached(message.checkpoint, ancillary, flags))
+            self._server.dataset.resume(bytes(self._checkpoint + message.checkpoint))
+            self._checkpoint.clear()
         else:
             raise InternalError(f"a worker does not take {message!r}")
 
@@ -160,55 +143,17 @@ class TaskServer:
         """Answer that an epoch has started, and what it began with."""
         end_if_forked(self._pid)
         sent = 0
-        while beginning is not None and len(beginning) - sent > _PART_BYTES:
-            self._channel.send(pack(BeginningPart(beginning[sent : sent + _PART_BYTES])))
-            sent += _PART_BYTES
+        while beginning is not None and len(beginning) - sent > PART_BYTES:
+            self._channel.send(pack(BeginningPart(beginning[sent : sent + PART_BYTES])))
+            sent += PART_BYTES
         self._send(pack(EpochStarted(epoch, None if beginning is None else beginning[sent:])))
 
     def _serve(self, task: Task) -> bytes:
         """Make a task's batch. Returns the packed answer."""
         dataset = self._server.dataset
         if dataset.has_ended:
-            return pack(StreamEnded(task.seq, task.epoch, task.slot_id, kept=False))
+            return pack(StreamEnded(task.seq, task.epoch, task.slot_id))
         dataset.hung, self._hung = self._hung, {}
-        answer = self._server.serve(task, self._slots[task.slot_id])
+        answer = self._server.serve(task, self._arena.slots[task.slot_id])
         self._server.writer.close()
         return pack(answer)
-
-    def _drop_slot(self, slot_id: int) -> None:
-        slot = self._slots.pop(slot_id, None)
-        if slot is not None:
-            slot.close()
-
-
-def _receive_slot(
-    nbytes: int, ancillary: list[Any], flags: int, *, mapped_bytes: int | None = None
-) -> Slot:
-    """Make the slot whose descriptor came beside a message.
-
-    Args:
-        nbytes: Length of the slot's file.
-        ancillary: Ancillary data of the message.
-        flags: Flags of the message.
-        mapped_bytes: How much of the slot to map; None maps all.
-    """
-    if flags & socket.MSG_CTRUNC or not ancillary:
-        raise OSError(
-            errno.EMFILE,
-            "a DataLoader worker has no file descriptor left for its shared memory; raise "
-            "`ulimit -n`",
-        )
-    _, _, data = ancillary[0]
-    (fd,) = struct.unpack("i", data[:4])
-    return Slot(fd, nbytes, mapped_bytes)
-
-
-def _read_attached(data: bytes | Attached, ancillary: list[Any], flags: int) -> bytes:
-    """Return the bytes of a message. They may lie in a slot that came beside the message."""
-    if not isinstance(data, Attached):
-        return data
-    slot = _receive_slot(data.nbytes, ancillary, flags)
-    try:
-        return slot.mapping[:]
-    finally:
-        slot.close()

@@ -27,16 +27,15 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import Payload
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.memory.admission import MemoryConfig
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
+from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
 
 # How long close() waits for a worker to end by itself: the worker may be loading a sample.
@@ -51,9 +50,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         context: BaseContext | None,
         worker_count: int,
         objects: tuple[object, ...],
-        config: FetchConfig,
+        tasks: TaskConfig,
         base_seed: int,
-        memory: MemoryConfig | None = None,
         *,
         may_replace: bool = False,
         grace_s: float = _GRACE_S,
@@ -66,9 +64,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             context: The user's multiprocessing context; None for the default one.
             worker_count: The most workers there may be.
             objects: (dataset, collate_fn, worker_init_fn, on_error).
-            config: How batches are made.
+            tasks: How tasks are served.
             base_seed: Seeds the workers' random generators.
-            memory: The memory that the workers may take; None if memory is not checked.
             may_replace: Whether ``start`` or ``replace`` will be called. If so, everything that
                 starting a worker needs is kept.
             grace_s: How long ``close`` waits for workers to end by themselves.
@@ -84,13 +81,13 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         """
         self._starter = WorkerStarter(context or multiprocessing.get_context())
         self._grace_s = grace_s
-        self._groups = control_groups(Path("/" if memory is None else memory.root))
+        self._groups = control_groups(Path("/" if tasks.memory is None else tasks.memory.root))
         self._oom_kills_before = oom_kills(self._groups)
         # Worker numbers by pidfd, which is readable when the worker has ended.
         self._by_pidfd: dict[int, int] = {}
         super().__init__()  # last: from here on, a child that another thread forks abandons this
         try:
-            self._starter.open(worker_count, config, base_seed, memory)
+            self._starter.open(worker_count, tasks, base_seed)
             self._start_first(worker_count if started is None else started, objects, names)
         except BaseException as error:
             self.close()

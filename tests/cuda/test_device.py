@@ -22,7 +22,7 @@ from shmloader import DataLoader
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
-from shmloader.memory.slot import Slot
+from shmloader.memory.arena import Arena, Slot
 from tests.cuda.accelerators import COPY_MS, LENGTH, kind, make, on, sample, whole
 from tests.process.support import Calls, Program, only, run_program
 
@@ -172,9 +172,10 @@ def driver(accelerator) -> Driver:
 
 @pytest.fixture
 def slot():
-    made = Slot.create(64 * MIB)
-    yield made
-    made.close()
+    arena = Arena.create(64 * MIB, 1)
+    arena.reach(arena.slots[0], 64 * MIB)
+    yield arena.slots[0]
+    arena.close()
 
 
 def is_locked(slot: Slot, nbytes: int) -> bool:
@@ -187,7 +188,7 @@ def test_a_slot_can_be_locked_before_and_after_it_has_grown(driver, slot) -> Non
     assert is_locked(slot, 2 * MIB)
     driver.unregister(slot.address)
     assert not is_locked(slot, 2 * MIB)
-    slot.mapping[: 32 * MIB] = b"x" * (32 * MIB)
+    slot.memory[: 32 * MIB] = b"x" * (32 * MIB)
     assert driver.register(slot.address, 32 * MIB) == ""
     assert is_locked(slot, 32 * MIB)
     driver.unregister(slot.address)
@@ -232,23 +233,23 @@ def test_where_locking_is_refused_batches_come_by_pinned_memory(
 
 def test_slots_are_unlocked_before_they_are_unmapped(driver, monkeypatch, ends_of) -> None:
     log: list[tuple[str, int]] = []
-    unregister, close = type(driver).unregister, Slot.close
+    unregister, unmap = type(driver).unregister, Slot.unmap
 
     def note_unregister(driver, address):
         log.append(("unlock", address))
         return unregister(driver, address)
 
-    def note_close(slot):
-        log.append(("close", slot.address))
-        close(slot)
+    def note_unmap(slot):
+        log.append(("unmap", getattr(slot, "address", 0)))
+        return unmap(slot)
 
     monkeypatch.setattr(type(driver), "unregister", note_unregister)
-    monkeypatch.setattr(Slot, "close", note_close)
+    monkeypatch.setattr(Slot, "unmap", note_unmap)
     assert ends_of(make(50), 50) == whole(50)
     unlocked = [address for what, address in log if what == "unlock"]
     assert unlocked
     for address in unlocked:
-        assert log.index(("unlock", address)) < log.index(("close", address))
+        assert log.index(("unlock", address)) < log.index(("unmap", address))
 
 
 _PROGRAM = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
@@ -11,6 +12,16 @@ from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.pools.status_page import AtWork, Phase
+
+
+class Content:
+    """Reads a batch that lies in no slot."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def read(self, slot: object, lease: object) -> Any:
+        return self.batch
 
 
 class ScriptedPool:
@@ -26,11 +37,13 @@ class ScriptedPool:
     """
 
     has_queue = is_inherited = False
-    wants_tidying = is_waiting = False
-    ended_leases = ()
+    is_waiting = False
 
     def __init__(self, worker_count: int, idle: Callable[[ScriptedPool], None]) -> None:
-        self.counts, self.readings = Counts(), Readings()
+        self.memory: Any = SimpleNamespace(
+            counts=Counts(), ended=(), is_short=False, batches=0, mapped=lambda slot_id: None
+        )
+        self.counts, self.readings = self.memory.counts, Readings()
         self.sent: dict[int, dict[int, Any]] = {number: {} for number in range(worker_count)}
         self.log: list[tuple[Any, ...]] = []
         self.now_s = 100.0
@@ -48,7 +61,10 @@ class ScriptedPool:
         tasks = self.sent[worker_id]
         seq = next(iter(tasks)) if seq is None else seq
         indices = tasks.pop(seq)
-        self._events.append(("answered", seq, self.epoch, worker_id, answer or Batch(indices)))
+        answer = answer or Batch(indices)
+        if isinstance(answer, Batch):
+            answer.content = Content(answer.content)
+        self._events.append(("answered", seq, self.epoch, worker_id, answer))
 
     def answer_all(self) -> None:
         for worker_id, tasks in self.sent.items():
@@ -134,12 +150,6 @@ class ScriptedPool:
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         self.log.append(("resume", worker_id, checkpoint.given))
-
-    def drop_slot(self, slot_id: int, worker_ids: list[int]) -> None:
-        self.log.append(("drop", slot_id, *worker_ids))
-
-    def copy_out(self, slot_id: int, answer: Batch) -> Any:
-        return answer.content
 
     def wake(self) -> None: ...
 

@@ -32,7 +32,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError, WorkerDiedError
 from shmloader.host.meeting import Meeting
-from shmloader.memory.slot_size import uncapped_slot_bytes
+from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.pools import Pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.executor import ExecutorPool
@@ -60,15 +60,16 @@ def as_it_is(sample: Any) -> Any:
 
 
 def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT))
     workers = WorkerProcesses(
         None,
         worker_count,
         (Calls(make, 1 << 20), as_it_is, None, "raise"),
-        PLAN,
+        tasks,
         base_seed=1,
         may_replace=True,
     )
-    return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
+    return ProcessPool(workers, tasks.arena)
 
 
 POOLS_OF_HOST: list[HostPool] = []
@@ -78,8 +79,9 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
     start = ServiceStart(worker_count, None, 1, "squares")
     pool = HostPool(Calls(make, 1 << 20), None, start, 0, is_alone=True)
+    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT))
     try:
-        workers = HostWorkers(pool, (as_it_is, "raise"), TaskConfig(PLAN), worker_count)
+        workers = HostWorkers(pool, (as_it_is, "raise"), tasks, worker_count)
         # The owner's notices end a wait early, and without them the pids are not known.
         while not all(map(workers.pid, range(worker_count))):
             assert not workers.wait(1)
@@ -87,7 +89,7 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
         pool.close()
         raise
     POOLS_OF_HOST.append(pool)
-    return ProcessPool(workers, slot_bytes=uncapped_slot_bytes(), slot_count=WINDOW + LENT)
+    return ProcessPool(workers, tasks.arena)
 
 
 def fork_owner(
@@ -281,7 +283,7 @@ class Told:
         answer = self.answers[seq]
         if self.pool.has_queue:
             return answer.content
-        return self.pool.copy_out(self.slot_ids[seq], answer)
+        return answer.content.read(self.pool.memory.mapped(self.slot_ids[seq]), None)
 
 
 def squared(index: int) -> torch.Tensor:
@@ -503,7 +505,6 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
         (ticket,) = told.scheduler.tickets
         if apart.has_slots:
             wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
-            ticket.is_slot_new = True
         pool.replace(0)
         pool.send(ticket, 0)
         tries.wait_until_open()

@@ -198,17 +198,18 @@ class Slots:
 
     def __init__(self) -> None:
         self._before: set[int] = set()
-        self._before = {*self.maps(), *self.files()}
+        self._before = {*(inode for inode, _ in self.maps()), *self.files()}
 
-    def maps(self, pid: int | str = "self") -> dict[int, int]:
-        """Return the mapped bytes in a process, by inode."""
-        found: dict[int, int] = {}
+    def maps(self, pid: int | str = "self") -> dict[tuple[int, str], int]:
+        """Return the mapped bytes of each slot in a process, by the inode and place of the slot."""
+        found: dict[tuple[int, str], int] = {}
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:shmloader " in line:
-                span, _flags, _offset, _device, inode, _name = line.split(maxsplit=5)
+                span, _flags, offset, _device, inode, _name = line.split(maxsplit=5)
                 first, last = (int(part, 16) for part in span.split("-"))
                 if int(inode) not in self._before:
-                    found[int(inode)] = found.get(int(inode), 0) + last - first
+                    slot = int(inode), offset
+                    found[slot] = found.get(slot, 0) + last - first
         return found
 
     def files(self) -> dict[int, int]:

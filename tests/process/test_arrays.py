@@ -35,8 +35,8 @@ from shmloader.batch.arrays import (
     may_be_columns,
 )
 from shmloader.memory import gather as gather_module
+from shmloader.memory.arena import Arena
 from shmloader.memory.flat import FlatLayout, FlatReader
-from shmloader.memory.slot import Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.sampling.indices import IndexArray, array_batches, as_list
 from tests.parity.compare import (
@@ -66,15 +66,15 @@ class Plain:
 
 
 @pytest.fixture
-def slot():
-    made = Slot.create(64 << 20)
+def arena():
+    made = Arena.create(64 << 20, 1)
     yield made
     made.close()
 
 
-def fetched(dataset: Any, indices: Any, slot: Slot) -> tuple[Any, bool]:
+def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
-    writer, plain = SlotWriter(), Plain(dataset)
+    writer, plain, slot = SlotWriter(arena), Plain(dataset), arena.slots[0]
     find_gatherer = gatherer_to_slots(dataset, writer)
     fetcher = ArrayFetcher(find_gatherer, plain, [].append, may_shard=False)
     writer.open(slot)
@@ -150,7 +150,7 @@ DATASETS: dict[str, Any] = {
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", DATASETS)
-def test_it_is_gathered_and_the_same_as_torch_s(name, slot):
+def test_it_is_gathered_and_the_same_as_torch_s(name, arena):
     dataset = DATASETS[name]
     plain = Plain(dataset)
     for indices in ([0, 5, 3, 22, 5], [7], list(range(4, 12)), list(range(LENGTH))):
@@ -161,7 +161,7 @@ def test_it_is_gathered_and_the_same_as_torch_s(name, slot):
         if indices == list(range(indices[0], indices[0] + len(indices))):
             given_as.append(range(indices[0], indices[-1] + 1))
         for one in given_as:
-            for batch, was_gathered in (fetched(dataset, one, slot), fetched_here(dataset, one)):
+            for batch, was_gathered in (fetched(dataset, one, arena), fetched_here(dataset, one)):
                 assert was_gathered
                 assert_same(batch, expected)
                 assert_private_tensors(batch)
@@ -215,11 +215,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_not_torch_s_own_is_left_to_torch(name, slot):
+def test_what_is_not_torch_s_own_is_left_to_torch(name, arena):
     dataset = OTHERS[name]()
     indices = [1, 0, 5]
     array = IndexArray(np.array(indices))
-    for batch, was_gathered in (fetched(dataset, array, slot), fetched_here(dataset, array)):
+    for batch, was_gathered in (fetched(dataset, array, arena), fetched_here(dataset, array)):
         assert not was_gathered
         assert_same(batch, Plain(dataset).fetch(indices))
 
@@ -250,7 +250,7 @@ def test_rows_that_torch_makes_something_else_of_are_no_columns(rows):
     "indices", [[0, LENGTH], [-1, 0], [-LENGTH - 1], [2**70], [True, 0], [], [1.0], ["a"], (1, 2)]
 )
 @pytest.mark.parametrize("name", ["tensors", "numpy i8", "subset", "dict"])
-def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, name, slot):
+def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, name, arena):
     dataset = DATASETS[name]
 
     def outcome(call: Callable[[], Any]) -> Any:
@@ -261,7 +261,7 @@ def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, na
 
     expected = outcome(lambda: Plain(dataset).fetch(indices))
     for found in (
-        outcome(lambda: fetched(dataset, indices, slot)[0]),
+        outcome(lambda: fetched(dataset, indices, arena)[0]),
         outcome(lambda: fetched_here(dataset, indices)[0]),
     ):
         if isinstance(expected, tuple):
@@ -278,7 +278,7 @@ def test_indices_that_are_not_there_or_no_numbers_are_torch_s_matter(indices, na
     st.sampled_from(["tensors", "dict", "subset of a dict", "numpy f4", "tensor, turned"]),
 )
 def test_any_indices_give_torch_s_batch(indices, name):
-    made = Slot.create(1 << 20)
+    made = Arena.create(1 << 20, 1)
     try:
         batch, was_gathered = fetched(DATASETS[name], indices, made)
     finally:
@@ -287,7 +287,7 @@ def test_any_indices_give_torch_s_batch(indices, name):
     assert_same(batch, Plain(DATASETS[name]).fetch(indices))
 
 
-def test_a_run_of_indices_is_one_copy(slot, monkeypatch):
+def test_a_run_of_indices_is_one_copy(arena, monkeypatch):
     def unwanted(*_: Any, **__: Any) -> None:
         raise AssertionError("taken row by row")
 
@@ -295,10 +295,10 @@ def test_a_run_of_indices_is_one_copy(slot, monkeypatch):
         monkeypatch.setattr(module, name, unwanted)
     subset = Subset(ROWS, range(3, 20))
     for dataset, indices in ((ROWS, range(2, 9)), (ROWS.T.copy().T, [4, 5, 6]), (subset, [1, 2])):
-        batch, _ = fetched(dataset, indices, slot)
+        batch, _ = fetched(dataset, indices, arena)
         assert_same(batch, Plain(dataset).fetch(list(indices)))
     with pytest.raises(AssertionError, match="row by row"):
-        fetched(ROWS, [1, 3, 2], slot)
+        fetched(ROWS, [1, 3, 2], arena)
 
 
 def test_a_worker_takes_no_memory_of_its_own_for_a_memory_map(tmp_path):
@@ -319,10 +319,10 @@ def test_a_worker_takes_no_memory_of_its_own_for_a_memory_map(tmp_path):
     assert own < 48 << 20
 
 
-def test_large_rows_are_streamed_and_the_same(slot):
+def test_large_rows_are_streamed_and_the_same(arena):
     rows = torch.arange(40 * 70_000, dtype=torch.float32).view(40, 70_000)
     indices = [5, 39, 0, *range(38, 8, -1)]
-    batch, _ = fetched(rows, indices, slot)
+    batch, _ = fetched(rows, indices, arena)
     assert torch.equal(batch, rows[indices])
 
 

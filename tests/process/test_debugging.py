@@ -27,7 +27,7 @@ def run(source: str, monkeypatch: pytest.MonkeyPatch, *, value: str | None = "1"
 
 
 WRONGS = """
-import os, threading, torch, shmloader
+import ctypes, os, threading, torch, shmloader
 from shmloader import DataLoader, InternalError
 from shmloader.errors import InternalError
 
@@ -49,9 +49,9 @@ def collate(samples):
     out = shmloader.empty((50_000,), torch.float32)
     out.fill_(samples[0])
     if samples[0] == 1:
-        def write_late(last=out[-1:]):
+        def write_late(address=out[-1:].data_ptr()):
             assert go.wait(20)
-            last.fill_(99)
+            ctypes.c_float.from_address(address).value = 99
             written.set()
         threading.Thread(target=write_late, daemon=True).start()
     return out
@@ -66,8 +66,6 @@ for index in range(5):
         del batch
     except InternalError as error:
         print(index, error)
-
-import ctypes
 
 class Three:
     def __len__(self):
@@ -231,8 +229,8 @@ def test_the_main_process_decides_for_its_workers(method, debugging, monkeypatch
     assert checks == [(64, zlib.crc32(bytes(64)))] * 3
 
 
-def test_a_slot_whose_batch_changed_is_never_used_again(debugging, monkeypatch, slots) -> None:
-    monkeypatch.setattr("shmloader.pools.slot_reader.checksum", lambda *_: 0x1234)
+def test_a_batch_that_changed_is_an_error_and_costs_no_slot(debugging, monkeypatch, slots) -> None:
+    monkeypatch.setattr("shmloader.engine.slot_batches.checksum", lambda *_: 0x1234)
     batches = iter(DataLoader(Calls(lambda n: n, 30), num_workers=1))
     told = []
     for _ in range(30):
@@ -240,7 +238,7 @@ def test_a_slot_whose_batch_changed_is_never_used_again(debugging, monkeypatch, 
             next(batches)
         told.append(str(error.value))
     slots_told = {text.split("changed in slot ")[1].split()[0] for text in told}
-    assert len(slots_told) == 30
+    assert len(slots_told) <= 6
     assert len(slots.maps()) <= 6
     with pytest.raises(StopIteration):
         next(batches)

@@ -26,6 +26,25 @@ def test_descriptors_do_not_grow_over_epochs(persistent) -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_loader_with_two_workers_holds_eleven_descriptors_however_many_slots_it_has(
+    method,
+) -> None:
+    data = torch.arange(200 * 20_000, dtype=torch.float32).reshape(200, 20_000)
+
+    def load() -> int:
+        loader = DataLoader(data, num_workers=2, prefetch_factor=20, multiprocessing_context=method)
+        batches = iter(loader)
+        kept = [next(batches) for _ in range(10)]
+        count = descriptor_count()
+        assert float(kept[9][0, 0]) == 9 * 20_000
+        loader.close()
+        return count
+
+    load()  # multiprocessing's own processes run from here on
+    assert load() - descriptor_count() <= 11
+
+
 @pytest.mark.slow
 def test_few_descriptors_are_a_clear_error_wherever_they_run_out(tmp_path) -> None:
     """The limit is raised one by one, so that each step of the start meets it once."""

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
-from shmloader.memory.slot import Slot
+from shmloader.memory.arena import Arena, Slot
 from tests.late import LateDevice, to_host
 from tests.process.support import Calls, only, wait_until
 
@@ -207,22 +207,25 @@ def test_a_slot_is_locked_anew_when_its_batches_grow(late: LateDevice) -> None:
 
 @contextlib.contextmanager
 def unlocked_before(late, monkeypatch, *names):
-    """Check that a slot's methods are called on slots that are not locked; gives the calls."""
+    """Check that methods are called for slots that are not locked; gives the calls."""
     calls, wrong = [], []
 
-    def watch(name):
-        method = getattr(Slot, name)
+    def watch(kind, name):
+        method = getattr(kind, name)
 
-        def checked(slot, *args):
-            if late.registered_bytes(slot.address):
+        def checked(*args):
+            (slot,) = [one for one in args if isinstance(one, Slot)]
+            address = getattr(slot, "address", 0)
+            if late.registered_bytes(address):
                 wrong.append(name)
-            calls.append(name)
-            return method(slot, *args)
+            if address:
+                calls.append(name)
+            return method(*args)
 
-        monkeypatch.setattr(Slot, name, checked)
+        monkeypatch.setattr(kind, name, checked)
 
     for name in names:
-        watch(name)
+        watch(Slot if hasattr(Slot, name) else Arena, name)
     yield calls
     monkeypatch.undo()
     assert wrong == []
@@ -233,25 +236,26 @@ def test_a_slot_is_unlocked_before_it_gives_memory_back_and_is_unmapped(late, mo
         length = 10 << 20 if index < 4 else LENGTH
         return torch.full((length,), index, dtype=torch.int32)
 
-    with unlocked_before(late, monkeypatch, "give_back", "close") as calls:
+    with unlocked_before(late, monkeypatch, "give_back", "unmap") as calls:
         loader = DataLoader(
             Calls(shrinking, 150), None, num_workers=1, prefetch_factor=2, device="late"
         )
         assert late.contents(loader) == ends(150)
-        assert {"give_back", "close"} <= set(calls)
+        assert {"give_back", "unmap"} <= set(calls)
 
 
-def test_a_slot_that_a_fork_shares_is_unlocked_before_it_is_retired(late, monkeypatch) -> None:
-    with unlocked_before(late, monkeypatch, "close") as calls:
-        batches = iter(make(60))
-        found = late.contents(next(batches) for _ in range(3))
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        found += late.contents(batches)
-        assert found == ends(60)
-        assert "close" in calls
+def test_a_fork_costs_no_slot_and_no_lock(late) -> None:
+    batches = iter(make(60))
+    found = late.contents(next(batches) for _ in range(30))
+    before = late.count("registered")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    found += late.contents(batches)
+    assert found == ends(60)
+    assert late.count("registered") == before
+    assert late.count("faults") == 0
 
 
 def test_where_locking_is_refused_batches_come_all_the_same_with_one_warning(late) -> None:

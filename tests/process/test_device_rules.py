@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextlib
-import functools
+import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -25,8 +25,9 @@ from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.device.page_locks import PageLocks
 from shmloader.errors import ClosedLoaderError, SharedMemoryError
-from shmloader.memory.slot import Slot
-from shmloader.pools.arena import Arena
+from shmloader.memory.arena import Arena
+from shmloader.memory.memfd import populate
+from shmloader.pools.slot_memory import SlotMemory
 from shmloader.process_state import PROCESS
 from tests.late import LateDevice
 from tests.process.bytecodes import KINDS, interrupt
@@ -49,27 +50,42 @@ def locks(late: LateDevice) -> PageLocks:
 # Page locks ------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def arena():
+    """Two mapped slots."""
+    arena = Arena.create(1 << 20, 2)
+    for slot in arena.slots:
+        arena.reach(slot, 1 << 20)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def slot(arena):
+    return arena.slots[0]
+
+
 def test_pages_that_a_refused_growth_gives_back_are_not_read_for_a_later_batch(late, locks) -> None:
-    arena = Arena(1 << 20, locks)
+    memory = SlotMemory(Arena.create(1 << 20, 1), locks)
 
     def load(nbytes: int, value: int) -> torch.Tensor:
-        slot = arena.up_to(0, nbytes)
-        slot.mapping[:nbytes] = bytes([value]) * nbytes
-        arena.note_use(0, nbytes)
-        arena.lock(0)
+        slot = memory.mapped(0, nbytes)
+        slot.memory[:nbytes] = bytes([value]) * nbytes
+        memory.count_batch(0, nbytes)
+        memory.lock(0)
         batch = torch.frombuffer(slot.array(), dtype=torch.uint8, count=nbytes)
         return batch.to("late", non_blocking=True)
 
     assert load(70_000, 1).unique().tolist() == [1]
-    arena[0].give_back(70_000)  # as Room.grow does in a worker that finds no memory
+    give_back, slot = memory.arena.give_back, memory.arena.slots[0]
+    give_back(slot, 70_000)  # as MemoryAdmission.grow does in a worker that finds no memory
     assert load(80_000, 2).unique().tolist() == [2], "where it is mapped already"
-    arena[0].give_back(80_000)
+    give_back(slot, 80_000)
     assert load(200_000, 3).unique().tolist() == [3], "where it is mapped anew"
-    arena.close()
+    memory.close()
 
 
-def test_what_is_locked_is_what_a_batch_takes(late, locks) -> None:
-    slot = Slot.create(1 << 20)
+def test_what_is_locked_is_what_a_batch_takes(late, locks, slot) -> None:
     for nbytes, locked in (
         (70_000, 73_728),
         (60_000, 73_728),
@@ -81,12 +97,10 @@ def test_what_is_locked_is_what_a_batch_takes(late, locks) -> None:
     assert locks.unlock(slot)
     assert locks.unlock(slot)
     assert late.count("registered bytes") == 0
-    slot.close()
 
 
 @pytest.mark.parametrize("has_stream", [False, True], ids=["first", "later"])
-def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, has_stream) -> None:
-    slot = Slot.create(1 << 20)
+def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, slot, has_stream) -> None:
     backend = Backend(torch.device("late", 0))
     if has_stream:
         assert backend.stream is backend.stream
@@ -104,39 +118,38 @@ def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, has_strea
     thread.start()
     thread.join()
     assert found == [False, 4096]
-    slot.close()
 
 
 def test_a_slot_that_is_locked_anew_is_given_some_memory_ahead(late, locks) -> None:
     asked = []
 
     class Room:
-        def grow(self, slot, backed, end):
-            asked.append((backed, end))
+        def grow(self, arena, slot, end):
+            asked.append((slot.touched_bytes, end))
             if end > 1_000_000:
                 raise SharedMemoryError("no more")
-            slot.populate(backed, end)
-            return end
+            populate(slot.mapping, slot.touched_bytes, end)
+            slot.touched_bytes = end
 
         def is_short(self, present_bytes, slot_bytes):
             return False
 
-    arena = Arena(4 << 20, locks, Room())
-    slot = arena.up_to(0, 1 << 20)
+    memory = SlotMemory(Arena.create(4 << 20, 1), locks, Room())
+    slot = memory.mapped(0, 1 << 20)
     for nbytes in range(800_000, 1_000_000, 10_000):
-        slot.populate(0, nbytes)
-        arena.note_use(0, nbytes)
-        arena.lock(0)
+        populate(slot.mapping, 0, nbytes)
+        memory.count_batch(0, nbytes)
+        memory.lock(0)
         assert late.registered_bytes(slot.address) >= nbytes
-        assert late.registered_bytes(slot.address) - arena.touched_bytes(0) < 4096
+        assert late.registered_bytes(slot.address) - slot.touched_bytes < 4096
     assert asked == [(810_000, 911_250), (920_000, 1_035_000), *[
         (nbytes, nbytes + nbytes // 8) for nbytes in range(930_000, 1_000_000, 10_000)
     ]]  # fmt: skip
-    arena.close()
+    memory.close()
 
 
-def test_a_slot_that_is_about_to_be_unlocked_is_read_by_no_further_copy(late, locks) -> None:
-    slot, other = Slot.create(1 << 20), Slot.create(1 << 20)
+def test_a_slot_that_is_about_to_be_unlocked_is_read_by_no_further_copy(late, locks, arena) -> None:
+    slot, other = arena.slots
     tensors = [torch.frombuffer(one.array(), dtype=torch.uint8, count=100) for one in (slot, other)]
     locks.lock(slot, 100)
     locks.lock(other, 100)
@@ -147,7 +160,6 @@ def test_a_slot_that_is_about_to_be_unlocked_is_read_by_no_further_copy(late, lo
     assert [locks.cover(tensor) for tensor in tensors] == [False, True]
     for one in (slot, other):
         assert locks.unlock(one)
-        one.close()
     locks.lock(slot, 100)
     assert locks.cover(tensors[0])
     assert locks.unlock(slot)
@@ -164,39 +176,39 @@ def refusing_to_unregister(late: LateDevice):
 
 def test_memory_that_cannot_be_unregistered_stays_mapped(late, locks, monkeypatch) -> None:
     monkeypatch.setattr(PROCESS, "locked_for_good", [])
-    arena = Arena(1 << 20, locks)
-    slot = arena[0]
-    slot.mapping[:10] = b"0123456789"
-    arena.note_use(0, 10)
-    arena.lock(0)
+    memory = SlotMemory(Arena.create(1 << 20, 1), locks)
+    slot = memory.mapped(0, 10)
+    address = slot.address
+    slot.memory[:10] = b"0123456789"
+    memory.count_batch(0, 10)
+    memory.lock(0)
     with (
         refusing_to_unregister(late),
         pytest.warns(RuntimeWarning, match="4096 bytes of shared memory stay page-locked"),
     ):
-        arena.close()
-    assert slot.mapping[:10] == b"0123456789"
-    assert late.driver.unregister(slot.address) == ""
-    slot.close()
+        memory.close()
+    assert ctypes.string_at(address, 10) == b"0123456789"
+    assert late.driver.unregister(address) == ""
 
 
 def test_memory_that_cannot_be_unregistered_is_not_given_back(late, locks) -> None:
-    arena = Arena(64 << 20, locks)
-    arena.note_use(0, 40 << 20)
-    arena.lock(0)
+    memory = SlotMemory(Arena.create(64 << 20, 1), locks)
+    (slot,) = memory.arena.slots
+    memory.count_batch(0, 40 << 20)
+    memory.lock(0)
+    memory._recent_bytes = 0
     for _ in range(10):
-        arena._recent_bytes = 0
         with refusing_to_unregister(late):
-            arena.trim([0])
-    assert arena.touched_bytes(0) == 40 << 20
-    arena.trim([0])
-    assert arena.touched_bytes(0) == 0
-    arena.close()
+            memory.trim([0])
+    assert slot.touched_bytes == 40 << 20
+    memory.trim([0])
+    assert slot.touched_bytes == 0
+    memory.close()
 
 
 @pytest.mark.parametrize("lost", [(0,), (0, 1)], ids=["one", "both"])
-def test_memory_is_given_back_though_unregistering_fails_only_if_no_device_is_left(late, lost):
+def test_memory_is_given_back_though_unlocking_fails_only_if_no_device_is_left(late, slot, lost):
     locks = PageLocks([Backend(torch.device("late", index)) for index in (0, 1)])
-    slot = Slot.create(1 << 20)
     locks.lock(slot, 1000)
     for index in (0, 1):
         assert locks._backends[index].stream is not None
@@ -204,26 +216,23 @@ def test_memory_is_given_back_though_unregistering_fails_only_if_no_device_is_le
         late.fail_after(-1, index)
     torch.accelerator.set_device_index(0)
     assert locks.unlock(slot) == (lost == (0, 1))
-    slot.close()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, locks, kind) -> None:
-    def lock_and_unlock(slot: Slot) -> None:
+def test_an_interruption_of_locking_or_unlocking_leaves_no_lock(late, locks, slot, kind) -> None:
+    def lock_and_unlock() -> None:
         locks.lock(slot, 1000)
         locks.lock(slot, 9000)
         assert locks.unlock(slot)
 
     for nth in itertools.count(1):
-        slot = Slot.create(1 << 20)
-        outcome = interrupt(functools.partial(lock_and_unlock, slot), nth, kind)
+        outcome = interrupt(lock_and_unlock, nth, kind)
         assert locks.unlock(slot), outcome
         assert late.registered_bytes(slot.address) == 0, outcome
         locks.lock(slot, 5000)
         assert late.registered_bytes(slot.address) == 8192, outcome
         assert locks.unlock(slot)
-        slot.close()
         if outcome.where is None:
             break
         assert outcome.has_arrived(kind)
@@ -233,17 +242,15 @@ def test_an_interruption_of_locking_or_unlocking_leaves_no_registration(late, lo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", ["close", "retire"])
-def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kind, end) -> None:
+def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kind) -> None:
     for nth in itertools.count(1):
-        arena = Arena(1 << 20, locks)
+        memory = SlotMemory(Arena.create(1 << 20, 2), locks)
         for slot_id in (0, 1):
-            arena.note_use(slot_id, 9000)
-            arena.lock(slot_id)
-        step = arena.close if end == "close" else functools.partial(arena.retire, 0)
-        outcome = interrupt(step, nth, kind)
-        arena.close()
-        assert late.count("registered bytes") == arena.counts.slot_bytes == 0, outcome
+            memory.count_batch(slot_id, 9000)
+            memory.lock(slot_id)
+        outcome = interrupt(memory.close, nth, kind)
+        memory.close()
+        assert late.count("registered bytes") == memory.counts.slot_bytes == 0, outcome
         assert slots.maps() == {}, outcome
         if outcome.where is None:
             break
@@ -252,7 +259,7 @@ def test_an_interruption_of_an_arenas_end_leaves_nothing(late, locks, slots, kin
 
 
 @pytest.mark.usefixtures("locks")
-def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> None:
+def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late, slot) -> None:
     has_begun, may_go_on = threading.Event(), threading.Event()
     steps: list[str] = []
 
@@ -267,7 +274,6 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> 
     locks = PageLocks([backend])
     reading = locks._reading = WatchedLock(locks._reading)
     stage = DeviceStage(backend, locks, 1)
-    slot = Slot.create(1 << 20)
     locks.lock(slot, 200_000)
     tensor = torch.frombuffer(slot.array(), dtype=torch.uint8, count=200_000)
     copier = threading.Thread(target=stage.run, args=(tensor,))
@@ -284,7 +290,6 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late) -> 
     stage.close()
     assert late.count("faults") == 0
     del tensor, copier
-    slot.close()
 
 
 def dies_at(index: int, last: int) -> torch.Tensor:

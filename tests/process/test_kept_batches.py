@@ -196,6 +196,19 @@ def test_memory_stays_bounded_while_a_child_is_forked_for_each_batch(slots) -> N
         assert len(slots.maps()) <= 2 * 2 + 4
 
 
+def test_a_batch_that_is_kept_over_many_forks_costs_no_memory(slots) -> None:
+    batches = iter(DataLoader(Calls(plane, 60), num_workers=1, prefetch_factor=1))
+    for number in range(30):
+        kept = next(batches)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert next(batches).mean() == 2 * number + 1
+        assert kept.mean() == 2 * number
+    assert sum(slots.files().values()) <= 5 * (4 * ROWS + 4096)
+
+
 def test_kept_batches_do_not_stall_a_loader_with_little_shared_memory() -> None:
     loader = DataLoader(Calls(plane, 64), num_workers=2, shm_size=8 * 128 * 1024)
     kept = list(loader)
@@ -398,6 +411,21 @@ def test_what_a_dataset_made_by_empty_and_keeps_is_never_written_again() -> None
     loader = DataLoader(Calls(sample, 24), batch_size=4, num_workers=2)
     for number, batch in enumerate(loader):
         assert batch.mean(dim=1).tolist() == [4 * number + k for k in range(4)]
+
+
+def test_what_code_in_a_worker_writes_to_a_batch_later_does_not_reach_the_user() -> None:
+    made: list[torch.Tensor] = []
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        for earlier in made:
+            earlier.fill_(99)
+        made.append(by_empty(samples))
+        return made[-1]
+
+    loader = DataLoader(Calls(plane, 3), num_workers=1, prefetch_factor=3, collate_fn=collate)
+    batches = iter(loader)
+    kept = [next(batches) for _ in range(3)]
+    assert [float(batch.mean()) for batch in kept] == [0, 1, 2]
 
 
 def test_what_a_failing_collate_function_kept_is_not_overwritten_by_the_message() -> None:

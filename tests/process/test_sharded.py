@@ -115,14 +115,14 @@ def test_all_shards_of_a_step_lie_in_one_slot(slots) -> None:
     assert set(kept.flatten().tolist()) == {4, 5}
 
 
-def slot_at(address: int) -> int:
-    """The inode of the slot that is mapped at an address."""
+def slot_at(address: int) -> tuple[int, str]:
+    """The inode and the place of the slot that is mapped at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _flags, _offset, _device, inode, *_ = line.split(maxsplit=5)
+        span, _flags, offset, _device, inode, *_ = line.split(maxsplit=5)
         first, last = (int(part, 16) for part in span.split("-"))
         if first <= address < last:
             assert "memfd:shmloader" in line
-            return int(inode)
+            return int(inode), offset
     raise AssertionError("nothing is mapped there")
 
 

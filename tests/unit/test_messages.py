@@ -12,15 +12,13 @@ from shmloader.memory.flat import FlatLayout, Group
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
-    Attached,
     BatchDone,
     BatchEmpty,
     BatchFailed,
     BeginningPart,
-    DropSlot,
+    CheckpointPart,
     EpochStarted,
     FromWorker,
-    NewSlot,
     ResumeStream,
     SampleHung,
     Spilled,
@@ -36,38 +34,36 @@ from shmloader.messages import (
 FLAT = FlatLayout(2, ("x", 1), (Group(0, torch.float32, (2, 3), (0, 1)),))
 PICKLED = PickledLayout(b"body", (Span(64, 100, -1), Span(0, 0, 16)), (1, 0))
 MESSAGES = [
-    NewSlot(3, 1 << 37),
-    DropSlot(3),
     Task(0, 0, 0, [1, 2, 3]),
     Task(10**12, 7, 5, {"any": ("key", None)}),
     Task(1, 0, 2, Spilled(0, 10**6), touched_bytes=10**6),
     StartEpoch(4),
-    BatchDone(1, 2, 3, None, 0, kept=False),
-    BatchDone(1, 2, 3, pickle.dumps(FLAT), 640, kept=True),
-    BatchDone(1, 2, 3, pickle.dumps(PICKLED), 640, kept=False),
-    BatchDone(1, 2, 3, Spilled(128, 50_000), 640, kept=False),
-    BatchDone(1, 2, 3, None, 640, kept=False, checksum=0xFFFFFFFF),
-    BatchFailed(1, 2, 3, Spilled(64, 20_000), kept=False, touched_bytes=20_064),
-    BatchDone(1, 2, 3, None, 640, kept=False, report=b"report"),
-    BatchFailed(1, 2, 3, b"error", kept=True),
-    BatchFailed(1, 2, 3, Spilled(64, 20_000), kept=False),
-    BatchFailed(1, 2, 3, b"error", kept=False, report=Spilled(64, 20_000)),
-    BatchEmpty(1, 2, 3, kept=True, report=b"report"),
-    BatchEmpty(1, 2, 3, kept=False, report=Spilled(0, 20_000)),
-    StreamEnded(1, 2, 3, True),
-    StreamEnded(1, 2, 3, False, touched_bytes=640, beginning=Spilled(0, 640)),
+    BatchDone(1, 2, 3, None, 0),
+    BatchDone(1, 2, 3, pickle.dumps(FLAT), 640),
+    BatchDone(1, 2, 3, pickle.dumps(PICKLED), 640),
+    BatchDone(1, 2, 3, Spilled(128, 50_000), 640),
+    BatchDone(1, 2, 3, None, 640, checksum=0xFFFFFFFF),
+    BatchFailed(1, 2, 3, Spilled(64, 20_000), touched_bytes=20_064),
+    BatchDone(1, 2, 3, None, 640, report=b"report"),
+    BatchFailed(1, 2, 3, b"error"),
+    BatchFailed(1, 2, 3, Spilled(64, 20_000)),
+    BatchFailed(1, 2, 3, b"error", report=Spilled(64, 20_000)),
+    BatchEmpty(1, 2, 3, report=b"report"),
+    BatchEmpty(1, 2, 3, report=Spilled(0, 20_000)),
+    StreamEnded(1, 2, 3),
+    StreamEnded(1, 2, 3, touched_bytes=640, beginning=Spilled(0, 640)),
     EpochStarted(4),
     EpochStarted(4, b"the rest of a state"),
     BeginningPart(b"a piece of one"),
     ResumeStream(b"place"),
     SampleHung(3, "Worker 0 (pid 7) was killed in it."),
-    ResumeStream(Attached(10**9)),
-    BatchDone(1, 2, 3, None, 640, kept=False, fingerprint=0xFFFFFFFF),
-    BatchFailed(1, 2, 3, b"error", kept=False, snapshot=Spilled(64, 20_000)),
-    BatchEmpty(1, 2, 3, kept=True, report=b"report", snapshot=b"state"),
-    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=b"state"),
-    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=Spilled(64, 20_000)),
-    BatchDone(1, 2, 3, None, 640, kept=False, snapshot=TooLong(10**9)),
+    CheckpointPart(b"a piece of a checkpoint"),
+    BatchDone(1, 2, 3, None, 640, fingerprint=0xFFFFFFFF),
+    BatchFailed(1, 2, 3, b"error", snapshot=Spilled(64, 20_000)),
+    BatchEmpty(1, 2, 3, report=b"report", snapshot=b"state"),
+    BatchDone(1, 2, 3, None, 640, snapshot=b"state"),
+    BatchDone(1, 2, 3, None, 640, snapshot=Spilled(64, 20_000)),
+    BatchDone(1, 2, 3, None, 640, snapshot=TooLong(10**9)),
 ]
 
 
@@ -87,14 +83,14 @@ def test_a_message_is_sent_as_a_plain_tuple_with_the_number_of_its_kind_first():
     number, *fields = pickle.loads(pack(Task(1, 2, 3, [4], 5, 6)))
     assert fields == [1, 2, 3, [4], 5, 6]
     assert type(number) is int
-    assert number != pickle.loads(pack(DropSlot(1)))[0]
-    assert type(pickle.loads(pack(DropSlot(1)))[0]) is int
+    assert number != pickle.loads(pack(StartEpoch(1)))[0]
+    assert type(pickle.loads(pack(StartEpoch(1)))[0]) is int
 
 
 def test_usual_messages_are_small():
     indices = list(range(10_000, 10_256))
     assert len(pack(Task(1000, 3, 17, indices))) < 1024
-    assert len(pack(BatchDone(1000, 3, 5, None, 1 << 30, kept=False))) < 64
+    assert len(pack(BatchDone(1000, 3, 5, None, 1 << 30))) < 64
 
 
 def test_a_message_with_the_longest_body_is_received_whole():
@@ -104,10 +100,10 @@ def test_a_message_with_the_longest_body_is_received_whole():
     assert len(message) == INLINE_BYTES
     report = bytes(INLINE_BYTES // 4)
     error = bytes(INLINE_BYTES // 2)
-    failed = BatchFailed(10**9, 10**9, 10**9, error, kept=True, report=report)
+    failed = BatchFailed(10**9, 10**9, 10**9, error, report=report)
     assert len(pack(failed)) < INLINE_BYTES
     done = BatchDone(
-        10**9, 10**9, 10**9, bytes(INLINE_BYTES // 2), 1 << 37, kept=True, checksum=1 << 31,
+        10**9, 10**9, 10**9, bytes(INLINE_BYTES // 2), 1 << 37, checksum=1 << 31,
         snapshot=bytes(INLINE_BYTES // 4),
     )  # fmt: skip
     assert len(pack(done)) < INLINE_BYTES

@@ -15,7 +15,7 @@ from shmloader.device.backend import (
     parse_device,
 )
 from shmloader.device.page_locks import PageLocks
-from shmloader.memory.slot import Slot
+from shmloader.memory.arena import Arena
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -119,9 +119,10 @@ def test_a_kind_without_streams_copies_and_waits() -> None:
 
 @pytest.fixture
 def slot():
-    made = Slot.create(1 << 20)
-    yield made
-    made.close()
+    arena = Arena.create(1 << 20, 1)
+    arena.reach(arena.slots[0], 1 << 20)
+    yield arena.slots[0]
+    arena.close()
 
 
 def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, slot, monkeypatch):

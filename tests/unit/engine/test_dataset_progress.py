@@ -66,7 +66,7 @@ class Run:
             return False
         worker_id = ticket.worker_id
         self.user.note(self.scheduler.handed_over(ticket))
-        self.scheduler.delivered(ticket, SlotState.FREE)
+        self.scheduler.slots.move(ticket.slot_id, SlotState.FREE)
         self.walk.append((worker_id, ticket.answer))
         self.seen.append(self.user.mark())
         self.offer()

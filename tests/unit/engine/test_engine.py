@@ -320,26 +320,13 @@ def test_a_worker_that_is_lost_while_an_epoch_is_left_begins_the_next_one_at_its
     assert all_of(engine) == [0, 1, 2, 3]
 
 
-# Slots -------------------------------------------------------------------------------------
-
-
-def test_a_slot_that_its_worker_keeps_is_dropped_and_never_filled_again():
-    engine, pool = engine_of(nothing, worker_count=1)
-    engine.start(iter(range(4)))
-    pool.answer(0, answer=Batch("kept", is_kept=True))
-    assert engine.next_batch() == "kept"
-    assert pool.log == [("drop", 0, 0)]
-    pool.idle = everything
-    assert all_of(engine) == [1, 2, 3]
-
-
 def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
     engine, pool = engine_of(nothing, worker_count=1, window=1)
 
     def refuse(slot_id: int) -> None:
         raise SharedMemoryError("no address space is left")
 
-    pool.lock = refuse
+    pool.memory.lock = refuse
     engine.start(iter(range(4)))
     for _ in range(3):  # there are two slots
         large = Batch("large")

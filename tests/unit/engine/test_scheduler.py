@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.engine.scheduler import UNASSIGNED, DroppedSlot, Scheduler, Ticket
+from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slots import SlotState
 from shmloader.engine.workers import WorkerState
 from shmloader.errors import InternalError
@@ -96,12 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queues: list[collections.deque[Known]] = [
             collections.deque() for _ in range(worker_count)
         ]
-        self.mapped: list[set[int]] = [set() for _ in range(worker_count)]
         self.is_dead = [False] * worker_count
         self.deaths = [f"death of worker {worker_id}" for worker_id in range(worker_count)]
         self.unsent: list[Known] = []
         self.lent: list[int] = []
-        self.retired: set[int] = set()
         self.known_slots: set[int] = set()
         self.epoch = 0
         self._forget_epoch()
@@ -172,7 +170,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             takers = [w for w, is_out in enumerate(self.is_passed_over) if not is_out]
             limit = max(self.window // len(takers) - 1, min(loads[w] for w in takers))
             assert loads[ticket.worker_id] <= limit, "a worker has more than its share"
-        assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
         assert ticket.slot_id not in self._held(), "I1: the slot of a new ticket has a holder"
         self.known_slots.add(ticket.slot_id)
         self.offered += 1
@@ -197,8 +194,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert known.state == WAITING, "a task is sent that nobody wants"
             assert not known.is_sent, "a task is sent twice"
             known.is_sent = True
-            assert ticket.is_slot_new == (ticket.slot_id not in self.mapped[worker_id])
-            self.mapped[worker_id].add(ticket.slot_id)
         while self.waiting and (self.untold or self._are_all_dead()):
             self._tell_of_a_death()
         for worker_id in self._alive():
@@ -221,7 +216,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert loads[ticket.worker_id] < most, "a worker has no room"
         assert ticket.answer is None
         assert ticket.slot_id not in self._held(), "I1: the slot of a task has a holder"
-        assert ticket.slot_id not in self.retired, "I9: a retired slot is filled again"
         known.worker_id, known.slot_id = ticket.worker_id, ticket.slot_id
         self.known_slots.add(ticket.slot_id)
         self.queues[ticket.worker_id].append(known)
@@ -277,7 +271,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         while (worker := self.scheduler.workers.next_stop()) is not None:
             assert not self.queues[worker.worker_id], "a worker is stopped that owes answers"
             self.scheduler.worker_stopped(worker.worker_id)
-            self.mapped[worker.worker_id].clear()
         while (worker := self.scheduler.workers.next_start()) is not None:
             assert len(self._wanted_here()) < self.wanted, "a worker too many"
             assert self._state(worker.worker_id) is WorkerState.GONE
@@ -403,7 +396,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._note_restart(worker_id, at_work)
             return
         self.is_dead[worker_id] = True
-        self.mapped[worker_id].clear()
         unsent = [known for known in self.unsent if known.worker_id == worker_id]
         if not any(known.state == WAITING for known in [*queue, *unsent]):
             self.untold.append(worker_id)
@@ -443,7 +435,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             known.is_sent = False
         self.unsent = [known for known in self.unsent if known.worker_id != worker_id]
         self.queues[worker_id] = collections.deque(wanted)
-        self.mapped[worker_id].clear()
         self.is_absent[worker_id] = True
         self._send_tasks()
 
@@ -458,8 +449,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted = [t for t in self.tickets.values() if t.state in {WAITING, ANSWERED}]
         return min(wanted, key=lambda known: known.seq, default=None)
 
-    @rule(is_large=st.booleans(), is_kept=st.sampled_from([False, False, False, True]))
-    def next_batch(self, is_large, is_kept):
+    @rule(is_large=st.booleans())
+    def next_batch(self, is_large):
         expected = self._expected()
         ticket = self.scheduler.take_next()
         if expected is None:
@@ -481,22 +472,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             "I4: lends while fewer than lend_limit are out"
         )
         if is_large and self.scheduler.may_lend:
-            self.scheduler.delivered(ticket, SlotState.LENT)
+            self.scheduler.slots.move(ticket.slot_id, SlotState.LENT)
             self.lent.append(ticket.slot_id)
-        elif is_kept:
-            self.scheduler.delivered(ticket, SlotState.RETIRED)
-            self.retired.add(ticket.slot_id)
         else:
-            self.scheduler.delivered(ticket, SlotState.FREE)
+            self.scheduler.slots.move(ticket.slot_id, SlotState.FREE)
 
     @precondition(lambda self: self.lent)
-    @rule(data=st.data(), clean=st.sampled_from([True, True, False]))
-    def the_user_drops_a_batch(self, data, clean):
+    @rule(data=st.data())
+    def the_user_drops_a_batch(self, data):
         slot_id = data.draw(st.sampled_from(self.lent))
         self.lent.remove(slot_id)
-        self.scheduler.slot_returned(slot_id, clean=clean)
-        if not clean:
-            self.retired.add(slot_id)
+        self.scheduler.slots.move(slot_id, SlotState.FREE)
 
     # Epochs -------------------------------------------------------------------------------
 
@@ -578,19 +564,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         in_use = {s: state for s, state in states.items() if state is not SlotState.FREE}
         assert in_use == held, "I1: the table and the holders disagree"
-        assert set(states) == self.known_slots - self.retired, (
-            "I1: a slot is nobody's (nothing lost), or I9: a retired one is back"
-        )
-
-    @invariant()
-    def a_retired_slot_is_dropped_by_all_that_have_mapped_it(self):
-        for dropped in self.scheduler.take_dropped_slots():
-            assert dropped.slot_id in self.retired, "a slot is dropped that is in use"
-            mappers = [w for w in self._alive() if dropped.slot_id in self.mapped[w]]
-            assert dropped.worker_ids == mappers
-            for worker_id in mappers:
-                self.mapped[worker_id].remove(dropped.slot_id)
-        assert not any(self.retired & self.mapped[w] for w in self._alive()), "it is not dropped"
+        assert set(states) == self.known_slots, "I1: a slot is nobody's (nothing lost)"
 
     @invariant()
     def i4_slots_are_bounded(self):
@@ -657,10 +631,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         while busy := self._busy():
             self._answer(busy[-1], "batch")
         while self._expected() is not None:
-            self.next_batch(is_large=False, is_kept=False)
-        self.next_batch(is_large=False, is_kept=False)
+            self.next_batch(is_large=False)
+        self.next_batch(is_large=False)
         for slot_id in self.lent:
-            self.scheduler.slot_returned(slot_id, clean=True)
+            self.scheduler.slots.move(slot_id, SlotState.FREE)
         if self.is_running:
             every = set(range(self.offered)) - self.lost_to_stream_ends
             assert set(self.delivered) == every, "I5, I7: not all was delivered"
@@ -927,7 +901,8 @@ def test_a_user_who_keeps_everything_stops_nothing():
     for seq in range(50):
         subject.answered(seq, 0, "batch")
         ticket = subject.take_next()
-        subject.delivered(ticket, SlotState.LENT if subject.may_lend else SlotState.FREE)
+        state = SlotState.LENT if subject.may_lend else SlotState.FREE
+        subject.slots.move(ticket.slot_id, state)
         assert subject.offer([seq + 2]) is not None
     assert subject.slots.lent_count == 3
     assert len(subject.slots.states) == 5
@@ -1211,28 +1186,13 @@ def test_an_epoch_is_left_when_every_worker_that_runs_has_left_it():
     assert not subject.is_epoch_left
 
 
-def test_what_a_process_had_mapped_another_in_its_place_has_not():
+def test_the_layout_that_a_process_sent_is_not_that_of_its_replacement():
     subject = scheduler(worker_count=1, restart_limit=1)
-    first, second = offered(subject, 2)
-    assert (first.is_slot_new, second.is_slot_new) == (True, True)
+    offered(subject, 2)
     subject.layout_sent(0, "layout")
-    subject.answered(0, 0, "batch")
-    subject.delivered(subject.take_next(), SlotState.FREE)
-    (third,) = offered(subject, 1)
-    assert not third.is_slot_new
     lose(subject, 0)
     assert subject.workers[0].last_layout is None
-    assert [ticket.is_slot_new for ticket in restarted(subject)] == [True, True]
-
-
-def test_a_retired_slot_is_dropped_once_by_those_that_have_mapped_it():
-    subject = scheduler()
-    offered(subject, 3)
-    subject.answered(1, 0, "batch", is_kept=True)
-    subject.end_epoch()
-    assert subject.take_dropped_slots() == [DroppedSlot(1, [1])]
-    assert subject.take_dropped_slots() == []
-    assert [worker.mapped_slots for worker in subject.workers] == [{0, 2}, set()]
+    assert len(restarted(subject)) == 2
 
 
 def test_a_worker_is_ready_with_its_first_answer():

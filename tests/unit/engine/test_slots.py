@@ -5,19 +5,15 @@ import pytest
 from shmloader.engine.slots import SlotState, SlotTable
 from shmloader.errors import InternalError
 
-FREE, FILLING, FULL, LENT, RETIRED = SlotState
+FREE, FILLING, FULL, LENT = SlotState
 
 LEGAL = {
     (FREE, FILLING),
-    (FREE, RETIRED),
     (FILLING, FULL),
     (FILLING, FREE),
-    (FILLING, RETIRED),
     (FULL, LENT),
     (FULL, FREE),
-    (FULL, RETIRED),
     (LENT, FREE),
-    (LENT, RETIRED),
 }
 EVERY = [(old, new) for old in SlotState for new in SlotState]
 # The moves that bring a slot, FILLING at first, into a state.
@@ -26,7 +22,6 @@ WAY_TO = {
     FREE: [FREE],
     FULL: [FULL],
     LENT: [FULL, LENT],
-    RETIRED: [RETIRED],
 }
 
 
@@ -39,14 +34,14 @@ def table_with_slot(state: SlotState) -> tuple[SlotTable, int]:
 
 
 def test_the_table_of_moves_is_complete():
-    assert len(EVERY) == 25
+    assert len(EVERY) == 16
 
 
 @pytest.mark.parametrize(("old", "new"), [move for move in EVERY if move in LEGAL])
 def test_a_legal_move_changes_the_state(old, new):
     table, slot_id = table_with_slot(old)
     table.move(slot_id, new)
-    assert table.states.get(slot_id, RETIRED) is new
+    assert table.states[slot_id] is new
     assert table.free_ids == ([slot_id] if new is FREE else [])
     assert table.lent_count == (new is LENT)
 
@@ -67,14 +62,9 @@ def test_a_slot_that_never_was_cannot_be_moved():
 
 def test_slots_are_made_up_to_the_capacity_and_no_further():
     table = SlotTable(capacity=2)
-    assert [table.take(0), table.take(1), table.take(0)] == [0, 1, None]
-
-
-def test_a_retired_slot_makes_room_for_a_new_one_with_a_new_number():
-    table = SlotTable(capacity=1)
-    table.move(table.take(0), RETIRED)
-    assert table.take(0) == 1
-    assert table.states == {1: FILLING}
+    assert [table.take(0), table.take(1)] == [0, 1]
+    with pytest.raises(InternalError, match="all slots are in use"):
+        table.take(0)
 
 
 def test_a_free_slot_is_taken_before_a_new_one_is_made():
@@ -126,6 +116,4 @@ def test_who_wants_to_know_is_told_of_each_slot_that_becomes_free():
     table.move(two, SlotState.LENT)
     assert told == [one]
     table.move(two, SlotState.FREE)
-    assert told == [one, two]
-    table.move(two, SlotState.RETIRED)
     assert told == [one, two]

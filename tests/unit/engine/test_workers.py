@@ -72,10 +72,9 @@ def test_what_is_counted_is_what_is_so(state):
 def test_what_is_known_of_a_process_is_forgotten_with_it(end):
     table = worker_in(LEAVING)
     worker = table[0]
-    worker.mapped_slots.add(3)
     worker.last_layout, worker.last_answer_ns = "layout", 5
     table.move(0, end)
-    assert (worker.mapped_slots, worker.last_layout) == (set(), None)
+    assert worker.last_layout is None
     assert worker.last_answer_ns == 0
 
 

@@ -1,8 +1,11 @@
 """Slots and round trips for the tests of the memory package, all in one process."""
 
+import collections
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.utils.data import default_collate
@@ -10,12 +13,11 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.memory import collate
+from shmloader.memory.arena import ALIGNMENT, Arena, Lease, Slot
 from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.collate import SlotCollate
 from shmloader.memory.encoder import encode
 from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
-from shmloader.memory.lease import LeaseBook
-from shmloader.memory.slot import ALIGNMENT, Slot
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.process_state import PROCESS
 
@@ -26,40 +28,47 @@ LARGE = COPY_OUT_BYTES + 1000  # bytes of a part that is lent
 
 @dataclass
 class Bench:
-    """A slot, its writer, and the leases on it."""
+    """An arena of one slot, its writer, and the leases on it that have ended."""
 
+    arena: Arena
     slot: Slot
     writer: SlotWriter
-    leases: LeaseBook
+    ended: collections.deque[Lease]
+
+    def mapped(self) -> Slot:
+        """The slot as the main process finds it: mapped, though its worker may have parted it."""
+        self.arena.reach(self.slot, max(1, self.writer.used_bytes))
+        return self.slot
 
     def lend(self):
-        return self.leases.open(0, self.slot)
+        return self.mapped().lend(self.ended.append)
 
     def encode(self, batch, *, by_value=False, spill_bytes=SPILL_BYTES) -> PickledLayout:
         return encode(batch, self.writer, by_value=by_value, spill_bytes=spill_bytes)
 
     def decode(self, layout: PickledLayout, *, lent: bool):
-        return decode(layout, self.slot, self.lend() if lent else None)
+        return decode(layout, self.mapped(), self.lend() if lent else None)
 
     def send(self, batch, *, lent: bool, **options):
         """A batch as it arrives on the other side."""
         return self.decode(self.encode(batch, **options), lent=lent)
 
     def read(self, layout: FlatLayout, *, lent: bool):
-        return FlatReader(layout).read(self.slot, self.lend() if lent else None)
+        return FlatReader(layout).read(self.mapped(), self.lend() if lent else None)
 
 
 @contextlib.contextmanager
 def open_bench(nbytes: int = 64 * MIB) -> Iterator[Bench]:
     """A slot with a task in work."""
-    slot = Slot.create(nbytes)
-    writer = SlotWriter()
+    arena = Arena.create(nbytes, 1)
+    writer, slot = SlotWriter(arena), arena.slots[0]
+    arena.reach(slot, arena.slot_bytes)
     writer.open(slot)
     try:
-        yield Bench(slot, writer, LeaseBook())
+        yield Bench(arena, slot, writer, collections.deque())
     finally:
         writer.close()
-        slot.close()
+        arena.close()
 
 
 @contextlib.contextmanager
@@ -120,3 +129,27 @@ def assert_storages_are_aligned(batch) -> None:
     for tensor in tensors_of(batch):
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
             assert tensor.untyped_storage().data_ptr() % ALIGNMENT == 0
+
+
+def names_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def in_a_child(work: Callable[[], str]) -> str:
+    """What ``work`` returned, or the exception's name and text, in a forked child."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                text = work()
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(there, text.encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return text

@@ -7,8 +7,8 @@ import pytest
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import admission as admission_module
 from shmloader.memory.admission import RESERVE_BYTES, MemoryAdmission, MemoryConfig
+from shmloader.memory.arena import Arena
 from shmloader.memory.limits import Free
-from shmloader.memory.slot import Slot
 from tests.made_up import MIB, System
 
 
@@ -18,14 +18,28 @@ def system(tmp_path):
 
 
 @pytest.fixture
-def slot():
-    slot = Slot.create(512 * MIB)
-    yield slot
-    slot.close()
+def arena():
+    """One slot, which is mapped."""
+    arena = Arena.create(512 * MIB, 1)
+    arena.reach(arena.slots[0], 512 * MIB)
+    yield arena
+    arena.close()
 
 
-def resident(slot: Slot) -> int:
-    return os.fstat(slot.fileno()).st_blocks * 512
+def resident(arena: Arena) -> int:
+    return os.fstat(arena.fileno()).st_blocks * 512
+
+
+def grow(admission: MemoryAdmission, arena: Arena, backed: int, end: int) -> int:
+    """Grow the slot, of which ``backed`` bytes have pages. Returns how many are admitted."""
+    (slot,) = arena.slots
+    slot.touched_bytes = backed
+    try:
+        admission.grow(arena, slot, end)
+        return slot.touched_bytes
+    except SharedMemoryError:
+        assert slot.touched_bytes == backed
+        raise
 
 
 def make_admission(system: System, free_bytes: int, **config) -> MemoryAdmission:
@@ -43,39 +57,39 @@ def make_admission(system: System, free_bytes: int, **config) -> MemoryAdmission
     return MemoryAdmission(MemoryConfig(**options, root=str(system.root)))
 
 
-def test_what_fits_is_there_when_it_is_said_to_be(system, slot):
+def test_what_fits_is_there_when_it_is_said_to_be(system, arena):
     admission = make_admission(system, 40 * MIB)
-    assert admission.grow(slot, 0, 20 * MIB) == 20 * MIB
-    assert resident(slot) == 20 * MIB
-    assert admission.grow(slot, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
-    assert resident(slot) == 60 * MIB
+    assert grow(admission, arena, 0, 20 * MIB) == 20 * MIB
+    assert resident(arena) == 20 * MIB
+    assert grow(admission, arena, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
+    assert resident(arena) == 60 * MIB
 
 
-def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, slot):
+def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, arena):
     admission = make_admission(system, 50 * 10**6)
     with pytest.raises(SharedMemoryError) as caught:
-        admission.grow(slot, 20 * 10**6, 97 * 10**6)
+        grow(admission, arena, 20 * 10**6, 97 * 10**6)
     assert str(caught.value) == (
         "a batch needs at least 97.0 MB of shared memory, 77.0 MB more than its slot has, but "
         "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs "
         "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 97.0 MB = 582.0 MB of shared "
         "memory: lower prefetch_factor, num_workers or batch_size, or set shm_size."
     )
-    assert resident(slot) == 0
+    assert resident(arena) == 0
 
 
-def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, slot):
-    make_admission(system, 10 * MIB, worker_count=64).grow(slot, 0, 10 * MIB)
+def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, arena):
+    grow(make_admission(system, 10 * MIB, worker_count=64), arena, 0, 10 * MIB)
     with pytest.raises(SharedMemoryError, match="MemAvailable"):
-        make_admission(system, 10 * MIB).grow(slot, 10 * MIB, 20 * MIB + 1)
+        grow(make_admission(system, 10 * MIB), arena, 10 * MIB, 20 * MIB + 1)
     with pytest.raises(SharedMemoryError, match="0 bytes is free"):
-        make_admission(system, -1 * MIB).grow(slot, 10 * MIB, 10 * MIB + 1)
+        grow(make_admission(system, -1 * MIB), arena, 10 * MIB, 10 * MIB + 1)
 
 
-def test_without_any_limit_everything_may_be_taken(tmp_path, slot):
+def test_without_any_limit_everything_may_be_taken(tmp_path, arena):
     admission = MemoryAdmission(MemoryConfig(2, 2, 2, 1000, None, str(tmp_path)))
-    assert admission.grow(slot, 0, 500 * MIB) == 500 * MIB
-    assert resident(slot) == 0, "the writer will"
+    assert grow(admission, arena, 0, 500 * MIB) == 500 * MIB
+    assert resident(arena) == 0, "the writer will"
 
 
 class Looks:
@@ -89,75 +103,76 @@ class Looks:
         return Free(self.left.pop(0) * MIB + RESERVE_BYTES, "MemAvailable")
 
 
-def test_a_growth_that_others_come_before_is_undone_and_told(system, slot, monkeypatch):
+def test_a_growth_that_others_come_before_is_undone_and_told(system, arena, monkeypatch):
     admission = make_admission(system, 0)
-    admission.grow(slot, 0, 0)
-    slot.mapping[: 2 * MIB] = b"x" * (2 * MIB)
+    grow(admission, arena, 0, 0)
+    arena.slots[0].memory[: 2 * MIB] = b"x" * (2 * MIB)
     looks = Looks(monkeypatch, 100, 90, 13)
     with pytest.raises(SharedMemoryError, match=r"31\.5 MB more .* but 30\.4 MB is free"):
-        admission.grow(slot, 2 * MIB, 32 * MIB)
+        grow(admission, arena, 2 * MIB, 32 * MIB)
     assert looks.left == []
-    assert resident(slot) == 2 * MIB
-    assert slot.mapping[2 * MIB - 1 : 2 * MIB + 1] == b"x\0"
+    assert resident(arena) == 2 * MIB
+    assert bytes(arena.slots[0].memory[2 * MIB - 1 : 2 * MIB + 1]) == b"x\0"
 
 
-def test_a_step_takes_no_more_than_a_worker_s_part(system, slot, monkeypatch):
+def test_a_step_takes_no_more_than_a_worker_s_part(system, arena, monkeypatch):
     steps = []
-    monkeypatch.setattr(Slot, "populate", lambda _, start, end: steps.append(end - start))
+    record = lambda _, start, end: steps.append(end - start)  # noqa: E731
+    monkeypatch.setattr(admission_module, "populate", record)
     Looks(monkeypatch, 16, 12, 9, 7, *range(6, 0, -1), *[1] * 40)
-    make_admission(system, 0, worker_count=4).grow(slot, 0, 10 * MIB - 1)
+    grow(make_admission(system, 0, worker_count=4), arena, 0, 10 * MIB - 1)
     assert steps[:4] == [4 * MIB, 3 * MIB, 9 * MIB // 4, 10 * MIB - 1 - 37 * MIB // 4]
     assert sum(steps) == 10 * MIB - 1
 
 
-def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, slot):
-    assert make_admission(system, 100 * MIB).grow(slot, 0, 1) == MIB
-    assert make_admission(system, 19 * MIB).grow(slot, 0, 1) == 1
+def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, arena):
+    assert grow(make_admission(system, 100 * MIB), arena, 0, 1) == MIB
+    assert grow(make_admission(system, 19 * MIB), arena, 0, 1) == 1
 
 
-def test_all_slots_are_added_up_at_the_second_batch(system, slot):
+def test_all_slots_are_added_up_at_the_second_batch(system, arena):
     admission = make_admission(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
-    admission.grow(slot, 0, 10**7)
+    grow(admission, arena, 0, 10**7)
     admission.note_batch(10**7)
-    admission.grow(slot, 0, 2 * 10**6)
+    grow(admission, arena, 0, 2 * 10**6)
     with pytest.raises(SharedMemoryError) as caught:
-        admission.grow(slot, 0, 10**7)
+        grow(admission, arena, 0, 10**7)
     assert str(caught.value) == (
         "18 slots (prefetch_factor 2 * num_workers 8 + 2 in use) × 10.0 MB = 180.0 MB of shared "
         "memory, but 60.0 MB is free (MemAvailable; 16.8 MB is kept in reserve): lower "
         "prefetch_factor, num_workers or batch_size, or set shm_size."
     )
-    assert resident(slot) == -(-(10**7) // 4096) * 4096, "the first batch's"
+    assert resident(arena) == -(-(10**7) // 4096) * 4096, "the first batch's"
 
 
-def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system, slot):
+def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system, arena):
     admission = make_admission(system, 80 * MIB)
     admission.note_batch(10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
-    admission.grow(slot, 0, 10 * MIB)
+    grow(admission, arena, 0, 10 * MIB)
 
 
-def test_what_was_freed_since_the_start_counts(system, slot):
+def test_what_was_freed_since_the_start_counts(system, arena):
     admission = make_admission(system, 80 * MIB, free_at_start=Free(0, "MemAvailable"))
-    admission.grow(slot, 0, 10 * MIB)
+    grow(admission, arena, 0, 10 * MIB)
     admission.note_batch(10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
-    admission.grow(slot, 0, 10 * MIB)
+    grow(admission, arena, 0, 10 * MIB)
 
 
 @pytest.mark.parametrize("first", [10, 1])
-def test_one_batch_that_is_larger_than_the_others_raises_no_alarm(system, slot, first):
+def test_one_batch_that_is_larger_than_the_others_raises_no_alarm(system, arena, first):
     admission = make_admission(system, 20 * MIB)
     for mebibytes in (first, 1, 1, 10, 1):
-        admission.grow(slot, 0, mebibytes * MIB)
+        grow(admission, arena, 0, mebibytes * MIB)
         admission.note_batch(mebibytes * MIB)
 
 
 @pytest.mark.parametrize("batch_count", [3, None])
-def test_slots_that_may_never_be_used_raise_no_alarm(system, slot, batch_count):
+def test_slots_that_may_never_be_used_raise_no_alarm(system, arena, batch_count):
     admission = make_admission(system, 30 * MIB, batch_count=batch_count)
     for _ in range(3):
-        admission.grow(slot, 0, 10 * MIB)
+        grow(admission, arena, 0, 10 * MIB)
         admission.note_batch(10 * MIB)
 
 
@@ -185,9 +200,9 @@ def test_for_little_memory_free_memory_is_not_read(system):
     assert admission.is_short(0, 3 * MIB)
 
 
-def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, slot):
+def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):
     admission = make_admission(system, 20 * MIB)
-    admission.grow(slot, 0, 10 * MIB)
+    grow(admission, arena, 0, 10 * MIB)
     assert not admission.is_tight
-    admission.grow(slot, 0, 10 * MIB + 1)
+    grow(admission, arena, 0, 10 * MIB + 1)
     assert admission.is_tight

@@ -151,9 +151,9 @@ def test_unequal_shapes_have_torch_s_error(bench):
 
 def test_what_the_user_keeps_of_a_collated_batch_is_noticed(bench):
     kept = SlotCollate(default_collate, bench.writer)([(sample, "name") for sample in SAMPLES])[0]
-    assert bench.writer.is_kept()
+    assert bench.writer.part()
     del kept
-    assert not bench.writer.is_kept()
+    assert not bench.writer.part()
 
 
 def test_quantized_and_nested_samples_are_left_to_torch():
@@ -164,19 +164,17 @@ def test_quantized_and_nested_samples_are_left_to_torch():
 
 def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():
     class NoRoom:
-        def grow(self, slot, backed, end):
+        def grow(self, arena, slot, end):
             raise SharedMemoryError("no memory")
 
-    writer = SlotWriter(NoRoom())
-    with open_bench() as bench, installed(writer):
+    with open_bench() as bench, installed(writer := SlotWriter(bench.arena, NoRoom())):
         writer.open(bench.slot, is_offered=True)
         with pytest.raises(SharedMemoryError, match="no memory"):
             default_collate(SAMPLES)
 
 
 def test_what_exceeds_the_share_is_collated_elsewhere():
-    writer = SlotWriter()
-    with open_bench(4096) as bench, installed(writer):
+    with open_bench(4096) as bench, installed(writer := SlotWriter(bench.arena)):
         writer.open(bench.slot, is_offered=True)
         batch = default_collate([torch.zeros(1000), torch.ones(1000)])
         assert batch.shape == (2, 1000)

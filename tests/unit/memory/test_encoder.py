@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.errors import SharedMemoryError
+from shmloader.memory.arena import ALIGNMENT
 from shmloader.memory.encoder import encode
-from shmloader.memory.slot import ALIGNMENT
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (
     LARGE,
@@ -65,7 +65,7 @@ def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
 
 def test_a_batch_that_was_encoded_is_not_held(bench):
     bench.encode({"image": bench.writer.empty((3, 4), torch.float32), "name": "x"})
-    assert not bench.writer.is_kept(), "the slot would be retired after a single use"
+    assert not bench.writer.part(), "the slot's bytes would be copied after each use"
 
 
 def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):

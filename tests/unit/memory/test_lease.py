@@ -1,5 +1,6 @@
-"""Leases: alive under every view, back exactly once, unclean after a fork; debug checks."""
+"""Leases: alive under every view, back exactly once, parted from a child; debug checks."""
 
+import collections
 import gc
 import os
 
@@ -8,29 +9,52 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
-from shmloader.memory.lease import POISON, LeaseBook, checksum, hold, is_debugging, poison
-from shmloader.memory.slot import Slot
+from shmloader.memory import arena as arena_module
+from shmloader.memory.arena import Arena, Slot
+from shmloader.memory.lease import POISON, checksum, hold, is_debugging, poison
 
 MIB = 1 << 20
 SLOT_ID = 5
 
 
 @pytest.fixture
-def slot():
-    slot = Slot.create(MIB)
-    yield slot
-    slot.close()
+def arena():
+    arena = Arena.create(MIB, SLOT_ID + 1)
+    for slot in arena.slots:
+        arena.reach(slot, MIB)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def slot(arena):
+    return arena.slots[SLOT_ID]
+
+
+class Book:
+    """The leases that have ended."""
+
+    def __init__(self) -> None:
+        self.ended = collections.deque()
+
+    def open(self, slot: Slot):
+        return slot.lend(self.ended.append)
+
+    def collect(self) -> list[int]:
+        ended = [lease.slot_id for lease in self.ended]
+        self.ended.clear()
+        return ended
 
 
 @pytest.fixture
 def book():
-    return LeaseBook()
+    return Book()
 
 
-def lend(book: LeaseBook, slot: Slot, **options) -> torch.Tensor:
+def lend(book: Book, slot: Slot) -> torch.Tensor:
     """A tensor of 1000 ones over a lent slot."""
-    lease = book.open(SLOT_ID, slot, **options)
-    tensor = torch.frombuffer(lease, dtype=torch.float32, count=1000)
+    slot.touched_bytes = 4000
+    tensor = torch.frombuffer(book.open(slot), dtype=torch.float32, count=1000)
     return tensor.fill_(1)
 
 
@@ -68,12 +92,12 @@ HOLDERS = {
 def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hold):
     holder = hold(lend(book, slot))
     gc.collect()
-    assert not book.dead, "the slot came back while it can be read"
+    assert not book.ended, "the slot came back while it can be read"
     assert book.collect() == []
     del holder
-    assert book.dead
-    assert book.collect() == [(SLOT_ID, True)]
-    assert not book.dead
+    assert book.ended
+    assert book.collect() == [SLOT_ID]
+    assert not book.ended
     assert book.collect() == [], "the slot came back twice"
 
 
@@ -83,17 +107,17 @@ def test_autograd_reads_what_the_slot_held(book, slot):
     loss.backward()
     assert torch.equal(weight.grad, torch.ones(1000))
     del loss
-    assert book.collect() == [(SLOT_ID, True)]
+    assert book.collect() == [SLOT_ID]
 
 
 def test_several_storages_over_one_lease_return_the_slot_once(book, slot):
-    lease = book.open(SLOT_ID, slot)
+    lease = book.open(slot)
     parts = [torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64 * n) for n in range(4)]
     del lease
     while parts:
         assert book.collect() == []
         parts.pop()
-    assert book.collect() == [(SLOT_ID, True)]
+    assert book.collect() == [SLOT_ID]
 
 
 def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
@@ -102,9 +126,9 @@ def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
     gc.disable()
     try:
         del cycle
-        assert not book.dead
+        assert not book.ended
         gc.collect()
-        assert book.collect() == [(SLOT_ID, True)]
+        assert book.collect() == [SLOT_ID]
     finally:
         gc.enable()
 
@@ -113,19 +137,14 @@ def test_a_slot_can_be_lent_again_and_again(book, slot):
     for _ in range(3):
         tensor = lend(book, slot)
         del tensor
-        assert book.collect() == [(SLOT_ID, True)]
+        assert book.collect() == [SLOT_ID]
 
 
-def test_slots_come_back_in_the_order_in_which_they_were_dropped(book, slot):
-    leases = {number: book.open(number, slot) for number in range(4)}
+def test_slots_come_back_in_the_order_in_which_they_were_dropped(book, arena):
+    leases = {number: book.open(arena.slots[number]) for number in range(4)}
     for number in (2, 0, 3, 1):
         del leases[number]
-    assert book.collect() == [(2, True), (0, True), (3, True), (1, True)]
-
-
-def test_a_slot_that_was_lent_unclean_comes_back_unclean(book, slot):
-    lend(book, slot, is_clean=False)
-    assert book.collect() == [(SLOT_ID, False)]
+    assert book.collect() == [2, 0, 3, 1]
 
 
 def fork_and_wait() -> None:
@@ -135,30 +154,82 @@ def fork_and_wait() -> None:
     os.waitpid(pid, 0)
 
 
-def test_a_slot_that_was_lent_during_a_fork_is_not_clean(book, slot):
+def fill_anew(arena: Arena, slot: Slot) -> None:
+    """Do as another process does that fills the slot."""
+    arena.reach(slot, MIB)
+    slot.memory[:4000] = bytes(4000)
+
+
+def test_a_slot_that_was_lent_during_a_fork_is_filled_again_beside_its_old_views(book, arena, slot):
     tensor = lend(book, slot)
     fork_and_wait()
+    assert slot.nbytes == 0, "its mapping is the views'"
+    tensor[0] = 7
+    fill_anew(arena, slot)
+    assert tensor[0] == 7
+    assert (tensor[1:] == 1).all()
+    assert book.collect() == []
     del tensor
-    assert book.collect() == [(SLOT_ID, False)]
+    assert book.collect() == [SLOT_ID]
+    again = lend(book, slot)
+    assert (again == 1).all()
 
 
-def test_a_slot_lent_after_a_fork_is_clean(book, slot):
+def test_what_a_thread_writes_during_a_fork_is_not_lost(book, arena, slot, monkeypatch):
+    tensor = lend(book, slot)
+    really = arena_module.make_private
+
+    def write_meanwhile(*arguments) -> None:
+        tensor[0] = 2
+        really(*arguments)
+        tensor[1] = 3
+
+    monkeypatch.setattr(arena_module, "make_private", write_meanwhile)
     fork_and_wait()
+    fill_anew(arena, slot)
+    assert tensor[:3].tolist() == [2, 3, 1]
+
+
+def test_a_slot_whose_views_cannot_be_parted_is_not_filled_again(book, slot, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module, "make_private", refuse)
     tensor = lend(book, slot)
+    fork_and_wait()
+    assert tensor.sum() == 1000
     del tensor
-    assert book.collect() == [(SLOT_ID, True)]
+    assert book.collect() == [], "the child may read it"
 
 
-def test_a_forked_child_goes_on_seeing_what_was_lent(book, slot):
+def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, arena, slot):
+    arena.is_read_by_device = True
     tensor = lend(book, slot)
+    fork_and_wait()
+    assert slot.memory[:4] == memoryview(tensor.numpy()).cast("B")[:4]
+    assert slot.nbytes == MIB
+
+
+@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
+def test_a_forked_child_goes_on_seeing_what_was_lent(book, arena, slot, kernel, monkeypatch):
+    if kernel != "this":
+        monkeypatch.setattr("shmloader.memory.memfd._POPULATE_WRITE", 9999)
+    tensor = lend(book, slot)
+    here, there = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.read(here, 1)
         os._exit(0 if bool((tensor == 1).all()) else 1)
+    del tensor
+    fill_anew(arena, slot)
+    os.write(there, b"-")
     assert os.waitpid(pid, 0)[1] == 0
+    os.close(here)
+    os.close(there)
 
 
 def test_a_storage_that_was_sent_elsewhere_returns_its_slot_at_the_next_collection(book, slot):
-    lease = book.open(SLOT_ID, slot)
+    lease = book.open(slot)
     tensor = torch.frombuffer(lease, dtype=torch.float32, count=1000)
     hold(tensor.untyped_storage(), lease)
     del lease
@@ -168,7 +239,7 @@ def test_a_storage_that_was_sent_elsewhere_returns_its_slot_at_the_next_collecti
     assert book.collect() == []
     del tensor
     gc.collect()
-    assert book.collect() == [(SLOT_ID, True)]
+    assert book.collect() == [SLOT_ID]
     shared_cache.pop("a test", None)
 
 
@@ -177,10 +248,12 @@ def test_a_collection_inside_of_the_cache_of_torch_does_not_wait_for_it(book):
         gc.collect()
 
 
-def test_a_book_may_die_before_its_leases(slot):
-    book = LeaseBook()
-    tensor = lend(book, slot)
-    del book
+def test_an_arena_may_die_before_its_leases(book):
+    arena = Arena.create(MIB, 1)
+    arena.reach(arena.slots[0], MIB)
+    tensor = lend(book, arena.slots[0])
+    arena.close()
+    del arena
     assert tensor.sum() == 1000
 
 
@@ -188,18 +261,18 @@ def test_a_book_may_die_before_its_leases(slot):
 
 
 def test_a_checksum_is_that_of_the_used_bytes_and_no_others(slot):
-    slot.mapping[:1000] = bytes(range(250)) * 4
+    slot.memory[:1000] = bytes(range(250)) * 4
     before = checksum(slot, 1000)
-    slot.mapping[1000] = 7
+    slot.memory[1000] = 7
     assert checksum(slot, 1000) == before
-    slot.mapping[999] ^= 1
+    slot.memory[999] ^= 1
     assert checksum(slot, 1000) != before
     assert checksum(slot, 0) == 0
 
 
 def test_poison_covers_what_was_used_and_no_more(slot):
     poison(slot, 1000)
-    assert slot.mapping[:1001] == bytes([POISON]) * 1000 + b"\0"
+    assert slot.memory[:1001] == bytes([POISON]) * 1000 + b"\0"
 
 
 @pytest.mark.parametrize(

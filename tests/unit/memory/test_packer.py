@@ -4,6 +4,7 @@ import collections
 import enum
 import pickle
 import warnings
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import packer as packer_module
+from shmloader.memory.arena import Arena
 from shmloader.memory.flat import FlatLayout, FlatReader, ShardLayouts
 from shmloader.memory.packer import FlatPacker, stack_into
-from shmloader.memory.slot import Slot
+from shmloader.memory.slot_writer import SlotWriter
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (
     LARGE,
@@ -378,22 +380,26 @@ def test_a_batch_of_another_kind_gets_a_layout_of_its_own(bench, packer, other):
     assert_same(bench.read(second, lent=False), collated_by_torch(other))
 
 
-def test_each_slot_gets_the_batch_that_was_packed_into_it(bench, packer):
-    other = Slot.create(MIB)
-    for slot, value in ((bench.slot, 1.0), (other, 2.0), (bench.slot, 3.0)):
-        bench.writer.open(slot)
+def test_each_slot_gets_the_batch_that_was_packed_into_it():
+    arena = Arena.create(MIB, 2)
+    writer = SlotWriter(arena)
+    packer, (one, other) = FlatPacker(writer), arena.slots
+    for slot, value in ((one, 1.0), (other, 2.0), (one, 3.0)):
+        writer.open(slot)
         layout = packer.pack([torch.full((5,), value)])
     reader = FlatReader(layout)
-    assert reader.read(bench.slot, None)[0].tolist() == [3] * 5
+    assert reader.read(one, None)[0].tolist() == [3] * 5
     assert reader.read(other, None)[0].tolist() == [2] * 5
-    mapping = other.mapping
-    other.close()
-    assert mapping.closed, "a packer or reader still holds the slot"
+    owner = weakref.ref(other.mapping.owner)
+    other.unmap()
+    assert owner() is None, "a packer or reader still holds the slot"
+    writer.close()
+    arena.close()
 
 
 def test_a_packed_batch_is_not_held(bench, packer):
     packer.pack([torch.zeros(LARGE)])
-    assert not bench.writer.is_kept()
+    assert not bench.writer.part()
 
 
 def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error():

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory import slot as slot_module
-from shmloader.memory.slot import Slot
+from shmloader.memory import arena as arena_module
+from shmloader.memory.arena import Arena
 from shmloader.memory.slot_writer import SlotWriter
 from tests.unit.memory.support import MIB, is_in, open_bench
 
@@ -81,7 +81,7 @@ def test_a_tensor_without_elements_takes_nothing(writer, shape):
     tensor = writer.empty(shape, torch.float32)
     assert tensor.shape == shape
     assert writer.used_bytes == 0
-    assert not writer.is_kept()
+    assert not writer.part()
 
 
 def test_a_tensor_without_dimensions_has_one_element(bench):
@@ -103,25 +103,26 @@ def test_a_tensor_without_dimensions_has_one_element(bench):
     ids=["tensor", "slice", "array", "view", "storage", "memoryview"],
 )
 def test_what_is_still_held_when_the_task_ends_is_noticed(writer, hold):
-    assert not writer.is_kept()
+    assert not writer.part()
     kept = hold(writer.empty((100,), torch.float32))
     writer.empty((100,), torch.float32)
-    assert writer.is_kept()
+    assert writer.part()
     del kept
-    assert not writer.is_kept()
+    writer.empty((100,), torch.float32)
+    assert not writer.part()
 
 
 def test_bytes_that_were_put_are_not_held(writer):
     writer.put(b"x" * 100)
-    assert writer.slot.mapping[:100] == b"x" * 100
-    assert not writer.is_kept()
+    assert writer.slot.memory[:100] == b"x" * 100
+    assert not writer.part()
 
 
 def test_the_next_task_does_not_see_what_an_earlier_one_kept(bench):
     kept = bench.writer.empty((4,), torch.float32)
     with open_bench(MIB) as other:
         bench.writer.open(other.slot)
-        assert not bench.writer.is_kept()
+        assert not bench.writer.part()
         assert bench.writer.used_bytes == 0
         bench.writer.close()
     assert is_in(bench.slot, kept)
@@ -142,18 +143,18 @@ def test_a_buffer_is_copied_in(bench, data):
     bench.writer.allocate(1)
     offset, nbytes = bench.writer.put(data)
     assert offset == 64
-    assert bench.slot.mapping[offset : offset + nbytes] == memoryview(data).tobytes()
+    assert bench.slot.memory[offset : offset + nbytes] == memoryview(data).tobytes()
 
 
 def test_memory_is_copied_in_by_its_address(bench):
     source = ctypes.create_string_buffer(b"hello")
     offset = bench.writer.put_memory(ctypes.addressof(source), 5)
-    assert bench.slot.mapping[offset : offset + 5] == b"hello"
+    assert bench.slot.memory[offset : offset + 5] == b"hello"
 
 
 def test_bytes_are_found_where_they_lie_already_and_only_there(bench):
-    writer, address = bench.writer, bench.slot.address
-    writer.allocate(100)
+    writer = bench.writer
+    address = writer.empty((100,), torch.uint8).data_ptr()
     assert writer.offset_of(address, 100) == 0
     assert writer.offset_of(address + 10, 90) == 10
     assert writer.offset_of(address + 100, 100) is None, "not handed out"
@@ -169,15 +170,14 @@ def test_a_rewound_writer_begins_at_the_front(writer):
     assert writer.allocate(1) == 0
 
 
-def test_without_a_task_there_is_no_slot():
-    writer = SlotWriter()
+def test_without_a_task_there_is_no_slot(writer):
+    writer.close()
     with pytest.raises(RuntimeError, match=r"^there is no current task$"):
         writer.allocate(1)
 
 
-def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
-    slot = Slot.create(MIB)
-    writer = SlotWriter()
+def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said(bench):
+    slot, writer = bench.slot, bench.writer
     writer.open(slot)
     assert writer.slot is slot
     assert not writer.is_offered
@@ -185,42 +185,41 @@ def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said():
     assert writer.is_offered
     writer.close()
     assert not writer.is_offered
-    slot.close()
 
 
 class Admission:
     """Grants up to a limit, in whole thousands; notes what it is asked."""
 
-    share_count = None
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.asked = []
 
-    def grow(self, slot, backed, end):
-        self.asked.append((backed, end))
+    def grow(self, arena, slot, end):
+        self.asked.append((slot.touched_bytes, end))
         if end > self.limit:
             raise SharedMemoryError("no memory")
-        return -(-end // 1000) * 1000
+        slot.touched_bytes = -(-end // 1000) * 1000
 
 
 def test_memory_is_admitted_only_beyond_what_was_touched_or_granted(bench):
     admission = Admission(100_000)
-    writer = SlotWriter(admission)
-    writer.open(bench.slot, touched_bytes=5000)
+    writer = SlotWriter(bench.arena, admission)
+    bench.slot.touched_bytes = 5000
+    writer.open(bench.slot)
     writer.allocate(5000)
     assert admission.asked == []
     writer.allocate(100)
     writer.allocate(700)
     writer.allocate(1000)
     assert admission.asked == [(5000, 5056 + 100), (6000, 5888 + 1000)]
-    writer.open(bench.slot, touched_bytes=7000)
+    bench.slot.touched_bytes = 7000
+    writer.open(bench.slot)
     writer.empty((7000,), torch.uint8)
     assert len(admission.asked) == 2, "the slot is as large as it was"
 
 
 def test_without_memory_nothing_is_taken_and_smaller_fields_may_follow(bench):
-    writer = SlotWriter(Admission(10_000))
+    writer = SlotWriter(bench.arena, Admission(10_000))
     writer.open(bench.slot)
     writer.allocate(5000)
     with pytest.raises(SharedMemoryError, match="no memory"):
@@ -231,7 +230,7 @@ def test_without_memory_nothing_is_taken_and_smaller_fields_may_follow(bench):
 
 def test_a_share_that_is_too_small_is_told_before_memory_is_admitted(bench):
     admission = Admission(0)
-    writer = SlotWriter(admission)
+    writer = SlotWriter(bench.arena, admission)
     writer.open(bench.slot)
     with pytest.raises(SharedMemoryError, match="shm_size"):
         writer.allocate(MIB + 1)
@@ -263,14 +262,20 @@ def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
 
 
 @pytest.fixture
-def growing():
+def arena():
+    arena = Arena.create(64 * MIB, 4)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def growing(arena):
     """A writer, and its slot, of which a page is mapped."""
-    slot = Slot.create(64 * MIB, mmap.PAGESIZE)
-    writer = SlotWriter()
+    slot, writer = arena.slots[0], SlotWriter(arena)
+    arena.reach(slot, 1)
     writer.open(slot)
     yield slot, writer
     writer.close()
-    slot.close()
 
 
 def test_what_was_handed_out_before_a_slot_was_mapped_further_is_still_in_it(growing):
@@ -283,66 +288,71 @@ def test_what_was_handed_out_before_a_slot_was_mapped_further_is_still_in_it(gro
     places = [(0, 100), (128, MIB), (128 + MIB, 4 * MIB)]
     for tensor, (offset, nbytes) in zip((first, second, third), places, strict=True):
         assert writer.offset_of(tensor.data_ptr(), nbytes) == offset
-        assert slot.mapping[offset] == slot.mapping[offset + nbytes - 1] == int(tensor[0])
+        assert slot.memory[offset] == slot.memory[offset + nbytes - 1] == int(tensor[0])
     first[99] = 9
-    assert slot.mapping[99] == 9, "it is the same memory"
+    assert slot.memory[99] == 9, "it is the same memory"
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_memory_that_is_held_of_any_of_a_slot_s_mappings_is_noticed(growing, held):
-    _, writer = growing
-    tensors = [writer.empty((nbytes,), torch.uint8) for nbytes in (100, MIB, 4 * MIB)]
+def test_memory_that_is_held_of_any_of_a_slot_s_mappings_is_parted_from_it(arena, growing, held):
+    slot, writer = growing
+    tensors = [writer.empty((nbytes,), torch.uint8).fill_(5) for nbytes in (100, MIB, 4 * MIB)]
     kept = tensors[held]
     tensors.clear()
-    assert writer.is_kept()
-    del kept
-    assert not writer.is_kept()
+    assert writer.part()
+    arena.reach(slot, 6 * MIB)
+    offset = (0, 128, 128 + MIB)[held]
+    assert slot.memory[offset] == 5, "the batch lies in the slot all the same"
+    slot.memory[: 6 * MIB] = bytes(6 * MIB)
+    assert (kept == 5).all()
+    kept.fill_(6)
+    assert slot.memory[offset] == 0
+    assert not writer.part()
 
 
-def test_a_slot_is_mapped_as_far_as_the_last_batch_went_at_once(growing):
+def test_a_slot_is_mapped_as_far_as_the_last_batch_went_at_once(arena, growing):
     slot, writer = growing
+    _, other, third, _ = arena.slots
     writer.allocate(8 * MIB)
-    other = Slot.create(64 * MIB, mmap.PAGESIZE)
     writer.open(other)
     writer.allocate(100_000)
     assert other.nbytes == 8 * MIB
-    third = Slot.create(64 * MIB, mmap.PAGESIZE)
-    writer.open(third, touched_bytes=20 * MIB)
+    third.touched_bytes = 20 * MIB
+    writer.open(third)
     writer.allocate(100_000)
     assert third.nbytes == 20 * MIB, "it has so many pages"
     writer.open(slot)
     assert slot.nbytes == 10 * MIB
-    third.close()
-    other.close()
 
 
-def test_a_slot_that_is_mapped_far_beyond_its_pages_is_mapped_anew(growing):
+def test_a_slot_that_is_mapped_far_beyond_its_pages_is_unmapped(growing):
     slot, writer = growing
     writer.allocate(60 * MIB)
-    writer.open(slot, touched_bytes=30 * MIB)
+    slot.touched_bytes = 30 * MIB
+    writer.open(slot)
     assert slot.nbytes == 64 * MIB
-    writer.open(slot, touched_bytes=MIB)
-    assert slot.nbytes == MIB
+    slot.touched_bytes = MIB
+    writer.open(slot)
+    assert slot.nbytes == 0
 
 
-def test_slots_of_this_process_make_place_for_the_one_that_is_filled(monkeypatch):
-    slots = [Slot.create(64 * MIB) for _ in range(3)]
-    filled = Slot.create(64 * MIB, mmap.PAGESIZE)
-    writer = SlotWriter(slots=lambda: [*slots, filled])
-    really, refusals = slot_module._map, [1]
+def test_slots_of_this_process_make_place_for_the_one_that_is_filled(arena, monkeypatch):
+    *slots, filled = arena.slots
+    for slot in slots:
+        arena.reach(slot, 64 * MIB)
+    writer = SlotWriter(arena)
+    really, refusals = arena_module.map_range, [1]
 
-    def refuse_once(fd, nbytes):
-        if nbytes > mmap.PAGESIZE and refusals:
+    def refuse_once(*arguments):
+        if refusals:
             refusals.pop()
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return really(fd, nbytes)
+        return really(*arguments)
 
-    monkeypatch.setattr(slot_module, "_map", refuse_once)
-    kept = slots[1].array()
+    monkeypatch.setattr(arena_module, "map_range", refuse_once)
+    lease = slots[1].lend([].append)
     writer.open(filled)
     writer.allocate(5000)
-    assert [slot.nbytes for slot in slots] == [mmap.PAGESIZE, 64 * MIB, mmap.PAGESIZE]
+    assert [slot.nbytes for slot in slots] == [0, 64 * MIB, 0]
     assert filled.nbytes == 2 * mmap.PAGESIZE
-    del kept
-    for slot in (*slots, filled):
-        slot.close()
+    del lease

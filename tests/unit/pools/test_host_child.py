@@ -32,7 +32,7 @@ class Tasks:
     def send(self, number: int, *seqs: int, newest: int) -> None:
         rank: Any = self.ranks[number]
         rank._line = SimpleNamespace(newest=lambda: (0, newest))
-        rank.messages.extend((Task(seq, 0, 0, b""), [], 0) for seq in seqs)
+        rank.messages.extend(Task(seq, 0, 0, b"") for seq in seqs)
 
     def served(self) -> list[int]:
         found = []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
+from shmloader.memory.arena import Arena
 from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import Attach, Lost, Welcome, pack, unpack
 from shmloader.pools.host_workers import HostWorkers
@@ -38,11 +39,13 @@ def owned(count: int) -> Iterator[tuple[HostWorkers, socket.socket, Loads]]:
         pool: Any = SimpleNamespace(
             worker_count=count, owner_pid=os.getpid(), connect=lambda: ours, close=lambda: None
         )
-        workers = HostWorkers(pool, (list, "raise"), TaskConfig(PLAN), count)
+        arena = Arena.create(4096, 1)
+        workers = HostWorkers(pool, (list, "raise"), TaskConfig(PLAN, arena), count)
         try:
             yield workers, owner, loads
         finally:
             workers.close()
+            arena.close()
 
 
 def test_the_death_of_a_worker_that_was_left_is_not_that_of_its_successor() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from shmloader.memory.arena import Arena
 from shmloader.messages import StartEpoch, unpack
 from shmloader.pools.process import ProcessPool
 
@@ -20,7 +21,7 @@ def test_each_epoch_is_told_once_how_many_workers_the_host_wants() -> None:
         close=lambda: None,
     )
     events: Any = SimpleNamespace(workers_wanted=told.append)
-    pool = ProcessPool(workers, slot_bytes=4096, slot_count=1)
+    pool = ProcessPool(workers, Arena.create(4096, 1))
     assert [pool.wait(0, events) for _ in range(2)] == [True, False]
     assert told == [2]
     workers.wanted_count = 3

@@ -12,8 +12,8 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.tolerant_fetcher import TolerantFetcher
 from shmloader.errors import SharedMemoryError
+from shmloader.memory.arena import Arena
 from shmloader.memory.codec import PickledLayout, decode
-from shmloader.memory.slot import Slot
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
@@ -57,8 +57,9 @@ class Bench:
 
     def __init__(self, *, is_iterable=False, slot_bytes=8 * MIB):
         config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
-        self.worker = TaskServer(None, 3, TaskConfig(config), Page())
-        self.slot = self.worker._slots[0] = Slot.create(slot_bytes)
+        self.arena = Arena.create(slot_bytes, 1)
+        self.slot = self.arena.slots[0]
+        self.worker = TaskServer(None, 3, TaskConfig(config, self.arena), Page())
         maker = BatchMaker(config, [], list, where="here", timer=self.worker._server._timer)
         self.fetcher = maker.fetcher = Fetcher()
         self.worker._server.dataset.maker = maker
@@ -72,10 +73,13 @@ class Bench:
             sent = indices if type(indices) is Spilled else pickle.dumps(indices)
             answer = unpack(self.worker._serve(Task(self.seq, 1, 0, sent)))
             assert (answer.seq, answer.epoch) == (self.seq, 1)
+        self.arena.reach(self.slot, max(1, self.slot.touched_bytes))  # as the main process does
         return answer
 
     def spilled(self, where: Spilled) -> bytes:
-        return self.slot.mapping[where.offset : where.offset + where.nbytes]
+        end = where.offset + where.nbytes
+        self.arena.reach(self.slot, end)
+        return bytes(self.slot.memory[where.offset : end])
 
     def layout_of(self, answer: BatchDone) -> PickledLayout:
         layout = answer.layout
@@ -99,7 +103,7 @@ def make_bench():
 
     yield make
     for bench in made:
-        bench.slot.close()
+        bench.arena.close()
 
 
 def small_tensors(count: int) -> list[torch.Tensor]:
@@ -111,7 +115,6 @@ def test_a_batch_is_answered_by_its_layout(make_bench):
     answer = bench.serve([torch.arange(3)], indices=[5, 6])
     assert bench.fetcher.asked == [[5, 6]]
     assert answer.used_bytes == 64
-    assert not answer.kept
     assert decode(bench.layout_of(answer), bench.slot, None)[0].tolist() == [0, 1, 2]
 
 
@@ -126,7 +129,8 @@ def test_a_layout_like_the_last_one_is_not_sent_again(make_bench):
 def test_long_indices_are_read_from_the_slot(make_bench):
     bench = make_bench()
     body = pickle.dumps(list(range(10_000)))
-    bench.slot.mapping[: len(body)] = body
+    bench.arena.reach(bench.slot, len(body))
+    bench.slot.memory[: len(body)] = body
     bench.serve(None, indices=Spilled(0, len(body)))
     assert bench.fetcher.asked == [list(range(10_000))]
 
@@ -209,38 +213,33 @@ def test_the_end_of_an_iterable_dataset_answers_every_further_task(make_bench):
     assert len(bench.fetcher.asked) == 2, "an ended stream is not asked again"
 
 
-def test_an_answer_reports_memory_of_the_slot_that_the_user_keeps(make_bench):
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_user_keeps_of_a_slot_is_not_changed_by_later_batches(make_bench, fails):
     bench = make_bench()
     kept = []
 
     def collate():
-        kept.append(bench.worker._server.writer.empty((10,), torch.float32))
+        kept.append(bench.worker._server.writer.empty((10,), torch.float32).fill_(len(kept)))
+        if fails:
+            raise ValueError("after the fact")
         return [kept[-1]]
 
-    assert bench.serve(collate).kept
-    kept.clear()
-    assert not bench.serve([1]).kept
+    for count in range(3):
+        answer = bench.serve(collate)
+        assert type(answer) is (BatchFailed if fails else BatchDone)
+        if count == 0 and not fails:
+            assert decode(bench.layout_of(answer), bench.slot, None)[0].tolist() == [0] * 10
+    bench.slot.memory[:4096] = bytes([9]) * 4096
+    assert [tensor.unique().tolist() for tensor in kept] == [[0], [1], [2]]
 
 
-def test_a_batch_that_is_not_kept_leaves_its_slot_clean(make_bench):
+def test_a_batch_that_is_not_kept_leaves_its_slot_mapped(make_bench):
     bench = make_bench()
-    answer = bench.serve(
-        lambda: {"x": bench.worker._server.writer.empty((10,), torch.float32), "n": "a"}
-    )
-    assert not answer.kept
-
-
-def test_a_failure_reports_memory_of_the_slot_that_is_kept(make_bench):
-    bench = make_bench()
-    kept = []
-
-    def collate():
-        kept.append(bench.worker._server.writer.empty((10,), torch.float32))
-        raise ValueError("after the fact")
-
-    answer = bench.serve(collate)
-    assert type(answer) is BatchFailed
-    assert answer.kept
+    make = lambda: {"x": bench.worker._server.writer.empty((10,), torch.float32), "n": "a"}  # noqa: E731
+    bench.serve(make)
+    address = bench.slot.address
+    bench.serve(make)
+    assert bench.slot.address == address
 
 
 def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
@@ -259,7 +258,7 @@ def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
     assert bench.serve([torch.arange(3)]).checksum is None
     bench.worker._server._is_debugging = True
     answer = bench.serve([torch.arange(3)])
-    assert answer.checksum == zlib.crc32(bench.slot.mapping[: answer.used_bytes])
+    assert answer.checksum == zlib.crc32(bench.slot.memory[: answer.used_bytes])
     assert answer.used_bytes == 64
 
 
@@ -312,7 +311,7 @@ def test_a_batch_whose_indices_cannot_be_read_reports_nothing(make_bench):
     tolerate(bench, Fails(10))
     bench.serve(None, indices=[1])
     data = b"no pickle"
-    bench.slot.mapping[: len(data)] = data
+    bench.slot.memory[: len(data)] = data
     answer = bench.serve(None, indices=Spilled(0, len(data)))
     assert type(answer) is BatchFailed
     assert report_of(bench, answer) == SampleReport()

@@ -4,15 +4,14 @@ import os
 
 import pytest
 
-from shmloader.memory.slot import Slot
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import StatusPage
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: StatusPage(1), ParentDeathPipe, lambda: Slot.create(4096)],
-    ids=["status_page", "parent_death", "slot"],
+    [lambda: StatusPage(1), ParentDeathPipe],
+    ids=["status_page", "parent_death"],
 )
 def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
     owner, close, codes = make(), os.close, []

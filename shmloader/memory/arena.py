@@ -1,0 +1,400 @@
+"""The arena: all slots of one engine, in one sparse file in memory.
+
+A slot is a range of the file, at a fixed distance from the next one. The file is as long as all
+slots may ever become, and stays sparse: pages exist once they are first written. So a slot grows
+without any message between processes, and a process needs one descriptor for all slots. A worker
+gets it when it starts.
+
+Guarantees:
+    * Nothing has a name, so nothing is left in ``/dev/shm``, and its size does not matter.
+    * Views stay valid. Where a slot needs a longer mapping, it is mapped once more: both mappings
+      show the same bytes, and the old one is unmapped with its last view.
+    * No process can shorten the file while another one uses it (it is sealed).
+
+Address space is not as cheap as file length: it may be limited (``ulimit -v``), and after
+``mlockall(MCL_FUTURE)`` the kernel gives every new mapping all its pages at once. So a process maps
+only as much of a slot as its batches need, and a little more.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import io
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any, Self
+from weakref import ref
+
+from shmloader.errors import SharedMemoryError
+from shmloader.interruptions import is_interruption
+from shmloader.memory.limits import address_space, format_bytes, soft_limit
+from shmloader.memory.memfd import (
+    ADD_SEALS,
+    MEMFD_NAME,
+    SEALS,
+    Range,
+    make_private,
+    map_range,
+    punch_hole,
+)
+from shmloader.process_state import PROCESS
+
+#: Every storage starts at a multiple of this many bytes: a cache line, and the alignment of the
+#: widest vector instructions.
+ALIGNMENT = 64
+
+# The most bytes of a slot where the user set no cap.
+_MOST_BYTES = 1 << 37
+
+# A quarter more is mapped than is needed, so that a slightly larger batch needs no new mapping.
+_SPARE_DIVISOR = 4
+
+# Where address space is limited, all slots of a loader together have a quarter of it in each
+# process, since the user's own memory needs the remainder. Above that, no more is mapped than is
+# needed, and slots that are not in use are unmapped.
+_LIMIT_DIVISOR = 4
+
+# A slot has excess if it has more than this many times what it needs, plus this many bytes.
+_EXCESS_FACTOR = 2
+_EXCESS_BYTES = 16 << 20
+
+_UNMAPPED = memoryview(b"")
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of :data:`ALIGNMENT`."""
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def whole_pages(nbytes: int, *, up: bool = True) -> int:
+    """Round up, or down, to a multiple of the page size."""
+    return (nbytes + (mmap.PAGESIZE - 1) * up) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def uncapped_slot_bytes() -> int:
+    """Return the most bytes of a slot where the user set no cap: all memory of the machine."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, _MOST_BYTES)
+
+
+def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
+    """Return the least ``shm_size`` in MiB whose equal shares are at least ``slot_bytes``."""
+    return f"shm_size='{-(-slot_count * whole_pages(slot_bytes) // (1 << 20))}MiB'"
+
+
+def has_excess(present_bytes: int, needed_bytes: int) -> bool:
+    """Whether a slot holds or maps so much more than it needs that it should give some back."""
+    return present_bytes > _EXCESS_FACTOR * needed_bytes + _EXCESS_BYTES
+
+
+class Lease(ref[Any]):
+    """Refers to the array over a slot that the user's views keep alive.
+
+    Attributes:
+        slot_id: The slot's number.
+    """
+
+    __slots__ = ("slot_id",)
+
+    slot_id: int
+
+
+class Slot:
+    """A slot, of which this process maps as much as was needed so far.
+
+    Attributes:
+        slot_id: Its number.
+        nbytes: How many bytes from its start are mapped.
+        memory: The mapped bytes.
+        mapping: The mapped range; None if nothing is mapped.
+        address: Address of the mapping in this process.
+        touched_bytes: How many bytes from its start have pages, as far as this process knows.
+        views: A reader or writer, and what it has built over the mapping for repeated use. Dropped
+            with the mapping, and when another reader or writer puts its own views here.
+        lease: The lease, if the slot was ever lent.
+        kept: A mapping or lease of it that a device or a forked child may read for ever, so that
+            the slot's pages must stay; None for none.
+    """
+
+    __slots__ = (
+        "address", "kept", "lease", "mapping", "memory", "nbytes", "slot_id", "touched_bytes",
+        "views",
+    )  # fmt: skip
+
+    def __init__(self, slot_id: int) -> None:
+        self.slot_id = slot_id
+        self.touched_bytes = self.nbytes = 0
+        self.lease: Lease | None = None
+        self.kept: object = None
+        self.unmap()
+
+    def unmap(self) -> int:
+        """Drop the mapping, which stays under live views. Return its length."""
+        before, self.nbytes = self.nbytes, 0
+        self.views: tuple[object, Any] = (None, None)
+        self.memory = _UNMAPPED
+        self.mapping: Range = None
+        self.address = 0
+        return before
+
+    def use(self, array: Range) -> None:
+        """Use this mapping from now on."""
+        self.views = (None, None)
+        self.mapping = array
+        self.memory = memoryview(array).cast("B")
+        self.address = ctypes.addressof(array)
+        self.nbytes = len(array)
+
+    def array(self) -> "ctypes.Array[ctypes.c_char]":
+        """Return a new ctypes array over the whole mapping, which keeps the mapping alive.
+
+        It spans all of it, since a new ctypes type for each length takes fifty times as long.
+        """
+        array: ctypes.Array[ctypes.c_char] = type(self.mapping).from_buffer(self.mapping)
+        return array
+
+    def lend(self, ended: Callable[[Lease], object]) -> "ctypes.Array[ctypes.c_char]":
+        """Return an array over the slot, to which the caller must keep no reference.
+
+        Args:
+            ended: Called with the lease when the array has died. It may be called on any thread,
+                even inside a lock or the garbage collector.
+        """
+        array: ctypes.Array[ctypes.c_char] = type(self.mapping).from_buffer(self.mapping)
+        self.lease = Lease(array, ended)
+        self.lease.slot_id = self.slot_id
+        return array
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the lease is alive, and the mapping with it."""
+        return self.lease is not None and self.lease() is not None
+
+
+class Arena:
+    """The slots of an engine, and one process's mappings of them. Its one owner closes it.
+
+    Pickled for a process that is being started, it arrives there as an arena over the same file.
+
+    Args:
+        file: The file, which the arena takes over.
+        slot_bytes: The most bytes that a slot may hold: the distance of two slots in the file.
+        slot_count: The number of slots.
+        is_cut: Whether a limit on the length of files has cut the slots.
+
+    Attributes:
+        slots: The slots, by number.
+        slot_bytes: The most bytes that a slot may hold.
+        is_read_by_device: Whether only devices and our own copies read the slots. The user then
+            gets no view of them, and their mappings must not be changed without need.
+    """
+
+    def __init__(
+        self, file: io.FileIO, slot_bytes: int, slot_count: int, *, is_cut: bool = False
+    ) -> None:
+        self._file = file
+        self.slot_bytes = slot_bytes
+        self.slots = [Slot(slot_id) for slot_id in range(slot_count)]
+        self._is_cut = is_cut
+        self.is_read_by_device = False
+        PROCESS.arenas[id(self)] = self
+
+    @classmethod
+    def create(cls, slot_bytes: int, slot_count: int) -> Self:
+        """Make the file. Runs in the process that owns the slots.
+
+        Args:
+            slot_bytes: The most that a slot may hold; rounded up to a whole page. It is less if
+                files may not be that long.
+            slot_count: The number of slots.
+
+        Raises:
+            OSError: If there is no descriptor left (EMFILE).
+        """
+        limit = soft_limit(resource.RLIMIT_FSIZE)
+        most_bytes = (sys.maxsize if limit is None else limit) // slot_count
+        slot_bytes = whole_pages(slot_bytes)
+        is_cut = slot_bytes > most_bytes
+        if is_cut:
+            slot_bytes = whole_pages(most_bytes, up=False)
+        file = io.FileIO(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            os.ftruncate(file.fileno(), slot_bytes * slot_count)
+            fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
+            return cls(file, slot_bytes, slot_count, is_cut=is_cut)
+        except BaseException:
+            file.close()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for a process that is being started."""
+        handle = reduction.DupFd(self.fileno())
+        return _attach, (handle, self.slot_bytes, len(self.slots), self._is_cut)
+
+    def __del__(self) -> None:
+        """Close the file if an exception came before the arena had an owner."""
+        self._file.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 once closed."""
+        return -1 if self._file.closed else self._file.fileno()
+
+    def describe_limit(self, needed_bytes: int | None = None) -> str:
+        """Return what keeps a slot from having more than ``slot_bytes``, and the remedy.
+
+        Args:
+            needed_bytes: What a slot needs; None if that is not known.
+        """
+        slot_count = len(self.slots)
+        if self._is_cut:
+            return (
+                f"the longest file allowed here (`ulimit -f`), divided by {slot_count} slots: "
+                "raise that limit"
+            )
+        if self.slot_bytes == whole_pages(uncapped_slot_bytes()):
+            return "all the memory of this machine"
+        text = (
+            "raise shm_size, which is divided equally among prefetch_factor * num_workers slots "
+            "and those that may be lent"
+        )
+        if needed_bytes is None or slot_count == 1:  # a process of an executor has one slot
+            return text
+        enough = describe_shm_size(slot_count, needed_bytes)
+        return f"{text}, {slot_count} in all: {enough} suffices for this"
+
+    # Mappings ----------------------------------------------------------------------------
+
+    def reach(self, slot: Slot, end: int, *, likely: int = 0) -> None:
+        """Map a slot up to ``end``, and a little more, unless it is mapped that far already.
+
+        Where address space is short, slots that are not in use are unmapped for this one.
+
+        Args:
+            slot: The slot.
+            end: Bytes from its start that are needed; at most ``slot_bytes``.
+            likely: Bytes from its start that are likely to be needed soon.
+
+        Raises:
+            SharedMemoryError: If it cannot be mapped. What was mapped of it may be unmapped.
+        """
+        if end <= slot.nbytes:
+            return
+        least = whole_pages(end)
+        wanted = min(self.slot_bytes, whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
+        others = [one for one in self.slots if one is not slot and one.nbytes]
+        idle = [] if self.is_read_by_device else [one for one in others if not one.is_lent]
+        limit = address_space().limit_bytes
+        if limit is not None:
+            left = limit // _LIMIT_DIVISOR - sum(other.nbytes for other in others)
+            for other in idle:
+                if left >= least:
+                    break
+                left += other.unmap()
+            wanted = max(least, min(wanted, whole_pages(left, up=False)))
+        try:
+            slot.use(self._map(slot, wanted))
+        except OSError as error:
+            if is_interruption(error):
+                raise
+            for other in (*idle, slot):  # there may be no address space for two mappings
+                other.unmap()
+            try:
+                slot.use(self._map(slot, least))
+            except OSError as again:
+                if is_interruption(again):
+                    raise
+                raise SharedMemoryError(_describe_refusal(least, again)) from again
+
+    def _map(self, slot: Slot, nbytes: int) -> Range:
+        return map_range(self.fileno(), slot.slot_id * self.slot_bytes, nbytes)
+
+    # Memory ------------------------------------------------------------------------------
+
+    def give_back(self, slot: Slot, from_byte: int) -> bool:
+        """Give a slot's pages from ``from_byte`` on back to the system. They read as zeros then.
+
+        Returns:
+            Whether that was done, rather than refused.
+        """
+        start = whole_pages(from_byte)
+        offset = slot.slot_id * self.slot_bytes + start
+        nbytes = self.slot_bytes - start
+        is_done = nbytes <= 0 or punch_hole(self.fileno(), offset, nbytes)
+        if is_done:
+            slot.touched_bytes = min(slot.touched_bytes, from_byte)
+        return is_done
+
+    def part(self, slot: Slot, array: Any, used_bytes: int) -> None:
+        """Leave the slot's bytes to the views of it that others hold, and map it anew when needed.
+
+        The bytes under the views become private to this process, and its later children. So the
+        slot may be filled again.
+
+        Args:
+            slot: The slot.
+            array: A view of a whole mapping of it.
+            used_bytes: How many bytes from its start are in use.
+
+        Raises:
+            OSError: If the system refuses it. The views still show the slot.
+        """
+        make_private(array, used_bytes, self.fileno(), slot.slot_id * self.slot_bytes)
+        if ctypes.addressof(array) == slot.address:
+            slot.unmap()
+
+    def part_lent(self) -> None:
+        """Part the user's batches from their slots. Called before this process forks (I9).
+
+        A child sees the user's batches for as long as it lives, while the slots are filled again.
+        """
+        if self._file.closed or self.is_read_by_device:
+            return
+        for slot in self.slots:
+            array = None if slot.lease is None else slot.lease()
+            if array is None or not slot.nbytes:
+                continue
+            slot.kept = array  # unless all of this succeeds, the slot is lent for good
+            with contextlib.suppress(OSError):
+                self.part(slot, array, slot.touched_bytes)
+                slot.kept = None
+
+    # End ---------------------------------------------------------------------------------
+
+    def leave_to_parent(self) -> None:
+        """Drop the parent's mappings in a forked worker, which uses the same slots."""
+        for slot in self.slots:
+            slot.unmap()
+            slot.lease = slot.kept = None
+
+    def close(self) -> None:
+        """Unmap all slots, except for memory under live views. May be called again."""
+        self._file.close()  # at once, so that no interruption comes between
+        for slot in self.slots:
+            slot.unmap()
+            slot.kept = None
+
+
+def _attach(handle: Any, slot_bytes: int, slot_count: int, is_cut: bool) -> Arena:
+    """Return the arena of a handle. Called by pickle, in a worker."""
+    fd = handle.detach()
+    os.set_inheritable(fd, False)  # spawn passes it on as inheritable
+    return Arena(io.FileIO(fd), slot_bytes, slot_count, is_cut=is_cut)
+
+
+def _describe_refusal(nbytes: int, error: OSError) -> str:
+    """Return why a slot cannot be mapped, and the remedy."""
+    text = f"cannot map {format_bytes(nbytes)} of a slot of shared memory: {error.strerror}. "
+    space = address_space()
+    if error.errno == errno.ENOMEM and space.limit_bytes is not None:
+        return (
+            f"{text}The address space of this process is limited to {space.describe()}: raise "
+            "that limit, or lower batch_size, prefetch_factor or num_workers."
+        )
+    if error.errno == errno.EAGAIN:
+        return f"{text}This process locks its memory (mlockall): raise `ulimit -l`."
+    return f"{text}Lower batch_size, prefetch_factor or num_workers."

@@ -1,0 +1,227 @@
+"""The slots' memory in the main process: counted, lent, trimmed, and given back.
+
+The scheduler keeps the slots' states (:mod:`shmloader.engine.slots`). The arena has the mappings
+(:mod:`shmloader.memory.arena`). This module knows how much of each slot has pages.
+"""
+
+import collections
+import contextlib
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+from shmloader.errors import SharedMemoryError
+from shmloader.insight.measurements import Counts
+from shmloader.memory.admission import MemoryAdmission
+from shmloader.memory.arena import Arena, Lease, Slot, has_excess
+from shmloader.memory.lease import poison
+
+# The number of batches between two searches for slots that hold too much, and the factor by which
+# each search reduces the weight of what earlier batches needed.
+TRIM_EVERY = 32
+_RECENT_DECAY = 0.5
+
+# A slot whose pages are locked a second time gets 1/8 more pages than its batch needs.
+_GROW_AHEAD = 8
+
+
+class PageLocker(Protocol):
+    """Locks the pages of slots that a device reads."""
+
+    def locked_bytes(self, slot: Slot) -> int:
+        """Return how many bytes from a slot's start are locked."""
+
+    def lock(self, slot: Slot, nbytes: int) -> None:
+        """Lock the first ``nbytes`` of a slot, unless they are locked."""
+
+    def unlock(self, slot: Slot) -> bool:
+        """Unlock a slot. Returns whether its memory may be given back and unmapped."""
+
+    def keep(self, slot: Slot) -> None:
+        """Keep the mapping of a slot that cannot be unlocked."""
+
+    def end_reads(self, slots: Iterable[Slot]) -> None:
+        """Wait until no device reads these slots, and allow no further copies of them."""
+
+
+class SlotMemory:
+    """Owns an engine's arena in the main process. Only the engine's thread calls it.
+
+    Any thread may call ``close``.
+
+    Attributes:
+        arena: The slots.
+        ended: Leases that have died, each with the number of its slot. They die on any thread.
+        batches: Batches since the last :meth:`trim`.
+        is_short: Whether memory is short, so that free slots give their pages back: there may not
+            be enough memory for all slots of a plain loop and for samples.
+        counts: Counts how slots grow.
+
+    Args:
+        arena: The slots. This object closes them.
+        locker: Locks the pages of lent slots, if a device reads them.
+        admission: Admits the first touch of memory here; None if memory is not checked.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        locker: PageLocker | None = None,
+        admission: MemoryAdmission | None = None,
+    ) -> None:
+        self.arena = arena
+        arena.is_read_by_device = locker is not None
+        self.ended: collections.deque[Lease] = collections.deque()
+        self._slots = arena.slots
+        self._locker = locker
+        self._admission = admission
+        self._owner_pid = os.getpid()
+        self._recent_bytes = 0.0
+        self.batches = 0
+        self.is_short = False
+        self.counts = Counts(slot_count=len(arena.slots))
+
+    def mapped(self, slot_id: int, end: int = 0) -> Slot:
+        """Return a slot that is mapped as far as it was written to, and at least up to ``end``.
+
+        Raises:
+            SharedMemoryError: If the slot cannot be mapped.
+        """
+        slot = self._slots[slot_id]
+        end = max(end, slot.touched_bytes)
+        if slot.nbytes < end:
+            self._unlock(slot)
+            self.arena.reach(slot, end)
+        return slot
+
+    def _unlock(self, slot: Slot) -> None:
+        """Unlock a slot's pages; if that fails, leave its mapping to the device."""
+        if self._locker is not None and not self._locker.unlock(slot):
+            self._locker.keep(slot)
+            slot.kept = slot.mapping
+            slot.unmap()
+
+    def count_batch(self, slot_id: int, used_bytes: int) -> None:
+        """Count a batch that takes ``used_bytes`` of a slot."""
+        if used_bytes > self._slots[slot_id].touched_bytes:
+            self.count_pages(slot_id, used_bytes)
+        self._recent_bytes = max(self._recent_bytes, used_bytes)
+        self.batches += 1
+
+    def count_pages(self, slot_id: int, touched_bytes: int) -> None:
+        """Count the pages of a slot that was written to, perhaps for a batch that has failed."""
+        slot = self._slots[slot_id]
+        before = slot.touched_bytes
+        if touched_bytes <= before:
+            return
+        counts = self.counts
+        counts.grown += before > 0
+        counts.largest_bytes = max(counts.largest_bytes, touched_bytes)
+        self._set_pages(slot, before, touched_bytes)
+        if self._admission is not None:
+            self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
+
+    def _set_pages(self, slot: Slot, before: int, touched_bytes: int) -> None:
+        counts = self.counts
+        counts.slot_bytes += touched_bytes - before
+        counts.most_bytes = max(counts.most_bytes, counts.slot_bytes)
+        slot.touched_bytes = touched_bytes
+
+    def prepare(self, slot_id: int) -> None:
+        """Give a slot's pages back if memory is short.
+
+        Called for a free slot, or before the slot's task is sent: a worker may fill the slot much
+        later.
+        """
+        if self.is_short and self._locker is None:
+            self._give_back(self._slots[slot_id], 0)
+
+    def grow(self, slot_id: int, end: int) -> Slot:
+        """Prepare a slot that this process is about to write to, up to ``end``, and return it.
+
+        Raises:
+            SharedMemoryError: If there is not enough memory.
+        """
+        slot = self.mapped(slot_id, end)
+        self._admit(slot, end)
+        return slot
+
+    def _admit(self, slot: Slot, end: int) -> None:
+        before = slot.touched_bytes
+        if end > before and self._admission is not None:
+            self._admission.grow(self.arena, slot, end)
+            slot.touched_bytes = before  # until it is counted
+
+    def poison(self, slot_id: int) -> None:
+        """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
+        with contextlib.suppress(SharedMemoryError):  # not mapped, so there is no view of it
+            poison(self.mapped(slot_id), self._slots[slot_id].touched_bytes)
+
+    def tidy(self, free_ids: list[int]) -> None:
+        """Give unneeded memory of free slots back to the kernel."""
+        if self.is_short:
+            for slot_id in free_ids:
+                self.prepare(slot_id)
+        if self.batches >= TRIM_EVERY:
+            self.trim(free_ids)
+
+    def trim(self, free_ids: list[int]) -> None:
+        """Give back pages of free slots that hold far more than recent batches needed."""
+        self.batches = 0
+        keep = int(self._recent_bytes)
+        self._recent_bytes *= _RECENT_DECAY
+        for slot_id in free_ids:
+            slot = self._slots[slot_id]
+            if has_excess(slot.touched_bytes, keep) and slot.kept is None:
+                if self._locker is not None and not self._locker.unlock(slot):
+                    continue
+                if self._give_back(slot, keep) and has_excess(slot.nbytes, keep):
+                    slot.unmap()
+
+    def _give_back(self, slot: Slot, keep: int) -> bool:
+        """Give back a slot's pages after the first ``keep`` bytes. Returns whether it was done."""
+        before = slot.touched_bytes
+        is_done = before <= keep or self.arena.give_back(slot, keep)
+        self.counts.slot_bytes += slot.touched_bytes - before
+        return is_done
+
+    def lock(self, slot_id: int) -> Slot:
+        """Return a slot that is mapped, its batch's pages locked if a device reads them.
+
+        Raises:
+            SharedMemoryError: If the slot cannot be mapped.
+        """
+        slot = self._slots[slot_id]
+        if slot.nbytes < slot.touched_bytes:
+            self.mapped(slot_id)
+        if self._locker is None:
+            return slot
+        if 0 < self._locker.locked_bytes(slot) < slot.touched_bytes:
+            self._grow_ahead(slot)
+        self._locker.lock(slot, slot.touched_bytes)
+        return slot
+
+    def _grow_ahead(self, slot: Slot) -> None:
+        """Give a slot some more pages, if there is memory for them: locking again is slow."""
+        nbytes = slot.touched_bytes
+        end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
+        if self._admission is not None and end > nbytes:
+            with contextlib.suppress(SharedMemoryError):
+                self._admit(slot, end)
+                self._set_pages(slot, nbytes, end)
+
+    def close(self) -> None:
+        """Free all slots, except for memory under live views. May be called again."""
+        slots = self._slots
+        if self._locker is not None:
+            # Several devices may still read the lent ones.
+            self._locker.end_reads(slots)
+            for slot in slots:
+                self._unlock(slot)
+        if os.getpid() == self._owner_pid:
+            # One lent slot keeps the file, which must not keep the pages of all the others.
+            for slot in slots:
+                if slot.kept is None and not (slot.nbytes and slot.is_lent):
+                    self.arena.give_back(slot, 0)
+        self.counts.slot_bytes = sum(slot.touched_bytes for slot in slots)
+        self.arena.close()

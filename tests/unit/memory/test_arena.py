@@ -1,0 +1,474 @@
+"""The arena: no name, no fixed cost, sealed, and safe to close under views."""
+
+import ctypes
+import errno
+import mmap
+import os
+import pickle
+import resource
+from mmap import PAGESIZE
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from shmloader.errors import SharedMemoryError
+from shmloader.memory import memfd
+from shmloader.memory.arena import ALIGNMENT, Arena, align, uncapped_slot_bytes
+from shmloader.memory.memfd import make_private, populate
+from shmloader.pools.starting import close_inherited
+from tests.process.bytecodes import KINDS, interrupt
+from tests.unit.memory.support import MIB, in_a_child, names_in
+
+
+@pytest.fixture
+def arena():
+    """Two slots, of which the first is mapped as far as it goes."""
+    arena = Arena.create(8 * MIB, 2)
+    arena.reach(arena.slots[0], 8 * MIB)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def slot(arena):
+    return arena.slots[0]
+
+
+def resident_bytes(arena: Arena) -> int:
+    return os.fstat(arena.fileno()).st_blocks * 512
+
+
+def is_mapped(inode: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any("memfd:" in line and line.split()[4] == str(inode) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "aligned"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (10**9, 10**9)]
+)
+def test_align_rounds_up_to_a_cache_line(nbytes, aligned):
+    assert ALIGNMENT == 64
+    assert align(nbytes) == aligned
+
+
+def test_without_a_cap_a_slot_may_hold_all_memory_but_not_more():
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < uncapped_slot_bytes() <= memory
+
+
+@pytest.mark.parametrize(("asked", "got"), [(1, PAGESIZE), (PAGESIZE + 1, 2 * PAGESIZE)])
+def test_a_slot_is_whole_pages(asked, got):
+    arena = Arena.create(asked, 3)
+    assert arena.slot_bytes == got
+    assert os.fstat(arena.fileno()).st_size == 3 * got
+    arena.close()
+
+
+def test_a_slot_begins_at_a_page_and_knows_its_address(slot):
+    assert slot.address % PAGESIZE == 0
+    slot.memory[:3] = b"abc"
+    assert ctypes.string_at(slot.address, 3) == b"abc"
+
+
+def test_slots_do_not_overlap(arena):
+    first, second = arena.slots
+    arena.reach(second, 8 * MIB)
+    first.memory[-1], second.memory[0] = 1, 2
+    assert (first.memory[-1], second.memory[0]) == (1, 2)
+    assert (first.memory[0], second.memory[-1]) == (0, 0)
+
+
+def test_an_arena_has_no_name_in_dev_shm(arena, slot):
+    before = names_in("/dev/shm")
+    slot.memory[:MIB] = b"x" * MIB
+    assert names_in("/dev/shm") <= before
+    assert "memfd:shmloader" in str(Path(f"/proc/self/fd/{arena.fileno()}").readlink())
+
+
+def test_any_number_of_slots_takes_one_descriptor():
+    before = len(names_in("/proc/self/fd"))
+    arena = Arena.create(MIB, 100)
+    for slot in arena.slots:
+        arena.reach(slot, MIB)
+    assert len(names_in("/proc/self/fd")) == before + 1
+    arena.close()
+    assert len(names_in("/proc/self/fd")) == before
+
+
+def test_huge_slots_cost_nothing_until_they_are_written():
+    arena = Arena.create(1 << 37, 2000)
+    slot = arena.slots[1999]
+    arena.reach(slot, 1 << 36)
+    assert slot.nbytes >= 1 << 36
+    assert resident_bytes(arena) == 0
+    slot.memory[1 << 35] = 1
+    assert resident_bytes(arena) == PAGESIZE
+    arena.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, MIB, 64 * MIB])
+def test_the_length_of_an_arena_cannot_be_changed(arena, nbytes):
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fileno(), nbytes)
+
+
+def test_what_is_given_back_reads_as_zeros_and_takes_no_memory(arena, slot):
+    other = arena.slots[1]
+    arena.reach(other, MIB)
+    slot.memory[: 4 * MIB] = b"x" * (4 * MIB)
+    other.memory[:PAGESIZE] = b"y" * PAGESIZE
+    slot.touched_bytes = 4 * MIB
+    assert arena.give_back(slot, MIB)
+    assert slot.touched_bytes == MIB
+    assert resident_bytes(arena) == MIB + PAGESIZE
+    assert slot.memory[: 4 * MIB] == b"x" * MIB + bytes(3 * MIB)
+    assert other.memory[0] == ord("y")
+
+
+def test_what_is_not_mapped_is_given_back_too(arena, slot):
+    slot.memory[: 4 * MIB] = b"x" * (4 * MIB)
+    slot.unmap()
+    assert arena.give_back(slot, 0)
+    assert resident_bytes(arena) == 0
+
+
+def test_giving_back_keeps_the_page_that_is_partly_needed(arena, slot):
+    slot.memory[: 2 * PAGESIZE] = b"x" * (2 * PAGESIZE)
+    arena.give_back(slot, 1)
+    assert slot.memory[: 2 * PAGESIZE] == b"x" * PAGESIZE + bytes(PAGESIZE)
+
+
+@pytest.mark.parametrize("from_byte", [8 * MIB - 1, 8 * MIB, 9 * MIB])
+def test_giving_back_nothing_is_no_error(arena, slot, from_byte):
+    slot.memory[-1] = 7
+    assert arena.give_back(slot, from_byte)
+    assert slot.memory[-1] == 7
+
+
+def test_pages_that_are_refused_to_be_given_back_are_still_counted(arena, slot):
+    slot.touched_bytes = 100
+    arena.close()
+    assert not arena.give_back(slot, 0)
+    assert slot.touched_bytes == 100
+
+
+def test_closing_unmaps_and_may_be_repeated(arena, slot):
+    fd, inode = arena.fileno(), os.fstat(arena.fileno()).st_ino
+    arena.close()
+    arena.close()
+    assert not is_mapped(inode)
+    assert arena.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_an_arena_without_an_owner_leaves_nothing():
+    before = names_in("/proc/self/fd")
+    arena = Arena.create(MIB, 1)
+    arena.reach(arena.slots[0], MIB)
+    inode = os.fstat(arena.fileno()).st_ino
+    del arena
+    assert names_in("/proc/self/fd") == before
+    assert not is_mapped(inode)
+
+
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda slot: slot.array(),
+        lambda slot: np.frombuffer(slot.array(), np.uint8),
+        lambda slot: slot.memory[:],
+    ],
+    ids=["array", "numpy", "memoryview"],
+)
+def test_an_arena_closed_under_a_view_lives_as_long_as_the_view(arena, slot, view_of):
+    slot.memory[:5] = b"hello"
+    view = view_of(slot)
+    address, inode = slot.address, os.fstat(arena.fileno()).st_ino
+    arena.close()
+    assert bytes(memoryview(view).cast("B")[:5]) == b"hello"
+    assert ctypes.string_at(address, 5) == b"hello"
+    assert is_mapped(inode)
+    del view
+    assert not is_mapped(inode)
+
+
+def test_each_array_is_an_object_of_its_own_over_the_whole_slot(slot):
+    first, second = slot.array(), slot.array()
+    assert first is not second
+    assert ctypes.sizeof(first) == slot.nbytes
+    assert ctypes.addressof(first) == ctypes.addressof(second) == slot.address
+
+
+def test_a_closed_arena_maps_nothing(arena):
+    arena.close()
+    with pytest.raises(SharedMemoryError, match="Bad file descriptor"):
+        arena.reach(arena.slots[1], 1)
+
+
+class Handle:
+    """Stands for a descriptor on its way to a process that is being started."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def detach(self) -> int:
+        return os.dup(self.fd)
+
+
+def test_a_process_that_is_being_started_gets_the_same_arena(arena, slot, monkeypatch):
+    monkeypatch.setattr("multiprocessing.reduction.DupFd", Handle)
+    slot.memory[:5] = b"hello"
+    other = pickle.loads(pickle.dumps(arena))
+    assert (other.slot_bytes, len(other.slots)) == (8 * MIB, 2)
+    other.reach(other.slots[0], 5)
+    assert other.slots[0].memory[:5] == b"hello"
+    assert not os.get_inheritable(other.fileno())
+    other.close()
+
+
+def test_a_forked_worker_closes_the_arenas_that_are_not_its_own(arena, slot):
+    other = Arena.create(MIB, 1)
+    other.reach(other.slots[0], MIB)
+    slot.memory[:5] = b"hello"
+
+    def work() -> str:
+        close_inherited(arena)
+        lengths = slot.nbytes, other.slots[0].nbytes
+        arena.reach(slot, 5)
+        return f"{lengths} {other.fileno()} {bytes(slot.memory[:5]).decode()}"
+
+    assert in_a_child(work) == "(0, 0) -1 hello"
+    assert other.slots[0].nbytes == MIB
+    other.close()
+
+
+def _leave_address_space(nbytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * PAGESIZE + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def test_under_a_limit_on_address_space_all_slots_together_have_a_quarter_of_it():
+    # torch built for CUDA takes three gigabytes of address space by itself.
+    mib = MIB if psutil.Process().memory_info().vms < 1 << 30 else 4 * MIB
+
+    def work() -> str:
+        limit = 4096 * mib
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        arena = Arena.create(8192 * mib, 4)
+        first, *_, last = slots = arena.slots
+        arena.reach(first, 400 * mib)
+        assert first.nbytes == 500 * mib
+        first.memory[0] = 5
+        lease = first.lend([].append)
+        for slot in slots[1:3]:
+            arena.reach(slot, 200 * mib)
+            assert slot.nbytes == 250 * mib
+        arena.reach(last, 200 * mib, likely=2048 * mib)
+        lengths = [slot.nbytes for slot in slots]
+        assert lengths == [500 * mib, 0, 250 * mib, 274 * mib], lengths
+        arena.reach(last, 1536 * mib)
+        lengths = [slot.nbytes for slot in slots]
+        assert lengths == [500 * mib, 0, 0, 1536 * mib], lengths
+        last.memory[1536 * mib - 1] = 7
+        lease[1] = b"x"
+        assert first.memory[:2] == b"\5x"
+        return "right"
+
+    assert in_a_child(work) == "right"
+
+
+def test_where_a_slot_cannot_be_mapped_the_error_names_the_limit_and_what_helps():
+    def work() -> str:
+        arena = Arena.create(1 << 33, 1)
+        (slot,) = arena.slots
+        _leave_address_space(10 * MIB)
+        try:
+            arena.reach(slot, 20 * MIB)
+        except SharedMemoryError as error:
+            arena.reach(slot, MIB)
+            slot.memory[0] = 1
+            return str(error)
+        return "no error"
+
+    text = in_a_child(work)
+    assert text.startswith("cannot map 21.0 MB of a slot of shared memory: Cannot allocate memory")
+    assert "address space of this process is limited to " in text
+    assert "(`ulimit -v`; " in text
+    assert text.endswith(
+        "are used): raise that limit, or lower batch_size, prefetch_factor or num_workers."
+    )
+    assert "shm_size" not in text
+
+
+def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB + 1, 4 * MIB + 1))
+        arena = Arena.create(1 << 33, 4)
+        arena.reach(arena.slots[3], MIB)
+        arena.slots[3].memory[-1] = 1
+        return f"{arena.slot_bytes} {arena.describe_limit()}"
+
+    assert in_a_child(work) == (
+        f"{MIB} the longest file allowed here (`ulimit -f`), divided by 4 slots: raise that limit"
+    )
+
+
+def test_what_a_slot_may_hold_is_told_with_what_helps(arena):
+    uncapped = Arena.create(uncapped_slot_bytes(), 2)
+    assert uncapped.describe_limit() == "all the memory of this machine"
+    uncapped.close()
+    assert arena.describe_limit().startswith("raise shm_size, which")
+    assert arena.describe_limit().endswith("those that may be lent")
+    single = Arena.create(MIB, 1)
+    assert single.describe_limit(MIB + 1).endswith("those that may be lent")
+    single.close()
+
+
+@pytest.mark.parametrize(
+    ("slot_count", "needed_bytes", "enough"),
+    [(8, MIB, "8MiB"), (8, MIB + 1, "9MiB"), (5, 64 * 1024, "1MiB"), (1000, 3 * MIB, "3000MiB")],
+)
+def test_an_shm_size_that_suffices_is_told_in_mebibytes(slot_count, needed_bytes, enough):
+    arena = Arena.create(MIB, slot_count)
+    text = arena.describe_limit(needed_bytes)
+    assert text.endswith(f", {slot_count} in all: shm_size='{enough}' suffices for this")
+    arena.close()
+
+
+def test_a_slot_is_mapped_further_under_its_views():
+    arena = Arena.create(64 * MIB, 1)
+    (slot,) = arena.slots
+    arena.reach(slot, 1)
+    slot.memory[:3] = b"abc"
+    slot.views = ("a reader", [slot.memory[:]])
+    before, address = slot.array(), slot.address
+    arena.reach(slot, 8 * MIB)
+    assert slot.nbytes == 10 * MIB
+    assert slot.address != address
+    assert slot.views == (None, None)
+    slot.memory[1] = ord("x")
+    assert ctypes.string_at(address, 3) == before[:3] == b"axc"
+    arena.reach(slot, 10 * MIB)
+    assert slot.nbytes == 10 * MIB
+    inode = os.fstat(arena.fileno()).st_ino
+    arena.close()
+    assert is_mapped(inode), "the first mapping goes with its last view"
+    del before
+    assert not is_mapped(inode)
+
+
+def test_with_no_descriptor_left_the_error_is_the_system_s():
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        try:
+            Arena.create(MIB, 1)
+        except OSError as error:
+            return errno.errorcode[error.errno]
+        return "no error"
+
+    assert in_a_child(work) == "EMFILE"
+
+
+# Pages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
+def test_pages_can_be_had_before_they_are_written(arena, slot, kernel, monkeypatch):
+    if kernel != "this":
+        monkeypatch.setattr(memfd, "_POPULATE_WRITE", 9999)
+    slot.memory[:5000] = b"x" * 5000
+    populate(slot.mapping, 5000, 10 * PAGESIZE + 1)
+    assert resident_bytes(arena) == 11 * PAGESIZE
+    assert slot.memory[: 11 * PAGESIZE] == b"x" * 5000 + bytes(11 * PAGESIZE - 5000)
+    populate(slot.mapping, 5000, 5001)
+
+
+def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
+    fd = os.memfd_create("shmloader")
+    os.ftruncate(fd, MIB)
+    mapping = memfd.map_range(fd, 0, MIB)
+    os.ftruncate(fd, PAGESIZE)
+    populate(mapping, 0, PAGESIZE)
+    with pytest.raises(MemoryError, match="no memory for a slot's pages"):
+        populate(mapping, 0, 2 * PAGESIZE)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
+def test_a_range_that_is_made_private_keeps_its_bytes_and_is_written_by_no_other(
+    arena, slot, kernel, monkeypatch
+):
+    if kernel != "this":
+        monkeypatch.setattr(memfd, "_POPULATE_WRITE", 9999)
+    other = memfd.map_range(arena.fileno(), 0, MIB)
+    used = 3 * PAGESIZE + 1
+    slot.memory[:used] = b"x" * used
+    view = slot.array()
+    make_private(view, used, arena.fileno(), 0)
+    memoryview(other).cast("B")[:used] = bytes(used)
+    assert view[:used] == b"x" * used
+    view[0] = b"y"
+    assert other[0] == b"\0"
+
+
+def test_a_range_that_cannot_be_made_private_is_as_it_was(arena, slot):
+    slot.memory[:3] = b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        make_private(slot.array(), 3, -1, 0)
+    slot.memory[:3] = b"xyz"
+    assert ctypes.string_at(slot.address, 3) == b"xyz"
+
+
+def refuse(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+class _NoAdvice(mmap.mmap):
+    """A mapping of which nothing can be said to the kernel."""
+
+    def madvise(self, *_: object) -> None:
+        refuse()
+
+
+def test_where_the_kernel_takes_no_advice_a_slot_works_all_the_same(arena, monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", _NoAdvice)
+    slot = arena.slots[1]
+    arena.reach(slot, 10 * PAGESIZE)
+    populate(slot.mapping, 0, 10 * PAGESIZE)
+    assert resident_bytes(arena) == 10 * PAGESIZE
+
+
+# Interruptions -----------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda arena, slot: arena.reach(slot, 4 * MIB),
+        lambda _, slot: populate(slot.mapping, 0, 2 * MIB),
+        lambda arena, slot: arena.give_back(slot, 0),
+    ],
+    ids=["reach", "populate", "give_back"],
+)
+def test_an_interruption_is_never_taken_for_a_refusal_of_the_system(call, kind):
+    nth, outcome = 0, None
+    while outcome is None or outcome.where is not None:
+        nth += 1
+        arena = Arena.create(8 * MIB, 1)
+        (slot,) = arena.slots
+        arena.reach(slot, 2 * MIB)
+        try:
+            outcome = interrupt(lambda arena=arena, slot=slot: call(arena, slot), nth, kind)
+            assert outcome.where is None or outcome.has_arrived(kind), outcome.where
+            arena.reach(slot, 6 * MIB)  # and it can be used
+            slot.memory[6 * MIB - 1 : 6 * MIB] = b"x"
+        finally:
+            arena.close()
+        del slot
+    assert nth > 5

@@ -1,0 +1,357 @@
+"""The slots' memory: counted, trimmed when it is far too much, given back when it is short."""
+
+import ctypes
+import errno
+import os
+import pickle
+from mmap import PAGESIZE
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.errors import SharedMemoryError
+from shmloader.memory import arena as arena_module
+from shmloader.memory.arena import Arena
+from shmloader.messages import CheckpointPart, unpack
+from shmloader.pools.process import ProcessPool
+from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
+
+MIB = 1 << 20
+
+
+class Admission:
+    """Notes its calls. Memory is short if ``short`` is set."""
+
+    def __init__(self):
+        self.asked = []
+        self.grown = []
+        self.short = False
+
+    def is_short(self, present_bytes, slot_bytes):
+        self.asked.append((present_bytes, slot_bytes))
+        return self.short
+
+    def grow(self, arena, slot, end):
+        self.grown.append((slot.slot_id, slot.touched_bytes, end))
+        slot.touched_bytes = end + 100  # admitted, but not written
+
+
+def make(slot_bytes: int = 256 * MIB, **options) -> SlotMemory:
+    return SlotMemory(Arena.create(slot_bytes, 4), **options)
+
+
+@pytest.fixture
+def memory():
+    memory = make()
+    yield memory
+    memory.close()
+
+
+def touched(memory: SlotMemory, slot_id: int) -> int:
+    return memory.arena.slots[slot_id].touched_bytes
+
+
+def resident_bytes(memory: SlotMemory) -> int:
+    return os.fstat(memory.arena.fileno()).st_blocks * 512
+
+
+def fill(memory: SlotMemory, slot_id: int, nbytes: int) -> None:
+    slot = memory.grow(slot_id, nbytes)
+    torch.frombuffer(slot.memory, dtype=torch.uint8, count=nbytes).fill_(1)
+    memory.count_batch(slot_id, nbytes)
+
+
+def test_use_is_counted_by_the_largest_batch_of_each_slot(memory):
+    memory.count_batch(0, 100)
+    memory.count_batch(0, 50)
+    memory.count_batch(1, 7)
+    assert (memory.counts.slot_bytes, memory.counts.most_bytes) == (107, 107)
+
+
+def test_a_trim_is_due_once_in_so_many_batches(memory):
+    for _ in range(TRIM_EVERY - 1):
+        memory.count_batch(0, 1)
+    assert memory.batches < TRIM_EVERY
+    memory.count_batch(0, 1)
+    assert memory.batches >= TRIM_EVERY
+    memory.trim([0])
+    assert memory.batches < TRIM_EVERY
+
+
+def test_slots_that_hold_what_batches_need_are_left_alone(memory):
+    fill(memory, 0, 40 * MIB)
+    for _ in range(20):
+        memory.count_batch(1, 40 * MIB)
+        memory.trim([0])
+    assert resident_bytes(memory) == 40 * MIB
+
+
+def test_a_free_slot_far_above_recent_need_gives_its_pages_back(memory):
+    fill(memory, 0, 64 * MIB)
+    fill(memory, 1, 64 * MIB)
+    for _ in range(60):  # the one large batch is forgotten
+        memory.count_batch(2, MIB)
+        memory.trim([0])
+    in_slot_0 = resident_bytes(memory) - 64 * MIB  # slot 1 is not free
+    assert in_slot_0 < 32 * MIB
+    assert 0 <= in_slot_0 - touched(memory, 0) < PAGESIZE
+    assert memory.counts.slot_bytes == 64 * MIB + MIB + touched(memory, 0)
+
+
+def test_closing_unmaps_all_slots_and_may_be_repeated(memory):
+    for slot_id in range(3):
+        fill(memory, slot_id, 100)
+    memory.close()
+    memory.close()
+    assert [slot.nbytes for slot in memory.arena.slots] == [0] * 4
+    assert memory.counts.slot_bytes == 0
+
+
+def test_a_batch_that_is_kept_after_the_end_keeps_no_other_slot_s_memory(memory):
+    for slot_id in range(3):
+        fill(memory, slot_id, MIB)
+    slot = memory.mapped(1)
+    view = torch.frombuffer(slot.lend([].append), dtype=torch.uint8, count=MIB)
+    fd = os.dup(memory.arena.fileno())
+    memory.close()
+    assert os.fstat(fd).st_blocks * 512 == MIB
+    assert view.sum() == MIB
+    os.close(fd)
+
+
+def test_a_forked_child_that_closes_the_slots_takes_no_memory_from_its_parent(memory):
+    fill(memory, 0, 1000)
+    pid = os.fork()
+    if pid == 0:
+        memory.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert memory.mapped(0).memory[:1000] == b"\1" * 1000
+
+
+def test_what_a_failed_batch_touched_is_counted_but_predicts_nothing(memory):
+    memory.count_pages(0, 64 * MIB)
+    assert touched(memory, 0) == 64 * MIB
+    memory.count_batch(0, 50)
+    memory.count_pages(0, 10)
+    assert touched(memory, 0) == 64 * MIB
+    memory.trim([0])
+    assert touched(memory, 0) == 50
+
+
+def test_memory_that_this_process_writes_is_admitted_only_beyond_what_was_touched():
+    admission = Admission()
+    memory = make(MIB, admission=admission)
+    memory.grow(0, 1000)
+    assert touched(memory, 0) == 0, "it is counted when it is written"
+    memory.count_batch(0, 1000)
+    memory.grow(0, 1000)
+    memory.grow(0, 1001)
+    assert admission.grown == [(0, 0, 1000), (0, 1000, 1001)]
+    memory.close()
+
+
+def test_poison_covers_what_was_ever_used_and_no_more(memory):
+    fill(memory, 0, 1000)
+    memory.count_batch(0, 10)
+    memory.poison(0)
+    assert memory.mapped(0).memory[:1001] == b"\xfb" * 1000 + b"\0"
+
+
+def test_a_slot_is_mapped_as_far_as_batches_need_and_a_quarter_more(memory):
+    assert memory.mapped(0).nbytes == 0
+    memory.count_batch(0, 40 * MIB)
+    assert memory.mapped(0).nbytes == 50 * MIB
+    mapping = memory.mapped(0).mapping
+    memory.count_batch(0, 50 * MIB)
+    assert memory.mapped(0).mapping is mapping, "a batch that is a little larger finds it mapped"
+    memory.count_batch(0, 256 * MIB)
+    assert memory.mapped(0).nbytes == 256 * MIB, "no more than the slot may have"
+
+
+class Locker:
+    """Notes the addresses of locked memory."""
+
+    def __init__(self):
+        self.locked = set()
+        self.kept = []
+        self.fails = False
+
+    def lock(self, slot, nbytes):
+        assert nbytes <= slot.nbytes
+        self.locked.add(slot.address)
+
+    def locked_bytes(self, slot):
+        return int(slot.address in self.locked)
+
+    def unlock(self, slot):
+        if not self.fails:
+            self.locked.discard(slot.address)
+        return slot.address not in self.locked
+
+    def keep(self, slot):
+        self.kept.append(slot.mapping)
+
+    def end_reads(self, slots):
+        pass
+
+
+def test_a_slot_is_unlocked_before_it_is_mapped_elsewhere():
+    locker = Locker()
+    memory = make(locker=locker)
+    for nbytes in (MIB, 16 * MIB):
+        memory.count_batch(0, nbytes)
+        slot = memory.mapped(0)
+        assert locker.locked == set()
+        memory.lock(0)
+        assert locker.locked == {slot.address}
+    memory.close()
+    assert locker.locked == set()
+
+
+def test_a_slot_that_cannot_be_unlocked_stays_mapped_where_it_is():
+    locker = Locker()
+    memory = make(locker=locker)
+    fill(memory, 0, MIB)
+    memory.lock(0)
+    (address,), locker.fails = locker.locked, True
+    fill(memory, 0, 16 * MIB)
+    assert len(locker.kept) == 1
+    assert memory.mapped(0).address != address
+    assert ctypes.string_at(address, 5) == memory.mapped(0).memory[:5], "the same memory"
+    memory.close()
+    assert ctypes.string_at(address, MIB)[-1] == 1
+
+
+class Unpickled(NamedTuple):
+    """A ticket of batch 0, in slot 0 of worker 0."""
+
+    indices: object
+    seq: int = 0
+    worker_id: int = 0
+    slot_id: int = 0
+    hung: object = None
+
+
+class Channels:
+    """Notes what is sent."""
+
+    readings = None
+
+    def __init__(self):
+        self.sent = []
+
+    def note_task(self, *_):
+        pass
+
+    def send(self, worker_id, data):
+        self.sent.append(unpack(data))
+
+
+def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
+    locker, channels = Locker(), Channels()
+    arena = Arena.create(64 * MIB, 1)
+    pool = ProcessPool(channels, arena, locker)
+    fill(pool.memory, 0, 1000)
+    pool.memory.lock(0)
+    locker.fails = True
+    indices = bytes(range(256)) * 4096
+    assert pool.send(Unpickled(indices), 0) is None
+    assert len(locker.kept) == 1
+    (task,) = channels.sent
+    where = task.indices
+    found = arena.slots[0].memory[where.offset : where.offset + where.nbytes]
+    assert pickle.loads(found) == indices
+    assert task.touched_bytes == where.nbytes
+    pool.memory.close()
+
+
+def test_indices_that_do_not_fit_a_slot_are_an_error_that_names_the_remedy():
+    arena = Arena.create(MIB, 2)
+    pool = ProcessPool(Channels(), arena)
+    refused = pool.send(Unpickled(bytes(MIB)), 0)
+    with pytest.raises(SharedMemoryError, match=r"indices of batch 0 take .* raise shm_size"):
+        raise refused.error.rebuilt("")
+    pool.memory.close()
+
+
+def test_a_long_checkpoint_is_sent_in_pieces():
+    channels = Channels()
+    pool = ProcessPool(channels, Arena.create(MIB, 1))
+    checkpoint = DatasetCheckpoint(given=10**300_000)
+    pool.resume(0, DatasetCheckpoint())
+    assert channels.sent == []
+    pool.resume(0, checkpoint)
+    *parts, last = channels.sent
+    assert len(parts) > 3
+    assert {type(part) for part in parts} == {CheckpointPart}
+    data = b"".join([*(part.data for part in parts), last.checkpoint])
+    assert pickle.loads(data) == tuple(checkpoint)
+    pool.memory.close()
+
+
+def test_where_address_space_is_short_slots_without_views_are_unmapped(memory, monkeypatch):
+    left = 30 * MIB
+    slots = memory.arena.slots
+
+    def map_some(fd, offset, nbytes):
+        filled = offset // memory.arena.slot_bytes
+        others = sum(slot.nbytes for slot in slots if slot.slot_id != filled)
+        if others + nbytes > left:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return really(fd, offset, nbytes)
+
+    really = arena_module.map_range
+    monkeypatch.setattr(arena_module, "map_range", map_some)
+    for slot_id in range(3):
+        memory.count_batch(slot_id, 10 * MIB)
+    lent = memory.mapped(0).lend([].append)
+    assert memory.mapped(1).nbytes == 12.5 * MIB, "there is space for two"
+    assert memory.mapped(2).nbytes == 10 * MIB
+    assert memory.mapped(0).nbytes == 12.5 * MIB
+    assert ctypes.addressof(lent) == slots[0].address, "somebody looks at it"
+    assert slots[1].nbytes == 0
+    more = memory.mapped(2).lend([].append)
+    with pytest.raises(SharedMemoryError, match=r"cannot map 10.5 MB of a slot"):
+        memory.mapped(1)
+    del lent, more
+    assert memory.mapped(1).nbytes == 10 * MIB
+
+
+def test_where_memory_is_short_a_slot_gives_its_pages_back_before_its_task():
+    admission = Admission()
+    memory = make(64 * MIB, admission=admission)
+    fill(memory, 0, 4 * MIB)
+    fill(memory, 1, 6 * MIB)
+    assert admission.asked == [(4 * MIB, 4 * MIB), (10 * MIB, 6 * MIB)]
+    memory.prepare(0)
+    assert touched(memory, 0) == 4 * MIB, "there is memory enough"
+    admission.short = True
+    fill(memory, 0, 5 * MIB)
+    memory.prepare(0)
+    assert touched(memory, 0) == 0
+    assert resident_bytes(memory) == 6 * MIB
+    assert memory.counts.slot_bytes == 6 * MIB
+    memory.close()
+
+
+def test_while_memory_is_short_free_slots_keep_no_pages(memory) -> None:
+    for slot_id in range(3):
+        fill(memory, slot_id, 4096)
+    memory.tidy([0, 1])
+    assert [touched(memory, slot_id) for slot_id in range(3)] == [4096] * 3
+    memory.is_short = True
+    memory.tidy([0, 1])
+    assert [touched(memory, slot_id) for slot_id in range(3)] == [0, 0, 4096]
+
+
+def test_locked_memory_is_not_given_back_however_short_it_is():
+    admission = Admission()
+    admission.short = True
+    memory = make(64 * MIB, locker=Locker(), admission=admission)
+    fill(memory, 0, 4 * MIB)
+    memory.prepare(0)
+    assert resident_bytes(memory) == 4 * MIB
+    memory.close()
