@@ -414,7 +414,6 @@ def check_arguments(loader: Any, devices: Sequence[object], most_window: int) ->
     check_max_failures(parse_max_failures(loader.max_failures), loader.on_error)
     _check_skippable(loader.on_error, loader.dataset)
     check_thread_pool(loader)
-    check_context(loader)
     check_executor(loader)
     interval = loader.snapshot_every_n_steps
     if interval not in (None, "auto"):

@@ -401,6 +401,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             if executor is not None and seed is None and not self._may_shard:
                 warn_of_random_numbers(dataset, "executor=")
         check_not_async(self)
+        if multiprocessing_context is not None:
+            check_context(self)
         if shuffle or sampler is not None or batch_sampler is not None:
             given = (bool(shuffle), sampler is not None, batch_sampler is not None)
             self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
