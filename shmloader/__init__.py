@@ -25,6 +25,9 @@ The layers; imports run downward only::
     errors      the public exceptions; process_state has all state that belongs to the process
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -56,8 +59,6 @@ from torch.utils.data import (
     runtime_validation_disabled,
 )
 
-from shmloader import sampling, sequence
-from shmloader.batch.sample_rng import sample_rng
 from shmloader.errors import (
     ClosedLoaderError,
     InternalError,
@@ -68,19 +69,23 @@ from shmloader.errors import (
     TooManyFailures,
     WorkerDiedError,
 )
-from shmloader.host import share_on_host
-from shmloader.insight import LoaderStats
-from shmloader.install_report import InstallReport
-from shmloader.installing import install, installed, uninstall
-from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.measured import CachedBatches
-from shmloader.loader.sharded import ShardedDataLoader
-from shmloader.memory.collate import empty
-from shmloader.pipeline.builder import PipelineBuilder
-from shmloader.pipeline.loader import PipelineDataLoader
-from shmloader.pipeline.pipeline import Pipeline
-from shmloader.pipeline.stats import PipelineStats
-from shmloader.shared import share
+
+if TYPE_CHECKING:
+    from shmloader import sampling, sequence
+    from shmloader.batch.sample_rng import sample_rng
+    from shmloader.host import share_on_host
+    from shmloader.insight import LoaderStats
+    from shmloader.install_report import InstallReport
+    from shmloader.installing import install, installed, uninstall
+    from shmloader.loader.dataloader import DataLoader
+    from shmloader.loader.measured import CachedBatches
+    from shmloader.loader.sharded import ShardedDataLoader
+    from shmloader.memory.collate import empty
+    from shmloader.pipeline.builder import PipelineBuilder
+    from shmloader.pipeline.loader import PipelineDataLoader
+    from shmloader.pipeline.pipeline import Pipeline
+    from shmloader.pipeline.stats import PipelineStats
+    from shmloader.shared import share
 
 __version__ = "0.1.0"
 
@@ -142,19 +147,44 @@ __all__ = [
     "uninstall",
 ]
 
-# Users import these classes from here, so ``repr``, ``help`` and pickles name this module.
-for _value in (
-    CachedBatches,
-    DataLoader,
-    InstallReport,
-    LoaderStats,
-    Pipeline,
-    PipelineBuilder,
-    PipelineDataLoader,
-    PipelineStats,
-    ShardedDataLoader,
-    ShmloaderError,
-    *ShmloaderError.__subclasses__(),
-):
+# Where the names are that are imported when somebody asks for them. The modules set __module__ of
+# these classes to this one, so that ``repr``, ``help`` and pickles name it.
+_HOMES = {
+    "CachedBatches": "loader.measured",
+    "DataLoader": "loader.dataloader",
+    "InstallReport": "install_report",
+    "LoaderStats": "insight",
+    "Pipeline": "pipeline.pipeline",
+    "PipelineBuilder": "pipeline.builder",
+    "PipelineDataLoader": "pipeline.loader",
+    "PipelineStats": "pipeline.stats",
+    "ShardedDataLoader": "loader.sharded",
+    "empty": "memory.collate",
+    "install": "installing",
+    "installed": "installing",
+    "sample_rng": "batch.sample_rng",
+    "sampling": "sampling",
+    "sequence": "sequence",
+    "share": "shared",
+    "share_on_host": "host",
+    "uninstall": "installing",
+}
+
+for _value in (ShmloaderError, *ShmloaderError.__subclasses__()):
     _value.__module__ = __name__
 del _value
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{home}")
+    value = globals()[name] = module if name == home else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the names, whether they are imported already or not."""
+    return sorted({*globals(), *__all__})

@@ -37,6 +37,8 @@ class InstallReport:
     are not in the report.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     def __init__(self) -> None:
         self._epochs: Counter[tuple[str, str, int, str, str]] = Counter()
 

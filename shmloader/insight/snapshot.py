@@ -250,6 +250,8 @@ class LoaderStats:
         machine: What the machine offers this process.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     epoch: int | None = None
     epochs: int = 0
     is_over: bool = False

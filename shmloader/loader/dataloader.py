@@ -55,9 +55,7 @@ from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
-from shmloader.loader.in_workers import WorkerIterator
 from shmloader.loader.measured import MeasuredLoader
-from shmloader.loader.threaded import ThreadIterator
 from shmloader.memory.collate import is_plain
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
@@ -260,6 +258,8 @@ class DataLoader(MeasuredLoader[_T_co]):
         ValueError, TypeError: If an argument has a wrong value or type, or cannot be combined with
             another one. Where torch checks an argument, the text is torch's.
     """
+
+    __module__ = "shmloader"  # users import it from there
 
     # The arguments that torch's loader does not have. Their defaults are attributes of the class,
     # and a loader has none of its own if all of them are defaults. A loader of a user's class,
@@ -580,11 +580,11 @@ class DataLoader(MeasuredLoader[_T_co]):
         elif self.num_workers == 0:
             iterator = InProcessIterator(self, self._config(), plan, parts)
         elif self.thread_pool:
+            from shmloader.loader.threaded import ThreadIterator  # noqa: PLC0415 - see below
+
             iterator = ThreadIterator(self, self._config(), plan, parts)
         elif self.executor is not None and is_supported():
-            from shmloader.loader.in_executor import (  # noqa: PLC0415 - few loaders have one
-                ExecutorIterator,
-            )
+            from shmloader.loader.in_executor import ExecutorIterator  # noqa: PLC0415 - see below
 
             iterator = ExecutorIterator(self, self._config(), plan, parts)
         elif not is_supported():
@@ -606,6 +606,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         else:
             check_may_have_workers(self.dataset)
             self.check_worker_number_rationality()
+            # Importing what makes batches elsewhere takes as long as the rest of the package.
+            from shmloader.loader.in_workers import WorkerIterator  # noqa: PLC0415
+
             iterator = WorkerIterator(self, self._config(), plan, parts)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started

@@ -115,6 +115,8 @@ class CachedBatches(Generic[_T]):
         ValueError: If ``n`` is not positive, or the loader yields no batch.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     def __init__(self, loader: Iterable[_T], n: int) -> None:
         self._batches = list(itertools.islice(loader, whole_number(n, "n", minimum=1)))
         if not self._batches:

@@ -174,6 +174,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
             another one.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     num_shards: int | None
     _sample_seed: int
     _may_shard = True

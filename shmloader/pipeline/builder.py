@@ -70,6 +70,8 @@ class PipelineBuilder:
             batch = torch.stack(tensors)
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     def __init__(self) -> None:
         self._source: Source | None = None
         self._stages: list[Pipe | Aggregate] = []

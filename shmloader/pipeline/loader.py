@@ -48,6 +48,8 @@ class PipelineDataLoader:
         TypeError, ValueError: For wrong arguments.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     def __init__(
         self,
         src: Source,

@@ -22,7 +22,7 @@ from shmloader.pipeline.runtime import PipelineRuntime
 from shmloader.pipeline.source import Resumes, how_it_resumes
 from shmloader.pipeline.states import check_state, save_state
 from shmloader.pipeline.stats import PipelineStats, snapshot
-from shmloader.threads.fork_safety import is_exiting
+from shmloader.process_state import PROCESS, Threads
 from shmloader.threads.uninterruptible import uninterruptible
 
 
@@ -60,6 +60,8 @@ class Pipeline:
             ``failures.total`` counts all of them.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     def __init__(self, config: PipelineConfig) -> None:
         self.failures: FailureList[FailedItem] = FailureList()
         self._config = config
@@ -70,9 +72,10 @@ class Pipeline:
         # The iterator over the present epoch, if there is one.
         self._reader: weakref.ref[PipelineIterator] | None = None
 
-    def __del__(self) -> None:
+    # The default value, since at the interpreter's end modules are gone before their objects.
+    def __del__(self, threads: Threads = PROCESS.threads) -> None:
         # Not weakref.finalize, which would hold the ops, and these may hold this object.
-        if not is_exiting():
+        if not threads.is_exiting:
             self._runtime.end()
 
     # Starting and stopping ---------------------------------------------------------------
@@ -353,6 +356,6 @@ class PipelineIterator:
         self._pipeline._reader_left(self._epoch)
         self._has_left = True
 
-    def __del__(self) -> None:
-        if not is_exiting():
+    def __del__(self, threads: Threads = PROCESS.threads) -> None:
+        if not threads.is_exiting:
             self._leave()

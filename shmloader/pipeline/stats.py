@@ -100,6 +100,8 @@ class PipelineStats:
         num_threads: Threads that the stages share.
     """
 
+    __module__ = "shmloader"  # users import it from there
+
     state: str = "not started"
     stages: tuple[PipelineStageStats, ...] = ()
     items: int = 0

@@ -63,7 +63,7 @@ def test_what_users_import_from_torch_is_torchs_own_object(name):
 
 
 def test_our_public_classes_say_where_users_import_them_from():
-    classes = {name: vars(shmloader)[name] for name in OURS}
+    classes = {name: getattr(shmloader, name) for name in OURS}
     classes = {name: kind for name, kind in classes.items() if isinstance(kind, type)}
     assert len(classes) == 17
     for name, kind in classes.items():
@@ -88,6 +88,22 @@ print(shmloader.sampling.SplitSampler.__name__, shmloader.sequence.smap.__name__
 """
     done = run_program(program)
     assert done.out == "SplitSampler smap\n", done.err
+    done.assert_quiet()
+
+
+def test_parts_are_imported_when_somebody_asks_for_them():
+    program = """
+import sys
+import torch.utils.data
+import shmloader
+print([name for name in sys.modules if name.startswith("shmloader.")])
+assert "Pipeline" in dir(shmloader)
+assert len(list(shmloader.DataLoader(torch.arange(8), 4))) == 2
+elsewhere = {"engine.engine", "loader.in_workers", "loader.sharded", "pipeline", "pools.process"}
+print([name for name in elsewhere if f"shmloader.{name}" in sys.modules])
+"""
+    done = run_program(program)
+    assert done.out == "['shmloader.errors']\n[]\n", done.err
     done.assert_quiet()
 
 
