@@ -78,7 +78,7 @@ def test_an_executors_processes_are_told() -> None:
     context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
         for persists in (False, True):
-            options: dict[str, Any] = {"executor": executor, "num_workers": 1}
+            options: dict[str, Any] = {"executor": executor, "num_workers": 1, "seed": 0}
             with DataLoader(Samples(), 2, persistent_workers=persists, **options) as loader:
                 assert [epochs_in(loader) for _ in range(2)] == [{0}, {1}]
                 loader.set_epoch(7)
