@@ -213,7 +213,6 @@ def test_code_that_keeps_every_batch_takes_no_more_shared_memory(slots: Any) -> 
     for n in range(60):
         batch = next(batches)
         assert batch.min() == batch.max() == n
-        assert batch.min() == batch.max() == n
     assert sum(slots.files().values()) <= 8 * (30_000 * 4 + 4096)  # no more than the slots
     loader.close()
 
