@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from shmloader.insight.local import LocalEpoch
@@ -46,8 +47,7 @@ class Statistics:
         past, recent = self._state
         self._end_abandoned(iterator)
         if len(recent) >= _MOST_RECENT:
-            for other, _ in recent:
-                past = _sum(past, other) if other.is_over else past
+            past = _sum(past, (other for other, _ in recent if other.is_over))
             recent = tuple(each for each in recent if not each[0].is_over)
         taken = [other.lane for other, _ in recent if not other.is_over]
         record.lane = next(lane for lane in itertools.count() if lane not in taken) if taken else 0
@@ -71,10 +71,7 @@ class Statistics:
         parts = [part for part in trace.parts if part.waits.count or part.iter_ns]
         if len(parts) == 1:
             return parts[0].copy(), 1
-        total = None
-        for part in parts:
-            total = _sum(total, part)
-        return total, len(parts)
+        return _sum(None, parts), len(parts)
 
     def newest(self) -> Record | None:
         """Return a snapshot of the newest epoch; None before the first."""
@@ -85,10 +82,8 @@ class Statistics:
     def total(self) -> Record | None:
         """Return the sum of all epochs; None before the first."""
         self._end_abandoned()
-        total, recent = self._state
-        for record, _ in recent:
-            total = _sum(total, record)
-        return total
+        past, recent = self._state
+        return _sum(past, (record for record, _ in recent))
 
     def _end_abandoned(self, again: object = None) -> None:
         """End the records whose iterators are garbage, or begin ``again``."""
@@ -97,12 +92,12 @@ class Statistics:
                 record.end()
 
 
-def _sum(past: Record | None, record: Record | LocalEpoch) -> Record:
-    later = record.copy()
-    if past is None:
-        past = Record(None, later.kind, later.worker_count, begin_ns=later.first_ns, is_sum=True)
-        past.merge(later)
-        return past
-    summed = past.copy()
-    summed.merge(later)
-    return summed
+def _sum(past: Record | None, records: Iterable[Record | LocalEpoch]) -> Record | None:
+    """Return the sum of the records; None if there is none."""
+    total = None if past is None else past.copy()
+    for later in (record.copy() for record in records):
+        if total is None:
+            begin_ns = later.first_ns
+            total = Record(None, later.kind, later.worker_count, begin_ns=begin_ns, is_sum=True)
+        total.merge(later)
+    return total

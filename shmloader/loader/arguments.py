@@ -536,7 +536,8 @@ def check_context(loader: Any) -> None:
     Raises:
         ValueError: If its ``Process`` is something else, such as a thread.
     """
-    why = why_no_process(loader.multiprocessing_context)
+    context = loader.multiprocessing_context
+    why = "" if context is None else why_no_process(context)
     if why:
         raise ValueError(
             f"multiprocessing_context should start processes, but {why}. thread_pool=True loads on "

@@ -388,7 +388,8 @@ class LocalMaker:
         rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
         gatherer = ArraysHere(config.dataset).find_gatherer if fetch.takes_arrays else no_gatherer
         with _as_before(None if is_seeded else checkpoint.rng):
-            set_global_rng_state(loaded)
+            if loaded:
+                set_global_rng_state(loaded)
             self._maker = BatchMaker(
                 fetch,
                 config.dataset,
@@ -408,7 +409,7 @@ class LocalMaker:
                     loaded = loaded | changed(before)
                 if is_elsewhere:
                     checkpoint = checkpoint._replace(rng=rng, rng_at=((0, global_rng_state()),))
-            self._loaded = {} if is_seeded else global_rng_state(loaded)
+            self._loaded = {} if is_seeded or not loaded else global_rng_state(loaded)
         self.fetcher = self._maker.fetcher
         self.checkpoint: StreamHere | DatasetHere | None = None
         self.take_report = self._maker.take_report

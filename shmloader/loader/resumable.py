@@ -10,7 +10,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterable, Sized
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -99,14 +99,15 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     #: Whether the dataset is told the numbers of epochs.
     _passes_epochs = True
 
+    _own_parts: LoaderParts | None = None
+
     @property
     def _parts(self) -> LoaderParts:
         """What iterators share. It is made when it is needed; a copy of the loader has its own."""
-        own = self.__dict__
-        parts = own.get("_own_parts")
-        if parts is None:
-            parts = own.setdefault("_own_parts", LoaderParts(self._adapter))
-        return cast("LoaderParts", parts)
+        parts = self._own_parts
+        if parts is None:  # another thread may do this at the same time
+            parts = self.__dict__.setdefault("_own_parts", LoaderParts(self._adapter))
+        return parts
 
     @property
     def as_torch_sees_it(self) -> Any:
@@ -129,7 +130,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             plan = self._set_plan(EpochCounter())
         plan.generator = self.generator
         sources = self._order_sources()
-        if not all(map(_is_same, sources, self._sources)):
+        are_same = map(operator.is_, sources, self._sources)
+        if not all(are_same) and not all(map(_is_same, sources, self._sources)):
             plan.order, self._sources = self._make_order(), sources
         return plan
 
@@ -157,6 +159,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
         seed = self._sample_seed
         if seed is None:
+            # Keys that are added later would make the dict four times as large.
+            self.__dict__.update(_plan=None, _sources=(), _counter=None)
             return
         counter = EpochCounter()
         if sampler is None and batch_sampler is None:
@@ -297,8 +301,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        return super().__len__() if is_iterable else len(self._present_plan)
+        has_own = self._sample_seed is not None or self._carry_over is not None
+        if not has_own or isinstance(self.dataset, IterableDataset):
+            return super().__len__()
+        return len(self._present_plan)
 
     def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         """Begin the next epoch, for an iterator.
@@ -315,10 +321,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._resume_checkpoints(plan.resumed)
         plan.begin(draws_seed=draws_seed)
         if self._passes_epochs:
-            has_workers = not draws_seed or self._parts.host_pool is not None
+            parts = self._parts
+            has_workers = not draws_seed or parts.host_pool is not None
             has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
             assert plan.epoch is not None
-            self._parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
+            parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
 
     def _end_iterator(self) -> None:
         """End the persistent workers if they cannot serve the next epoch."""

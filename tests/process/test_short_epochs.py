@@ -88,7 +88,7 @@ def test_making_a_loader_takes_at_most_twice_as_many_calls_as_with_torch() -> No
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("epochs", "most"), [(1, 8 << 10), (40, 12 << 10)])
+@pytest.mark.parametrize(("epochs", "most"), [(1, 6.5 * 1024), (40, 12 * 1024)])
 def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
     def kept(count: int) -> int:
         loaders = [make() for _ in range(count)]
