@@ -13,7 +13,7 @@ streams have ended, however fast each worker is. So the checkpoints and the numb
 worker determine how an epoch continues.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from reprlib import repr as _short
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, dump_for_workers, read
 from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.interruptions import is_interruption
+from shmloader.messages import Unsaved
 from shmloader.sampling.rng import kept, set_global_rng_state
 
 
@@ -89,11 +90,17 @@ class DatasetCheckpoints:
         ]
         return DatasetCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(
+        self, save_first: Callable[[], Saved | Unsaved | None] = lambda: None
+    ) -> dict[str, Any]:
         """Return all that is needed to resume, as a new dict.
 
         It holds plain numbers, bools, texts and lists, except for ``state``, which is what the
         user's ``state_dict()`` returned.
+
+        Args:
+            save_first: Returns the state with which a worker's dataset began. It is called if a
+                worker has not sent a state yet.
 
         Raises:
             RuntimeError: If the state of a dataset could not be taken or pickled.
@@ -101,15 +108,16 @@ class DatasetCheckpoints:
         """
         for unsaved in (each.unsaved for each in self.checkpoints if each.unsaved is not None):
             raise RuntimeError(unsaved.text)
+        snapshots = [each.snapshot for each in self.checkpoints]
+        first = save_first() if None in snapshots else None
+        begun = first if isinstance(first, Saved) else None
         return {
             "num_workers": self._worker_count,
             "next_worker": self.next_worker,
             "base_seed": self.base_seed,
             "streams": [
-                dump_checkpoint(
-                    checkpoint, None if checkpoint.snapshot is None else read(checkpoint.snapshot)
-                )
-                for checkpoint in self.checkpoints
+                dump_checkpoint(checkpoint, begun if snapshot is None else read(snapshot))
+                for checkpoint, snapshot in zip(self.checkpoints, snapshots, strict=True)
             ],
         }
 

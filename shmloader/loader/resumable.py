@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from shmloader.batch.iterable_state import save_dataset
+from shmloader.batch.iterable_state import Saved, save_dataset
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
@@ -455,19 +455,26 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             return state
         is_mid = plan.epoch is not None and not plan.progress.is_ended
         if checkpoints is not None and is_mid:
-            state["streams"] = checkpoints.dump()
+            if isinstance(checkpoints, DatasetCheckpoints):
+                state["streams"] = checkpoints.dump(self._save_dataset)
+            else:
+                state["streams"] = checkpoints.dump()
             if is_iterable:
                 state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
         elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
-            state["streams"] = checkpoints.next_epoch(is_iterable=is_iterable).dump()
+            following = checkpoints.next_epoch(is_iterable=is_iterable)
+            state["streams"] = following.dump(self._save_dataset)
         elif not is_mid and self._saves_own_state:
-            # Workers start with the dataset as it is in this process.
-            saved = save_dataset(self.dataset, copy.deepcopy)
+            saved = self._save_dataset()
             if isinstance(saved, Unsaved):
                 raise RuntimeError(saved.text)
             if saved is not None:
                 state["dataset"] = saved.state
         return state
+
+    def _save_dataset(self) -> Saved | Unsaved | None:
+        """Return the state of the dataset in this process, with which workers start."""
+        return save_dataset(self.dataset, copy.deepcopy) if self._saves_own_state else None
 
     def _warn_of_dataset(self) -> None:
         """Warn that a state lacks the map-style dataset's own, unless the user wants that.

@@ -229,6 +229,23 @@ def test_a_datasets_state_before_an_epoch_is_that_of_this_moment(kind, workers):
     assert least >= 1000
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["a dataset with a state", "a stream with a state"])
+def test_workers_that_have_delivered_nothing_begin_from_the_dataset_of_the_saved_run(
+    kind, persistent
+):
+    with make(kind, 3, persistent_workers=persistent) as loader:
+        loader.dataset.load_state_dict({"loaded": 1000, "at": 1000, "end": None})
+        seed(1)
+        batches = iter(loader)
+        next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        expected = read(batches)
+    with make(kind, 3, persistent_workers=persistent) as other:
+        other.load_state_dict(state)
+        assert read(other) == expected
+
+
 @pytest.mark.parametrize("every", [0, None])
 def test_no_state_is_asked_for_where_the_user_wants_none(every):
     class Asked(Counting):
