@@ -5,9 +5,10 @@ They load as torch does, with torch's own workers. This module adds what the loa
 """
 
 import contextlib
+import functools
 import time
 import warnings
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
@@ -82,10 +83,16 @@ class TorchIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; torch calls this, for the first epoch in the constructor."""
+        if first_iter:
+            super()._reset(loader, first_iter)
+        else:
+            loader._begin(functools.partial(self._go_on, loader), draws_seed=False)
+
+    def _go_on(self, loader: Any) -> Self:
         began_ns = time.monotonic_ns()
-        super()._reset(loader, first_iter)
-        if not first_iter:
-            self._begin(loader, began_ns)
+        super()._reset(loader)
+        self._begin(loader, began_ns)
+        return self
 
     def __next__(self) -> Any:
         """Return the next batch.

@@ -241,10 +241,6 @@ class LoaderParts:
         """Add an iterator."""
         self.iterators.append(weakref.ref(iterator, self.iterators.remove))
 
-    def has(self, iterator: object) -> bool:
-        """Return whether this is an iterator of the loader."""
-        return weakref.ref(iterator) in self.iterators
-
     def open_iterators(self) -> list[Any]:
         """Return the iterators that are not garbage."""
         alive = (reference() for reference in list(self.iterators))

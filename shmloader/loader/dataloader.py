@@ -530,17 +530,11 @@ class DataLoader(MeasuredLoader[_T_co]):
             ClosedLoaderError: After ``close()``.
         """
         with self._parts.begin_lock.present():
-            self._end_iterator()
-            goes_on = self.persistent_workers and self.num_workers > 0 and self._is_own_iterator
-            # Otherwise, torch's method calls _get_iterator(), which users may override.
-            return (
-                self._begin(super().__iter__, draws_seed=False) if goes_on else super().__iter__()
-            )
-
-    @property
-    def _is_own_iterator(self) -> bool:
-        """Whether persistent workers run that this loader has started."""
-        return self._iterator is not None and self._parts.has(self._iterator)
+            if getattr(self._iterator, "is_closed", False):
+                self._iterator = None  # its workers died or were ended
+            # torch's method calls _get_iterator(), which users may override, or _reset() of the
+            # iterator whose workers persist.
+            return super().__iter__()
 
     def _get_iterator(self) -> Any:
         """Return an iterator over a new epoch, with new workers; torch's ``__iter__`` calls this.
@@ -551,7 +545,12 @@ class DataLoader(MeasuredLoader[_T_co]):
         return self._begin(self._make_iterator, draws_seed=True)
 
     def _begin(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
-        """Begin an epoch, and return its iterator, which ``make`` returns."""
+        """Begin an epoch, and return its iterator, which ``make`` returns.
+
+        Args:
+            make: Makes a new iterator, or has one with persistent workers begin the epoch.
+            draws_seed: Whether the iterator draws a base seed: not if its workers run already.
+        """
         # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
         with self._parts.begin_lock.present():
             if self._is_closed:

@@ -9,7 +9,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from shmloader.device.backend import current_index
 from shmloader.device.device import Destination, DevicesStage, DeviceStage
@@ -194,7 +194,17 @@ class EngineIterator(CountingIterator):
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=as_arrays)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin a further epoch with the same workers (``persistent_workers=True``)."""
+        """Begin a further epoch with the same workers (``persistent_workers=True``).
+
+        torch's ``__iter__`` calls this, and so may that of a subclass.
+        """
+        stand_in = getattr(self, "_stand_in", loader)
+        if stand_in is loader:
+            loader._begin(functools.partial(self._go_on, loader, first_iter), draws_seed=False)
+        else:
+            stand_in.begin(loader, self)
+
+    def _go_on(self, loader: Any, first_iter: bool) -> Self:
         config, worker_count = self._config, loader.num_workers
         self._begin_record(worker_count, time.monotonic_ns())
         if self._adapter is not None and isinstance(self._source, StagedEngine):
@@ -206,6 +216,7 @@ class EngineIterator(CountingIterator):
         self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False
         self._restart()
         self._record.note_begun(self._source.draw_ns)
+        return self
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
         self._record = self._make_record(worker_count, begin_ns)

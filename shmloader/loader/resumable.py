@@ -327,16 +327,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             assert plan.epoch is not None
             parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
 
-    def _end_iterator(self) -> None:
-        """End the persistent workers if they cannot serve the next epoch."""
-        iterator: Any = self._iterator
-        if getattr(iterator, "is_closed", False):
-            self._iterator = None  # its workers died or were ended
-        elif iterator is not None and self._saves_dataset and self._present_plan.resumed:
-            # Workers load the states of their datasets when they start.
-            self._iterator = None
-            iterator._shutdown_workers()
-
     def _beginning(self, plan: EpochPlan) -> contextlib.AbstractContextManager[None]:
         """Load the dataset's own state, if a loaded state between two epochs contains it.
 
@@ -514,8 +504,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
-        for iterator in self._parts.open_iterators():
+        iterators = self._parts.open_iterators()
+        for iterator in iterators:
             iterator.replace()
+        if self._saves_dataset and self._iterator in iterators:
+            # Workers load the states of their datasets when they start.
+            kept: Any = self._iterator
+            self._iterator = None
+            kept.close()
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""

@@ -100,7 +100,7 @@ class DatasetEpoch:
                 f"set_epoch() of the {type(dataset).__name__} was called while workers have "
                 "copies of it, which do not see that call. Call set_epoch() of the loader instead: "
                 "it passes the number to the dataset, here and in all workers.",
-                stacklevel=6,
+                stacklevel=8,
             )
         return self._is_users
 

@@ -63,6 +63,22 @@ def shuffled(make: Callable[[Any], Any], base: Any, workers: dict[str, Any]) -> 
     return make(base)(Numbers(LENGTH), batch_size=3, shuffle=True, **workers)
 
 
+class Counted(Numbers):
+    """A dataset with a state of its own."""
+
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        return super().__getitem__(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"loaded": self.loaded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["loaded"]
+
+
 def in_order(make: Callable[[Any], Any], base: Any, workers: dict[str, Any]) -> Any:
     return make(base)(Numbers(LENGTH), batch_size=3, **workers)
 
@@ -264,6 +280,49 @@ def test_a_subclass_may_return_an_iterator_of_its_own():
     loader = OwnList(Numbers(4), batch_size=2)
     assert [*loader] == [*loader] == [1, 2]
     assert (loader.epoch, len(loader)) == (0, 2)
+    loader.close()
+
+
+def with_torchs_own_iter(base: Any) -> Any:
+    """A class whose `__iter__` is written as torch's is."""
+
+    class Copied(base):
+        def __iter__(self) -> Any:
+            if self.persistent_workers and self.num_workers > 0:
+                if self._iterator is None:
+                    self._iterator = self._get_iterator()
+                else:
+                    self._iterator._reset(self)
+                return self._iterator
+            return self._get_iterator()
+
+    return Copied
+
+
+def test_a_subclass_may_reset_the_iterator_of_persistent_workers(ours, workers):
+    expected = shuffled(with_torchs_own_iter, TorchLoader, workers)
+    expected = [values(expected) for _ in range(3)]
+    with ours() as base:
+        loader = shuffled(with_torchs_own_iter, base, workers)
+        assert [values(loader) for _ in range(3)] == expected
+        del loader
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("dataset", [Numbers(LENGTH), Counted(LENGTH)], ids=["plain", "a state"])
+def test_an_epoch_that_began_by_a_reset_is_counted_and_resumed(seed, dataset):
+    loader = with_torchs_own_iter(DataLoader)(
+        dataset, batch_size=3, shuffle=True, seed=seed, **WORKERS["persistent"]
+    )
+    first = values(loader)
+    iterator = iter(loader)
+    begun = [next(iterator).tolist()]
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"], loader.epoch) == (1, 1, 1)
+    rest = values(iterator)
+    assert sorted(itertools.chain(*begun, *rest)) == sorted(itertools.chain(*first))
+    loader.load_state_dict(state)
+    assert values(loader) == rest
     loader.close()
 
 
