@@ -71,12 +71,6 @@ class LocalEpoch:
         if self._record is not None and self._record.traced is not None:
             self._record.traced.failures += count
 
-    def rename(self, epoch: int | None) -> None:
-        """Set the number of the epoch."""
-        self._epoch = epoch
-        if self._record is not None:
-            self._record.epoch = epoch
-
     def end(self) -> None:
         """End the epoch: no batch follows. May be called again."""
         self.is_over = True

@@ -60,13 +60,11 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     __slots__ = (
         "_checkpoint",
         "_closed_because",
-        "_dataset_epoch",
         "_draw_ns",
         "_end",
         "_is_closed",
         "_is_drawing",
         "_is_exhausted",
-        "_is_fresh",
         "_is_loading",
         "_is_stream",
         "_maker",
@@ -75,7 +73,6 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         "_record",
         "_seq",
         "_step",
-        "_takes_arrays",
         "_timer",
         "_transform",
         "_watch",
@@ -120,12 +117,9 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._is_drawing = self._is_loading = False
         self._draw_ns = 0
         self._plan, self._progress = plan, plan.progress
-        self._dataset_epoch = parts.dataset_epoch
         # The number of the newest index batch among those that this iterator has drawn.
         self._seq = -1
-        self._is_fresh = True
         self._is_stream = config.fetch.is_iterable
-        self._takes_arrays = config.fetch.takes_arrays
         self._watch = config.watch_failures(parts)
         self._step, self._transform = self._find_transform(config)
         self._timer = Timer()
@@ -149,7 +143,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._checkpoint = parts.checkpoints = self._maker.checkpoint
         self._record = LocalEpoch(plan.epoch, begin_ns)
         parts.statistics.begin(self._record, self)
-        self._begin_draws()
+        self._sampler_iter = plan.draw(self._sampler_iter, as_arrays=config.fetch.takes_arrays)
         self._record.begun()
 
     def _find_transform(self, config: LoaderConfig) -> tuple[str, Callable[[Any], Any]]:
@@ -164,17 +158,11 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             return "pin", _after(pin, transform)
         return "build", transform
 
-    def _begin_draws(self) -> None:
-        """Begin to draw the epoch's index batches."""
-        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=self._takes_arrays)
-
     # One batch -------------------------------------------------------------------------------
 
     def _next_data(self) -> Any:
         self._is_drawing = self._is_loading = False
         self._draw_ns = 0
-        if self._is_fresh:
-            self._leave_beginning()
         while not self._is_exhausted:
             self._check_open()
             self._is_drawing = True
@@ -227,16 +215,6 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         """Deliver no further batch of this epoch, since the loader continues from a state."""
         if not self._is_closed:
             self._close_since(REPLACED)
-
-    def _leave_beginning(self) -> None:
-        """Draw the epoch again if its number was set to another one since ``iter()``."""
-        self._is_fresh = False
-        if self._plan.leave_beginning(self._progress):
-            self._progress = self._plan.progress
-            self._record.rename(self._plan.epoch)
-            self._dataset_epoch.rename(self._dataset, self._plan.epoch)
-            self._sampler_iter = iter(self._index_sampler)
-            self._begin_draws()
 
     def _note_samples(self, left_out: object = None) -> None:
         """Note the samples of a batch that failed.

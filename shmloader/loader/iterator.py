@@ -113,7 +113,7 @@ class EngineIterator(CountingIterator):
             self._has_optional_thread = is_optional and self._adapter is None
             # The engine does not move again before this many batches of the epoch.
             self._stays_until = 0
-            self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False
+            self._is_exhausted = self._is_replaced = False
             self._iterate_again(loader)
             self._begin_draws()
             self._source.start(self._sampler_iter)
@@ -213,8 +213,11 @@ class EngineIterator(CountingIterator):
         super()._reset(loader.as_torch_sees_it, first_iter)
         self._begin_draws()
         self._progress = self._plan.progress
-        self._is_exhausted, self._is_fresh, self._is_replaced = False, True, False
-        self._restart()
+        self._is_exhausted = self._is_replaced = False
+        self._stays_until = 0
+        self._source.restart(self._sampler_iter)
+        if self._engine.beginnings is not None:
+            self._checkpoints = self._parts.checkpoints = self._engine.beginnings
         self._record.note_begun(self._source.draw_ns)
         return self
 
@@ -238,8 +241,8 @@ class EngineIterator(CountingIterator):
         )
 
     def _next_data(self) -> Any:
-        if self._is_fresh:
-            self._leave_beginning()
+        if self._is_replaced:
+            raise RuntimeError(REPLACED)
         if not self._is_exhausted:
             try:
                 if self._has_optional_thread:
@@ -294,31 +297,7 @@ class EngineIterator(CountingIterator):
 
     def replace(self) -> None:
         """Deliver no further batch of this epoch, since the loader continues from a state."""
-        self._is_fresh = self._is_replaced = not self._is_exhausted
-
-    def _leave_beginning(self) -> None:
-        """Draw the epoch again if its number was set to another one since ``iter()``.
-
-        Raises:
-            RuntimeError: If a state was loaded since.
-        """
-        if self._is_replaced:
-            raise RuntimeError(REPLACED)
-        self._is_fresh = False
-        if self._plan.leave_beginning(self._progress):
-            self._progress = self._plan.progress
-            self._record.epoch = self._plan.epoch
-            self._parts.dataset_epoch.rename(self._config.dataset, self._plan.epoch)
-            self._sampler_iter = iter(self._index_sampler)
-            self._begin_draws()
-            self._restart()
-
-    def _restart(self) -> None:
-        self._stays_until = 0
-        self._source.restart(self._sampler_iter)
-        begun = self._engine.beginnings
-        if begun is not None:
-            self._checkpoints = self._parts.checkpoints = begun
+        self._is_replaced = not self._is_exhausted
 
     def _transformed(self, batch: Any) -> Any:
         try:

@@ -266,8 +266,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         epoch is discarded.
 
         With a ``seed``, calling ``set_epoch`` of the sampler itself sets the number of the next
-        epoch as well, if the sampler has an attribute ``epoch`` with that number. Before the first
-        batch of the present epoch is asked for, that call sets the number of the present epoch.
+        epoch as well, if the sampler has an attribute ``epoch`` with that number.
 
         If the dataset has ``set_epoch``, that is called with the number when an epoch begins: in
         this process, before iterators or workers are made, and in workers that have the dataset

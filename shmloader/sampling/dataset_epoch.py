@@ -71,18 +71,9 @@ class DatasetEpoch:
         if not counting:
             return
         if self.is_named or not self._is_left_to_user(counting[0], epoch, has_workers=has_workers):
-            self._tell(dataset, epoch)
+            set_dataset_epoch(dataset, epoch)
+            self.told = epoch
         self._left = _mark_of(counting[0])
-
-    def rename(self, dataset: object, epoch: int | None) -> None:
-        """Tell the dataset another number for the epoch that has begun, if it was told one."""
-        if self.told is not None and epoch is not None:
-            self._tell(dataset, epoch)
-            self._left = _mark_of(_counting(dataset)[0])
-
-    def _tell(self, dataset: object, epoch: int) -> None:
-        set_dataset_epoch(dataset, epoch)
-        self.told = epoch
 
     def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
         """Whether the dataset is not told, since the user sets its epochs, or may have done so."""

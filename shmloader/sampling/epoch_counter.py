@@ -24,8 +24,6 @@ class EpochCounter:
         next: Number of the epoch that the next ``iter()`` begins.
         is_named: Whether ``set_epoch`` has set ``next`` since the newest epoch began.
         progress: How far the newest epoch has come.
-        is_renamed: Whether a sampler has changed the number of the newest epoch, and the iterator
-            does not know it yet.
         iterator: Function that returns the newest epoch's iterator, or None if it is gone.
 
     Args:
@@ -37,11 +35,6 @@ class EpochCounter:
         self.next = first
         self.is_named = False
         self.progress = Progress()
-        self.is_renamed = False
-        # Whether the newest epoch is new and no batch of it was asked for, and whether a sampler
-        # has set its number. In the latter case, an ``iter()`` before the first batch begins the
-        # same epoch again.
-        self._is_fresh = self._is_shared = False
         self.iterator: Callable[[], Any] = _no_iterator
         # Numbers of the epochs whose orders the loader's samplers yield while the loader draws from
         # a sampler that wraps them; None at any other time.
@@ -99,68 +92,23 @@ class EpochCounter:
         return self.of_samplers if self._passes is None else next(self._passes)
 
     def name(self, epoch: object) -> None:
-        """Set the number of the next epoch.
+        """Set the number of the next epoch, unless it is the loader that calls its own sampler.
 
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
-        self.next = whole_number(epoch, "epoch", minimum=0)
-        self.is_named, self._is_shared = True, False
+        if not self._is_telling:
+            self.next = whole_number(epoch, "epoch", minimum=0)
+            self.is_named = True
 
-    def name_by_sampler(self, epoch: object) -> None:
-        """Set the number of the next epoch, and of the newest if no batch of it was asked for.
-
-        With torch's samplers, ``set_epoch`` has an effect until the first batch is drawn. Lightning
-        calls it after ``iter()`` when it continues from a checkpoint at an epoch's end.
-
-        Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is negative.
-        """
-        if self._is_telling:
-            return
-        self.name(epoch)
-        if self._is_fresh and self.iterated is not None:
-            self.is_renamed |= self.next != self.newest
-            self.newest, self._is_shared = self.next, True
-
-    def is_fresh(self, progress: Progress) -> bool:
-        """Return whether this is the progress of the newest epoch, and no batch was asked for yet.
-
-        False for an epoch that began from a loaded state.
-        """
-        return self._is_fresh and progress is self.progress
-
-    def leave_beginning(self, progress: Progress) -> bool:
-        """Note that the first batch of an epoch is asked for.
-
-        Args:
-            progress: The progress of that epoch, which may not be the newest one.
-
-        Returns:
-            Whether the epoch's number was changed since it began.
-        """
-        if progress is not self.progress:
-            return False
-        is_renamed, self.is_renamed, self._is_fresh = self.is_renamed, False, False
-        if self._is_shared:
-            self.next, self.is_named, self._is_shared = self.next + 1, False, False
-        return is_renamed
-
-    def begin_again(self) -> None:
-        """Note that the newest epoch begins once more, with the number that it has now."""
-        self.progress = Progress()
-
-    def begin(self, epoch: int, progress: Progress, *, is_new: bool = True) -> None:
+    def begin(self, epoch: int, progress: Progress) -> None:
         """Note that an epoch begins. Its iterator is set when there is one.
 
         Args:
             epoch: Number of the epoch.
             progress: How far the epoch has come.
-            is_new: Whether the epoch does not begin from a loaded state.
         """
-        self.is_renamed, self._is_fresh, self._is_shared = False, is_new, False
         self.newest, self.next, self.is_named = epoch, epoch + 1, False
         self.progress, self.iterator = progress, _Beginning
 

@@ -157,7 +157,7 @@ class EpochPlan:
                 )
                 if "own" in origin:
                     state = {"begun": False, **(state or {}), "own": origin["own"]}
-        self.counter.begin(epoch, progress, is_new=resumed is None)
+        self.counter.begin(epoch, progress)
         self.newest = self.order
         self.order.begin(epoch, progress, state)
 
@@ -182,25 +182,6 @@ class EpochPlan:
                 yield
             finally:
                 self.is_elsewhere = False
-
-    def leave_beginning(self, progress: Progress) -> bool:
-        """Note that the first batch of an epoch is asked for.
-
-        Args:
-            progress: The progress of that epoch.
-
-        Returns:
-            Whether the epoch has another number now, and has to be drawn again.
-        """
-        counter, named = self.counter, self.newest.named_epoch()
-        if named is not None and counter.is_fresh(progress):
-            counter.name_by_sampler(named)  # set in the user's sampler since ``iter()``
-        if not counter.leave_beginning(progress):
-            return False
-        counter.begin_again()
-        assert counter.newest is not None
-        self.newest.begin(counter.newest, counter.progress)
-        return True
 
     def take_back(self, resumed: dict[str, Any] | None) -> None:
         """Undo a failed :meth:`begin`: the next epoch still continues from this state."""

@@ -117,6 +117,8 @@ class SeededOrder(Sampler[list[Any]]):
         # The epoch of the user's sampler when it was last set or read here, and the epoch that the
         # sampler may have reached if it counts by itself.
         self._known_epoch = self._counted_epoch = epoch_of(items)
+        # The epoch that other code had set in the sampler before the newest epoch was set there.
+        self._named: int | None = None
         self.carry_over = CarryOver() if carry_over is None else carry_over
         self._counter = counter
         self._progress = Progress()
@@ -213,6 +215,7 @@ class SeededOrder(Sampler[list[Any]]):
         self._state = self._begun_from = state
         self._begun_at = progress.position
         self._lasts.clear()
+        self._named = None
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def draw(
@@ -239,6 +242,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
         """Ignore an epoch that other code set in the sampler before: the loader's was set later."""
+        self._named = None
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
     def expect_epoch(self, epoch: int) -> None:
@@ -260,7 +264,7 @@ class SeededOrder(Sampler[list[Any]]):
         count as set by other code.
         """
         now = epoch_of(self._items)
-        return None if now in (None, self._known_epoch, self._counted_epoch) else now
+        return self._named if now in (None, self._known_epoch, self._counted_epoch) else now
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common.
@@ -442,6 +446,7 @@ class SeededOrder(Sampler[list[Any]]):
         Called when the first item of the epoch is drawn.
         """
         assert self._items is not None
+        self._named = self.named_epoch()  # set since iter(), for the next epoch
         checkpoint, begun_from = self.checkpoint(), self._begun_from
         if self._state is not None:
             checkpoint.restore_generators(self._state)

@@ -45,16 +45,13 @@ class SeededSampler(Sampler[int]):
         return self.epochs.of_samplers
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that is iterated next, here and by the loader.
-
-        If the loader's newest epoch has begun and no batch of it was asked for yet, that epoch gets
-        this number, too.
+        """Set the epoch that is iterated next, here and by the next ``iter()`` of the loader.
 
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
-        self.epochs.name_by_sampler(epoch)
+        self.epochs.name(epoch)
 
 
 class SeededRandomSampler(SeededSampler, RandomSampler):

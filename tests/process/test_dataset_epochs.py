@@ -85,15 +85,6 @@ def test_an_executors_processes_are_told() -> None:
                 assert epochs_in(loader) == {7}
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, WORKERS[2]], ids=str)
-def test_an_epoch_that_a_sampler_renames_after_iter_is_renamed_for_the_dataset(workers) -> None:
-    with DataLoader(Samples(), 2, shuffle=True, seed=0, **workers) as loader:
-        for number in (4, 9):
-            batches = iter(loader)
-            loader.sampler.set_epoch(number)
-            assert epochs_in(batches) == {number}
-
-
 def test_a_sharded_loaders_dataset_is_told() -> None:
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "seed": 0}
     with ShardedDataLoader(Samples(), batch_size=2, **options) as loader:
