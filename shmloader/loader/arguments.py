@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import NOT_TAIL, LastBatch
+from shmloader.sampling.steps import LastBatch
 
 #: Whether each rank has its own workers, or all ranks of a host share workers.
 WorkerScope = Literal["rank", "host"]
@@ -60,24 +60,11 @@ LEND_LIMIT = LOOP_HOLDS + 2
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
-# Other names that users may give for values of ``last_batch``; the error suggests the right one.
-_LAST_BATCHES = {
-    "drop": "discard",
-    "drop_last": "discard",
-    "uneven": "keep",
-    "roll_over": "rollover",
-}
-
-#: The end of the message about ``transform=``.
-NOT_TRANSFORM = (
-    "device_transform= is called with each batch on the device; transform samples in the dataset"
+#: The names that :func:`refuse_to_set` refuses: ``epoch``, and arguments that only the constructor
+#: reads, in addition to those that torch refuses to set later.
+NOT_SETTABLE = frozenset(
+    {"epoch", "last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size"}
 )
-
-# Arguments that only the constructor reads, in addition to those that torch refuses to set later.
-_FIXED = ("last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size")
-
-#: The names that :func:`check_settable` refuses.
-NOT_SETTABLE = frozenset({*_FIXED, "transform", "tail", "epoch"})
 
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
@@ -107,21 +94,16 @@ def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
 
 
-def check_settable(kind: type, name: str) -> None:
-    """Check that setting an attribute of a finished loader has an effect.
+def refuse_to_set(kind: type, name: str) -> NoReturn:
+    """Raise for setting an attribute of a finished loader that has no effect.
 
     Raises:
-        AttributeError: If it is an argument's old name, or ``epoch``.
-        ValueError: If only the constructor reads it. The text is torch's.
+        AttributeError: If it is ``epoch``.
+        ValueError: If it is another one. The text is torch's.
     """
-    if name == "transform":
-        raise AttributeError(f"transform is not an argument: {NOT_TRANSFORM}")
-    if name == "tail":
-        raise AttributeError(f"tail is not an argument: {NOT_TAIL}")
     if name == "epoch":
         raise AttributeError("epoch cannot be set: set_epoch() sets the number of the next epoch")
-    if name in _FIXED:
-        raise ValueError(f"{name} attribute should not be set after {kind.__name__} is initialized")
+    raise ValueError(f"{name} attribute should not be set after {kind.__name__} is initialized")
 
 
 # Before torch's constructor ------------------------------------------------------------------
@@ -307,11 +289,7 @@ def check_last_batch(
         return
     got = f"but got last_batch={last_batch!r}"
     if last_batch not in get_args(LastBatch):
-        hint = _LAST_BATCHES.get(last_batch) if isinstance(last_batch, str) else None
-        meant = "" if hint is None else f"; did you mean {hint!r}?"
-        raise ValueError(
-            f"last_batch should be 'keep', 'discard', 'rollover' or 'pad', {got}{meant}"
-        )
+        raise ValueError(f"last_batch should be 'keep', 'discard', 'rollover' or 'pad', {got}")
     if drop_last and last_batch != "discard":
         raise ValueError(
             "last_batch is mutually exclusive with drop_last, which is torch's word for 'discard', "

@@ -30,7 +30,6 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
     NOT_SETTABLE,
-    NOT_TRANSFORM,
     SnapshotInterval,
     check_arguments,
     check_auto,
@@ -41,13 +40,13 @@ from shmloader.loader.arguments import (
     check_not_async,
     check_on_error,
     check_seed,
-    check_settable,
     check_thread_pool,
     check_torchs_arguments,
     is_data_pipe,
     is_map_style,
     parse_max_failures,
     parse_size,
+    refuse_to_set,
     warn_of_empty_epochs,
     warn_of_random_numbers,
 )
@@ -61,7 +60,6 @@ from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
-from shmloader.sampling.checks import refuse_old_names
 from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.rollover import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
@@ -280,7 +278,6 @@ class DataLoader(MeasuredLoader[_T_co]):
     executor: concurrent.futures.Executor | None
     _sample_seed: int | None = None
 
-    @refuse_old_names(transform=NOT_TRANSFORM)
     def __init__(  # noqa: PLR0917 - torch's signature
         self,
         dataset: Dataset[_T_co],
@@ -424,7 +421,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 have its own attributes of these names.)
         """
         if name in NOT_SETTABLE and self._is_ours and self._is_made:
-            check_settable(type(self), name)
+            refuse_to_set(type(self), name)
         torch.utils.data.DataLoader.__setattr__(self, name, value)
 
     def __repr__(self) -> str:

@@ -17,7 +17,6 @@ from shmloader.batch.failures import OnError
 from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
-    NOT_TRANSFORM,
     SnapshotInterval,
     WorkerScope,
     check_dataset,
@@ -30,7 +29,7 @@ from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.description import describe_loader
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
-from shmloader.sampling.checks import refuse_old_names, whole_number
+from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
@@ -38,7 +37,7 @@ from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_repeats
-from shmloader.sampling.steps import NOT_TAIL, Cut, LastBatch
+from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -180,7 +179,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
     _sample_seed: int
     _may_shard = True
 
-    @refuse_old_names(transform=NOT_TRANSFORM, tail=NOT_TAIL)
     def __init__(
         self,
         dataset: Indexable[_T_co],

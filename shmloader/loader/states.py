@@ -10,7 +10,7 @@ from shmloader.batch.fingerprint import fingerprint
 from shmloader.batch.unpicklable import find_unpicklable
 from shmloader.interruptions import is_interruption
 
-#: Version of the format. Version 1, which had no checksum, can be read as well.
+#: Version of the format, the only one that is read.
 VERSION = 2
 
 _shortener = reprlib.Repr()
@@ -32,9 +32,6 @@ _SEQUENTIAL = ("in order", "SequentialSampler", "BatchSampler(SequentialSampler)
 
 #: The argument that decides the size of the batches that a state counts.
 BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
-
-# Earlier names of the values of ``last_batch`` in states.
-_LAST_BATCHES = {"drop": "discard"}
 
 _OTHERS = {"epoch", "position", "origin", "persistent"}
 
@@ -115,22 +112,17 @@ def check_state(
             f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
         )
     version = state.get("version")
+    if version not in (None, VERSION):
+        raise ValueError(
+            f"the state has version {_short(version)}, and this release of shmloader reads version "
+            f"{VERSION}. Install the release that has saved it, or begin the epoch anew."
+        )
     if version is None or not _OTHERS.union(_FACTS) <= state.keys():
         raise ValueError(
             "the state was not saved by a loader of shmloader: pass what state_dict() of such a "
             f"loader returned. The keys of this one: {', '.join(map(repr, state)) or 'none'}"
         )
-    if version not in (1, VERSION):
-        raise ValueError(
-            f"the state has version {_short(version)}, and this release of shmloader reads "
-            f"versions up to {VERSION}: install the release that has saved it, or a newer one"
-        )
-    if version == 1 and "streams" in state:
-        raise ValueError(
-            "the state of an iterable dataset has version 1, which did not save what its workers "
-            "were seeded from, so samples would be lost: begin the epoch anew"
-        )
-    if version != 1 and not is_whole(state):
+    if not is_whole(state):
         raise ValueError(
             "the state is damaged, or was changed after state_dict() had returned it: its checksum "
             f"is wrong: {reprlib.repr(state)}"
@@ -152,8 +144,6 @@ def check_facts(
         batches: The loader's argument that decides the size of its batches.
     """
     found = {key: state[key] for key in facts}
-    if isinstance(found["tail"], str):
-        found["tail"] = _LAST_BATCHES.get(found["tail"], found["tail"])
     differing = [key for key in facts if found[key] != facts[key]]
     if len(differing) > 1 and _is_like(found["sampler"], facts["sampler"]):
         differing = [key for key in differing if key != "sampler"]  # the others decide that

@@ -1,18 +1,11 @@
 """Checks of arguments. Errors contain the argument's name and its value."""
 
-import difflib
-import functools
-import inspect
 import reprlib
-from collections.abc import Callable
 from numbers import Integral
-from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-_Arguments = ParamSpec("_Arguments")
 
 
 def whole_number(value: object, name: str, *, minimum: int, below: int | None = None) -> int:
@@ -94,36 +87,3 @@ def _no_numbers(values: object, name: str) -> TypeError:
     return TypeError(
         f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
     )
-
-
-def refuse_old_names(
-    **remedies: str,
-) -> Callable[[Callable[_Arguments, None]], Callable[_Arguments, None]]:
-    """Return a decorator for a constructor that refuses old argument names and says the new ones.
-
-    The old names are not in the signature, so editors and type checkers do not offer them. For a
-    misspelled name, the error has the wording of Python 3.13 and later, which suggests the argument
-    with the most similar name.
-
-    Args:
-        remedies: For each old name, the end of the error message.
-    """
-
-    def decorate(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-        known = frozenset(inspect.signature(init).parameters)
-
-        @functools.wraps(init)
-        def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
-            for name in options.keys() - known:
-                if name in remedies:
-                    raise TypeError(f"{name} is not an argument: {remedies[name]}")
-                if similar := difflib.get_close_matches(name, sorted(known), 1):
-                    raise TypeError(
-                        f"{init.__qualname__}() got an unexpected keyword argument {name!r}. "
-                        f"Did you mean {similar[0]!r}?"
-                    )
-            init(*args, **options)
-
-        return checked
-
-    return decorate

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from shmloader.probing import probe
-from shmloader.sampling.checks import refuse_old_names, whole_number
+from shmloader.sampling.checks import whole_number
 from shmloader.sampling.epochs import EpochSampler
 from shmloader.sampling.ranks import divides_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
-from shmloader.sampling.steps import NOT_TAIL, Cut, DrawnSteps, step_count
+from shmloader.sampling.steps import Cut, DrawnSteps, step_count
 from shmloader.sampling.user_iterators import iterate
 
 
@@ -53,7 +53,6 @@ class ShardedSampler(EpochSampler[Any]):
             ``last_batch`` has another value, or ``sampler`` yields only one rank's share already.
     """
 
-    @refuse_old_names(tail=NOT_TAIL)
     def __init__(
         self,
         sampler: Iterable[Any],

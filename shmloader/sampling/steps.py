@@ -26,9 +26,6 @@ from shmloader.sampling.user_iterators import only_next
 #: up from the epoch's start.
 LastBatch = Literal["keep", "discard", "rollover", "pad"]
 
-#: The end of the message about ``tail=``, the earlier name of ``last_batch=``.
-NOT_TAIL = "last_batch= takes 'pad', 'discard' (was 'drop') or 'keep' (was 'uneven')"
-
 # Positions of an order that are computed at a time: a few take as long as some thousand.
 _BLOCK = 8192
 

@@ -286,13 +286,6 @@ def test_one_wrong_bit_in_a_datasets_own_state_is_found():
         make(Where()).load_state_dict(state)
 
 
-def test_a_stream_of_version_1_is_refused():
-    _, state = take(make(Numbers()), 2)
-    state["version"] = 1
-    with pytest.raises(ValueError, match="has version 1, which did not save"):
-        make(Numbers()).load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     "wrong", [{"begun": False}, {"begun": True, "base_seed": 3}, {"begun": None}]
 )

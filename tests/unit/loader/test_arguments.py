@@ -1,6 +1,5 @@
 """Arguments that torch's loader does not have: sizes as users write them, bad samples, threads."""
 
-import inspect
 import mmap
 import operator
 import re
@@ -208,31 +207,6 @@ def test_whether_workers_are_threads_is_a_bool(value):
     with pytest.raises(TypeError) as caught:
         check_thread_pool(loader(value))
     assert str(caught.value) == text
-
-
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-def test_an_old_name_raises_and_says_the_new_one(kind) -> None:
-    with pytest.raises(TypeError, match="transform is not an argument: device_transform= is"):
-        kind(range(4), transform=None)
-    assert "transform" not in inspect.signature(kind).parameters
-
-
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("batchsize", " Did you mean 'batch_size'?"),
-        ("n_workers", " Did you mean 'num_workers'?"),
-        ("drop_lsat", " Did you mean 'drop_last'?"),
-        ("samples_timeout", " Did you mean 'sample_timeout'?"),
-        ("xyz", ""),
-    ],
-)
-def test_a_misspelled_argument_is_told_its_name(kind, name, hint) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument") as raised:
-        kind(range(4), **{name: 1})
-    text = f"{kind.__name__}.__init__() got an unexpected keyword argument '{name}'"
-    assert str(raised.value) == (f"{text}.{hint}" if hint else text)
 
 
 @pytest.mark.parametrize(

@@ -241,8 +241,6 @@ def test_a_batch_sampler_that_does_otherwise_is_warned_of(last_batch, drop_last)
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        ("transform", AttributeError, "^transform is not an argument: device_transform="),
-        ("tail", AttributeError, "^tail is not an argument: last_batch="),
         ("epoch", AttributeError, r"set_epoch\(\)"),
         ("failures", AttributeError, "failures|setter"),
         ("seed", ValueError, "^seed attribute should not be set after .* is initialized"),
@@ -262,8 +260,8 @@ def test_a_subclass_may_have_attributes_of_these_names() -> None:
     class Own(DataLoader):
         def __init__(self, *args, **options) -> None:
             super().__init__(*args, **options)
-            self.transform, self.seed, self.epoch, self.tail = "transform", 5, 7, 9
+            self.rank, self.seed, self.epoch = "rank", 5, 7
 
     loader = Own(torch.arange(LENGTH), 4)
-    assert (loader.transform, loader.seed, loader.epoch, loader.tail) == ("transform", 5, 7, 9)
+    assert (loader.rank, loader.seed, loader.epoch) == ("rank", 5, 7)
     assert len(read(loader)) == 6

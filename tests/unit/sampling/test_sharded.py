@@ -152,11 +152,6 @@ def test_a_part_of_a_rank_is_not_cut_again(sampler) -> None:
         ShardedSampler(sampler, rank=0, world_size=2)
 
 
-def test_the_old_name_of_last_batch_raises_and_says_the_new_one() -> None:
-    with pytest.raises(TypeError, match=r"last_batch= takes .*'keep' \(was 'uneven'\)"):
-        ShardedSampler(range(4), rank=0, world_size=2, tail="uneven")
-
-
 @pytest.mark.parametrize("sampler", [3, None])
 def test_what_yields_no_indices_is_refused(sampler):
     with pytest.raises(TypeError, match="sampler should yield") as raised:
