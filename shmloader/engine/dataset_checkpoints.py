@@ -115,7 +115,7 @@ class DatasetCheckpoints:
             "num_workers": self._worker_count,
             "next_worker": self.next_worker,
             "base_seed": self.base_seed,
-            "streams": [
+            "checkpoints": [
                 dump_checkpoint(checkpoint, begun if snapshot is None else read(snapshot))
                 for checkpoint, snapshot in zip(self.checkpoints, snapshots, strict=True)
             ],
@@ -133,14 +133,14 @@ class DatasetCheckpoints:
             ValueError: If the state was saved with another number of workers, or is damaged.
             Exception: What pickling the user's state raises.
         """
-        if not isinstance(state, dict) or not isinstance(state.get("streams"), list):
+        if not isinstance(state, dict) or not isinstance(state.get("checkpoints"), list):
             raise ValueError(
                 "the state is damaged: what it contains of the workers' datasets is "
                 f"{_short(state)}"
             )
-        saved_count, streams = state.get("num_workers"), state["streams"]
+        saved_count, saved = state.get("num_workers"), state["checkpoints"]
         if type(saved_count) is int and saved_count != worker_count:
-            has_states = any("snapshot" in stream for stream in streams if isinstance(stream, dict))
+            has_states = any("snapshot" in each for each in saved if isinstance(each, dict))
             why = (
                 "The state has that of each worker's dataset"
                 if has_states
@@ -154,18 +154,18 @@ class DatasetCheckpoints:
         next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
         if (
             saved_count != worker_count
-            or len(streams) != max(1, worker_count)
+            or len(saved) != max(1, worker_count)
             or type(next_worker) is not int
-            or next_worker not in range(len(streams))
+            or next_worker not in range(len(saved))
             or not (_is_count(base_seed) if worker_count else base_seed is None)
         ):
             raise ValueError(
-                f"the state is damaged: it has {len(streams)} streams of datasets, the next "
+                f"the state is damaged: it has {len(saved)} checkpoints of datasets, the next "
                 f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
                 f"num_workers={_short(saved_count)}"
             )
         return DatasetCheckpoints(
-            map(_load_checkpoint, streams), next_worker, base_seed, worker_count
+            map(_load_checkpoint, saved), next_worker, base_seed, worker_count
         )
 
 

@@ -206,5 +206,5 @@ def _dumped(checkpoint: DatasetCheckpoint, saved: Saved | Unsaved | None) -> dic
         "num_workers": 0,
         "next_worker": 0,
         "base_seed": None,
-        "streams": [dump_checkpoint(checkpoint, saved)],
+        "checkpoints": [dump_checkpoint(checkpoint, saved)],
     }

@@ -353,8 +353,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
-        if self._saves_dataset and "streams" in state:
-            resumed = DatasetCheckpoints.load(state["streams"], self.num_workers)
+        if self._saves_dataset and "datasets" in state:
+            resumed = DatasetCheckpoints.load(state["datasets"], self.num_workers)
             self._parts.resumed_checkpoints = resumed
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
             if again and isinstance(self.dataset, IterableDataset):
@@ -445,14 +445,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         is_mid = plan.epoch is not None and not plan.progress.is_ended
         if checkpoints is not None and is_mid:
             if isinstance(checkpoints, DatasetCheckpoints):
-                state["streams"] = checkpoints.dump(self._save_dataset)
+                state["datasets"] = checkpoints.dump(self._save_dataset)
             else:
-                state["streams"] = checkpoints.dump()
+                state["datasets"] = checkpoints.dump()
             if is_iterable:
-                state["position"] = sum(stream["given"] for stream in state["streams"]["streams"])
+                state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
         elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
             following = checkpoints.next_epoch(is_iterable=is_iterable)
-            state["streams"] = following.dump(self._save_dataset)
+            state["datasets"] = following.dump(self._save_dataset)
         elif not is_mid and self._saves_own_state:
             saved = self._save_dataset()
             if isinstance(saved, Unsaved):
@@ -514,14 +514,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""
-        if "streams" in loaded or "dataset" in loaded:
-            if not (self._saves_dataset if "streams" in loaded else self._saves_own_state):
+        if "datasets" in loaded or "dataset" in loaded:
+            if not (self._saves_dataset if "datasets" in loaded else self._saves_own_state):
                 raise ValueError(
                     "the state does not fit this loader: the state contains the states of the "
                     f"dataset, which this loader cannot load: {self._describe_unsaved()}"
                 )
-            if "streams" in loaded:
-                DatasetCheckpoints.load(loaded["streams"], self.num_workers)  # or it raises
+            if "datasets" in loaded:
+                DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
         elif self._saves_dataset and loaded["position"]:
             what = "position" if isinstance(self.dataset, IterableDataset) else "state"
             raise ValueError(

@@ -11,7 +11,7 @@ from shmloader.batch.unpicklable import find_unpicklable
 from shmloader.interruptions import is_interruption
 
 #: Version of the format, the only one that is read.
-VERSION = 2
+VERSION = 3
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200
@@ -24,7 +24,7 @@ _MOST_AHEAD = 100_000_000
 _LARGEST = 1 << 53
 
 # Keys whose values a state and the loader that takes it must have in common.
-_FACTS = ("length", "global_batch", "sampler", "tail", "seed")
+_FACTS = ("length", "global_batch", "order", "last_batch", "seed")
 
 # Orders by which a loader yields samples if it has no sampler of the user's.
 _SHUFFLED = ("shuffled", "RandomSampler", "BatchSampler(RandomSampler)")
@@ -33,7 +33,7 @@ _SEQUENTIAL = ("in order", "SequentialSampler", "BatchSampler(SequentialSampler)
 #: The argument that decides the size of the batches that a state counts.
 BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
 
-_OTHERS = {"epoch", "position", "origin", "persistent"}
+_OTHERS = {"epoch", "position", "sampler", "persistent"}
 
 
 def check_savable(state: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def check_savable(state: dict[str, Any]) -> None:
     Raises:
         RuntimeError: If the state of a sampler could not be taken, or a part cannot be pickled.
     """
-    unsaved = state["origin"].get("unsaved")
+    unsaved = state["sampler"].get("unsaved")
     if unsaved is not None:
         raise RuntimeError(unsaved.text)
     try:
@@ -145,8 +145,8 @@ def check_facts(
     """
     found = {key: state[key] for key in facts}
     differing = [key for key in facts if found[key] != facts[key]]
-    if len(differing) > 1 and _is_like(found["sampler"], facts["sampler"]):
-        differing = [key for key in differing if key != "sampler"]  # the others decide that
+    if len(differing) > 1 and _is_like(found["order"], facts["order"]):
+        differing = [key for key in differing if key != "order"]  # the others decide that
     wrong = [_describe(key, found[key], facts[key], batches) for key in differing]
     if wrong:
         raise ValueError("\n- ".join(["the state does not fit this loader:", *wrong]))
@@ -157,8 +157,8 @@ def _describe(key: str, saved: object, own: object, batches: BatchArgument) -> s
     name, remedy = {
         "length": _of_length,
         "global_batch": _of_batches,
-        "sampler": _of_order,
-        "tail": _of_last_batch,
+        "order": _of_order,
+        "last_batch": _of_last_batch,
         "seed": _of_seed,
     }[key](saved, batches)
     return f"{name}: {_short(saved)} in the state, {_short(own)} in this loader. {remedy}"
@@ -219,7 +219,7 @@ def is_whole(state: dict[str, Any]) -> bool:
 
 
 def _is_sound(state: dict[str, Any]) -> bool:
-    origin = state["origin"]
+    sampler = state["sampler"]
     return (
         all(map(_is_number, (state["epoch"], state["position"])))
         and isinstance(state.get("ahead", []), list)
@@ -227,11 +227,14 @@ def _is_sound(state: dict[str, Any]) -> bool:
         and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
         and isinstance(state["persistent"], bool)
         and ("rank" not in state or _is_rank(state["rank"]))
-        and isinstance(origin, dict)
-        and isinstance(origin.get("begun"), bool)
-        and type(origin.get("seed", 0)) is int
-        and all(isinstance(origin.get(name, []), list) for name in ("generators", "epochs", "rest"))
-        and isinstance(origin.get("base_seed", origin["begun"] or None), bool)
+        and isinstance(sampler, dict)
+        and isinstance(sampler.get("is_begun"), bool)
+        and type(sampler.get("seed", 0)) is int
+        and all(
+            isinstance(sampler.get(name, []), list)
+            for name in ("generators", "epochs", "carry_over")
+        )
+        and isinstance(sampler.get("base_seed", sampler["is_begun"] or None), bool)
     )
 
 

@@ -137,7 +137,7 @@ class EpochPlan:
         # The user may have called set_epoch() of a sampler that the loader made.
         self.drop_state_of_another()
         following, resumed, self.resumed = self._following_epoch, self.resumed, None
-        self.is_continued = resumed is not None and not resumed["origin"].get("base_seed")
+        self.is_continued = resumed is not None and not resumed["sampler"].get("base_seed")
         if resumed is None:
             epoch, progress = following, Progress()
             before = self._was_persistent
@@ -146,17 +146,19 @@ class EpochPlan:
             epoch = resumed["epoch"]
             progress = self.order.load_progress(resumed)
             self._was_persistent = resumed["persistent"]
-            origin = resumed["origin"]
-            if origin["begun"]:
-                state = origin
+            sampler = resumed["sampler"]
+            if sampler["is_begun"]:
+                state = sampler
                 with self.counter.telling():
-                    self.checkpoint.restore_epochs(origin)
+                    self.checkpoint.restore_epochs(sampler)
             else:  # the generators were set when the state was loaded
                 state = self._match_base_seed(
-                    draws_seed, drawn=origin["base_seed"], draws_globally="streams" in origin
+                    draws_seed,
+                    drawn=sampler["base_seed"],
+                    draws_globally="global_generators" in sampler,
                 )
-                if "own" in origin:
-                    state = {"begun": False, **(state or {}), "own": origin["own"]}
+                if "state" in sampler:
+                    state = {"is_begun": False, **(state or {}), "state": sampler["state"]}
         self.counter.begin(epoch, progress)
         self.newest = self.order
         self.order.begin(epoch, progress, state)
@@ -171,8 +173,8 @@ class EpochPlan:
         Args:
             leaves: Names of the generators that keep the states which the block leaves them in.
         """
-        saved = None if self.resumed is None else self.resumed["origin"].get("streams")
-        is_begun = self.resumed is not None and self.resumed["origin"]["begun"]
+        saved = None if self.resumed is None else self.resumed["sampler"].get("global_generators")
+        is_begun = self.resumed is not None and self.resumed["sampler"]["is_begun"]
         if saved is None or is_begun or saved == global_rng_state(saved):
             yield
             return
@@ -247,18 +249,18 @@ class EpochPlan:
         progress = self.progress
         if self.epoch is None or progress.is_ended:
             self.commit()
-            origin = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
+            sampler = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
             return {
                 **self.order.facts(),
                 "epoch": self.counter.next,
                 "position": 0,
-                "origin": origin,
+                "sampler": sampler,
             }
         return {
             **self.newest.facts(),
             "epoch": self.epoch,
             **self.newest.dump_progress(in_order=in_order),
-            "origin": self.newest.dump(self.generator),
+            "sampler": self.newest.dump(self.generator),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -267,9 +269,8 @@ class EpochPlan:
         Raises:
             ValueError: If the state does not fit the order.
         """
-        origin = state["origin"]
         self.order.check_progress(state)
         with self.counter.telling():
-            self.checkpoint.restore(origin)
+            self.checkpoint.restore(state["sampler"])
         self.resumed = state
         self.counter.next = state["epoch"]

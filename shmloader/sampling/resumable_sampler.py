@@ -113,9 +113,9 @@ class ResumableSampler(Iterator[Any]):
             number, own = next(
                 each for each in reversed(self._own_states) if self._is_past(each[0])
             )
-            state = {key: value for key, value in state.items() if key not in ("own", "unsaved")}
-            state.update(own_entry(own), own_at=number)
-        state["last"] = self._checksum_of_last()
+            state = {key: value for key, value in state.items() if key not in ("state", "unsaved")}
+            state.update(own_entry(own), state_at=number)
+        state["last_checksum"] = self._checksum_of_last()
         return state
 
     # -------------------------------------------------------------------------------------
@@ -147,17 +147,17 @@ class ResumableSampler(Iterator[Any]):
         )
         if has_begun(self._iterator):
             dumped = self._checkpoint.dump(is_begun=False)
-            self._state = {**dumped, "begun": True, **BEGUN_ELSEWHERE}
+            self._state = {**dumped, "is_begun": True, **BEGUN_ELSEWHERE}
             return self._drawing
-        if state is None or not state["begun"]:
+        if state is None or not state["is_begun"]:
             self._checkpoint.restore_generators(state or {})
             self._state = self._checkpoint.dump(is_begun=True, draws_seed=not self._has_drawn())
             if self._stateful is not None:
                 self._take_own_state()
-            if state is not None and "own" in state:
+            if state is not None and "state" in state:
                 self._drawing = restart_if_exhausted(self._drawing, self._iterate)
             return self._checkpoint.begin(self._state, self._drawing)
-        self._last_checksum = state.get("last")
+        self._last_checksum = state.get("last_checksum")
         with self._checkpoint.drawing(state):
             items = self._continue(state)
             first = list(islice(items, 1))
@@ -202,10 +202,10 @@ class ResumableSampler(Iterator[Any]):
     def _continue(self, state: dict[str, Any]) -> Iterator[Any]:
         """Return an iterator of the batches from the position on, fast-forwarding if need be."""
         position, at = self._progress.position, 0
-        if self._stateful is not None and "own" in state:
-            at = state["own_at"]
-            self._own_states.append((at, state["own"]))
-            self._stateful.load_state_dict(copy.deepcopy(state["own"]))
+        if self._stateful is not None and "state" in state:
+            at = state["state_at"]
+            self._own_states.append((at, state["state"]))
+            self._stateful.load_state_dict(copy.deepcopy(state["state"]))
             if self._stateful is self._checkpoint.stateful:
                 self._drawing = self._iterate()  # the current iterator began before the load
             if not at:

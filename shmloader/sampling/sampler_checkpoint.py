@@ -233,7 +233,7 @@ class SamplerCheckpoint:
             draws_seed: Whether the seed of torch's RandomSampler is drawn when an epoch begins. It
                 was drawn already if the sampler's iterator was used before.
         """
-        state: dict[str, Any] = {"begun": is_begun}
+        state: dict[str, Any] = {"is_begun": is_begun}
         if self._generators:
             state["generators"] = [dump_generator(generator) for generator in self._generators]
         if self._loaders_generator is not None:
@@ -242,13 +242,13 @@ class SamplerCheckpoint:
         if any(isinstance(epoch, int) for epoch in epochs):
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carry_over is not None:
-            state["rest"] = list(self._carry_over.samples)
+            state["carry_over"] = list(self._carry_over.samples)
         if self.stateful is not None:
             state.update(own_entry(take_own_state(self.stateful)))
         if is_begun and draws_seed and self._seeding:
             state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
         if is_begun and self.global_generators:
-            state["streams"] = global_rng_state(self.global_generators)
+            state["global_generators"] = global_rng_state(self.global_generators)
         return state
 
     def begin(self, state: dict[str, Any], drawing: Iterator[Any]) -> Iterator[Any]:
@@ -293,14 +293,14 @@ class SamplerCheckpoint:
         self.restore_generators(state)
         self.restore_epochs(state)
         if self._carry_over is not None:
-            self._carry_over.replace(state.get("rest", ()))
-        if not state["begun"]:
+            self._carry_over.replace(state.get("carry_over", ()))
+        if not state["is_begun"]:
             self.restore_own(state)
 
     def restore_own(self, state: dict[str, Any]) -> None:
         """Load the sampler's own state, if it has one."""
-        if self.stateful is not None and "own" in state:
-            self.stateful.load_state_dict(copy.deepcopy(state["own"]))
+        if self.stateful is not None and "state" in state:
+            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
 
     def restore_generators(self, state: dict[str, Any]) -> None:
         """Set the generators of the samplers and of the loader."""
@@ -326,8 +326,8 @@ class SamplerCheckpoint:
             if "seed" in state and self._seeding:
                 stack.callback(_unseed, self._seeding)
                 _seed(self._seeding, state["seed"])
-            if "streams" in state:
-                stack.enter_context(with_global_rng_state(state["streams"]))
+            if "global_generators" in state:
+                stack.enter_context(with_global_rng_state(state["global_generators"]))
             yield
 
 
@@ -364,4 +364,4 @@ BEGUN_ELSEWHERE = {
 
 def own_entry(own: object) -> dict[str, object]:
     """Return the entry of a checkpoint for a sampler's own state, or for an ``Unsaved``."""
-    return {"unsaved" if isinstance(own, Unsaved) else "own": own}
+    return {"unsaved" if isinstance(own, Unsaved) else "state": own}

@@ -125,7 +125,7 @@ class SamplerOrder:
     def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
         """Return the checkpoint of the newest epoch, as plain values."""
         if self._drawn is None:
-            return {**self.checkpoint(generator).dump(is_begun=False), "begun": True}
+            return {**self.checkpoint(generator).dump(is_begun=False), "is_begun": True}
         return self._drawn.dump()
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class SamplerOrder:
         if not names and (generator is None or checkpoint.draws_seed):
             names = ("torch",)
         if self._seed is None and names:
-            state["streams"] = global_rng_state(names)
+            state["global_generators"] = global_rng_state(names)
         return state
 
     def commit(self, position: int) -> None:
@@ -165,8 +165,8 @@ class SamplerOrder:
             last_batch = "discard"
         return {
             "global_batch": size_of_batches(sampler),
-            "sampler": None if self._is_iterable else describe(sampler),
-            "tail": last_batch,
+            "order": None if self._is_iterable else describe(sampler),
+            "last_batch": last_batch,
             "seed": self._seed,
         }
 

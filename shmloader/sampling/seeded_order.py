@@ -283,8 +283,8 @@ class SeededOrder(Sampler[list[Any]]):
                 batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
-            "sampler": kind,
-            "tail": self._last_batch,
+            "order": kind,
+            "last_batch": self._last_batch,
             "seed": self._seed,
         }
 
@@ -306,7 +306,7 @@ class SeededOrder(Sampler[list[Any]]):
         if self._items is not None:
             return  # checked when the user's sampler is drawn
         # The number of steps of the rank with the most, since the state may be another rank's.
-        carried = state["origin"].get("rest", ())
+        carried = state["sampler"].get("carry_over", ())
         most = -(-(self._item_count() + len(carried)) // cut.global_count)
         if state["position"] > most:
             raise too_few(state["position"], most, "order")
@@ -351,9 +351,9 @@ class SeededOrder(Sampler[list[Any]]):
         generator: torch.Generator | None = None,  # noqa: ARG002 - the seed decides
     ) -> dict[str, Any]:
         """Return the checkpoint of the newest epoch, as plain values."""
-        if self._state is None or not self._state["begun"]:
-            self._state = {**self.checkpoint().dump(is_begun=False), "begun": True}
-        return {**self._state, "last": self._checksum_of_last()}
+        if self._state is None or not self._state["is_begun"]:
+            self._state = {**self.checkpoint().dump(is_begun=False), "is_begun": True}
+        return {**self._state, "last_checksum": self._checksum_of_last()}
 
     def _checksum_of_last(self) -> int | None:
         """Return a checksum of the last item before the position, for any rank, if it is known."""
@@ -364,7 +364,7 @@ class SeededOrder(Sampler[list[Any]]):
             if number == position:
                 return checksum(item)
         begun_from = self._begun_from if position == self._begun_at else None
-        return None if begun_from is None else begun_from.get("last")
+        return None if begun_from is None else begun_from.get("last_checksum")
 
     def dump_next(
         self,
@@ -433,7 +433,7 @@ class SeededOrder(Sampler[list[Any]]):
                 offset=self._progress.offset,
                 check_passed=functools.partial(
                     check_same,
-                    expected=(self._begun_from or {}).get("last"),
+                    expected=(self._begun_from or {}).get("last_checksum"),
                     number=start - 1,
                     kind=describe(self._items),
                 ),
@@ -463,7 +463,7 @@ class SeededOrder(Sampler[list[Any]]):
         items = iterate(self._items)
         if self._counter is not None:
             items = self._counter.count_passes(items)
-        if begun_from is None or "own" not in begun_from:
+        if begun_from is None or "state" not in begun_from:
             return items
         return restart_if_exhausted(items, functools.partial(iterate, self._items))
 

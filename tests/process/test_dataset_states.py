@@ -129,7 +129,7 @@ def test_it_is_never_asked_where_the_user_wants_so(every, options) -> None:
     with make(2, Asked(), snapshot_every_n_steps=every, **options) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    assert "streams" not in state
+    assert "datasets" not in state
     with make(2, Asked(), snapshot_every_n_steps=every, **options) as loader:
         loader.load_state_dict(state)
         assert len(list(loader)) == LENGTH // 2 - 1
@@ -189,7 +189,7 @@ class Foreign(Counting):
 def test_a_state_dict_that_takes_arguments_is_none_of_the_protocol(workers) -> None:
     with make(workers, Foreign()) as loader:
         first = read(next(iter(loader)))
-        assert "streams" not in loader.state_dict()
+        assert "datasets" not in loader.state_dict()
     with make(workers, Foreign()) as other:
         other.load_state_dict(loader.state_dict())
         assert [first[0], *(read(batch)[0] for batch in other)] == [

@@ -219,7 +219,7 @@ def state_of(loader: DataLoader) -> dict[str, Any]:
 
 def resume(loader: DataLoader, state: dict[str, Any]) -> None:
     states = DatasetCheckpoints.load(state, loader.num_workers)
-    is_over = all(stream["has_ended"] for stream in state["streams"])
+    is_over = all(stream["has_ended"] for stream in state["checkpoints"])
     loader._parts.resumed_checkpoints = states.next_epoch() if is_over else states
     loader._iterator = None
 
@@ -321,7 +321,7 @@ def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
         batches = iter(loader)
         states = [state_of(loader)]
         states += [state_of(loader) for _ in batches]
-        assert [sum(one["given"] for one in state["streams"]) for state in states] == [
+        assert [sum(one["given"] for one in state["checkpoints"]) for state in states] == [
             0,
             1,
             2,
@@ -331,7 +331,7 @@ def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
         for state in states:
             other = make()
             resume(other, state)
-            given = sum(one["given"] for one in state["streams"])
+            given = sum(one["given"] for one in state["checkpoints"])
             assert len(list(other)) == 4 - given
 
 
@@ -388,9 +388,8 @@ def test_a_state_speaks_of_what_was_handed_over_not_of_what_was_made() -> None:
     rest(itertools.islice(batches, 3))
     wait_until(lambda: len(answered(batches)) == 10)
     next(batches)
-    assert [(s["given"], s["snapshot"]["state"]["place"]) for s in state_of(loader)["streams"]] == [
-        (2, 2), (2, 2),
-    ]  # fmt: skip
+    found = state_of(loader)["checkpoints"]
+    assert [(each["given"], each["snapshot"]["state"]["place"]) for each in found] == [(2, 2)] * 2
     assert state_of(loader)["next_worker"] == 0
 
 
@@ -414,7 +413,7 @@ def test_snapshots_are_counted_from_the_epoch_s_beginning_with_batches_that_fail
         batches = iter(loader)
         with contextlib.suppress(ValueError):
             next(batches)
-        (stream,) = state_of(loader)["streams"]
+        (stream,) = state_of(loader)["checkpoints"]
         at.append(stream.get("snapshot", {"at": 0})["at"])
         state = state_of(loader)
         loader = make()
@@ -423,7 +422,7 @@ def test_snapshots_are_counted_from_the_epoch_s_beginning_with_batches_that_fail
     for _ in range(7):
         with contextlib.suppress(ValueError):
             next(batches)
-        (stream,) = batches._checkpoints.dump()["streams"]
+        (stream,) = batches._checkpoints.dump()["checkpoints"]
         at_once.append(stream.get("snapshot", {"at": 0})["at"])
     assert at == at_once == [0, 0, 3, 3, 3, 6, 6]
 
@@ -435,11 +434,11 @@ def test_a_dataset_without_a_state_has_a_small_one() -> None:
         next(batches)
     state = json.loads(json.dumps(state_of(loader)))
     assert type(state.pop("base_seed")) is int
-    assert all(type(stream.pop("check")) is int for stream in state["streams"])
+    assert all(type(stream.pop("check")) is int for stream in state["checkpoints"])
     assert state == {
         "num_workers": 2,
         "next_worker": 1,
-        "streams": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": False}],
+        "checkpoints": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": False}],
     }
 
 
@@ -450,7 +449,7 @@ def test_a_stream_that_has_ended_is_not_iterated_again() -> None:
     for _ in range(4):
         next(batches)
     state = state_of(loader)
-    assert [stream["has_ended"] for stream in state["streams"]] == [False, True]
+    assert [stream["has_ended"] for stream in state["checkpoints"]] == [False, True]
     other = DataLoader(Plain([8, 2], made), batch_size=2, num_workers=2)
     resume(other, state)
     assert rest(iter(other)) == [[6, 7]]
@@ -466,7 +465,7 @@ def test_states_may_be_changed_by_whoever_gets_them(workers) -> None:
     batches = iter(loader)
     next(batches)
     spoilt, state = state_of(loader), state_of(loader)
-    for stream in spoilt["streams"]:
+    for stream in spoilt["checkpoints"]:
         if "snapshot" in stream:
             stream["snapshot"]["state"]["place"][0] = 99
     expected = rest(batches)
@@ -474,9 +473,9 @@ def test_states_may_be_changed_by_whoever_gets_them(workers) -> None:
     other = make()
     resume(other, state)
     begun = iter(other)
-    for stream in state["streams"]:
+    for stream in state["checkpoints"]:
         stream.clear()
-    state["streams"].clear()
+    state["checkpoints"].clear()
     assert rest(begun) == expected
 
 
@@ -546,7 +545,7 @@ def test_a_stream_that_had_ended_hands_its_dataset_on_to_the_next_epoch() -> Non
     batches = iter(loader)
     told_epochs(itertools.islice(batches, 4))
     state = state_of(loader)
-    assert [stream["has_ended"] for stream in state["streams"]] == [False, True]
+    assert [stream["has_ended"] for stream in state["checkpoints"]] == [False, True]
     other = make()
     resume(other, state)
     for _ in range(3):
@@ -573,8 +572,8 @@ def test_an_epoch_that_was_left_leaves_its_datasets_where_they_were(nbytes) -> N
     next(batches)
     batches = iter(loader)  # the same iterator, begun anew
     begun = state_of(loader)
-    assert [stream["given"] for stream in begun["streams"]] == [0, 0]
-    assert [s["snapshot"]["state"]["place"] for s in begun["streams"]] == [2, 1]
+    assert [stream["given"] for stream in begun["checkpoints"]] == [0, 0]
+    assert [s["snapshot"]["state"]["place"] for s in begun["checkpoints"]] == [2, 1]
     seen = [plain(next(batches))]
     state = state_of(loader)
     seen += rest(batches)

@@ -356,7 +356,7 @@ def test_in_process_what_interrupts_the_reading_of_old_batches_arrives_and_loses
     with pytest.raises(shmloader.ClosedLoaderError, match=told):
         next(iterator)
     again = loader.state_dict()
-    assert again["streams"]["streams"][0]["given"] == 4
+    assert again["datasets"]["checkpoints"][0]["given"] == 4
     loader.load_state_dict(again)
     assert before + [batch.tolist() for batch in loader] == [
         [number, number + 1] for number in range(0, 20, 2)

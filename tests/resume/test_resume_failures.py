@@ -75,7 +75,7 @@ def test_a_resume_that_fails_for_other_samples_moves_nothing_on():
     loader.load_state_dict(state)
     seen, again = take(loader, 2)
     assert seen == ["ValueError", "ClosedLoaderError"]
-    assert again["streams"] == state["streams"]
+    assert again["datasets"] == state["datasets"]
 
 
 class Transient:
@@ -275,25 +275,25 @@ def test_a_state_that_a_dataset_could_not_take_is_still_to_come(workers):
     with pytest.raises(OSError, match="network"):
         next(iter(loader))
     again = loader.state_dict()
-    assert again["streams"] == state["streams"]
+    assert again["datasets"] == state["datasets"]
     assert rest_of(make(Where(), workers=workers), again)[0] == [6, 7]
 
 
 def test_one_wrong_bit_in_a_datasets_own_state_is_found():
     _, state = take(make(Where()), 2)
-    state["streams"]["streams"][0]["snapshot"]["state"]["at"] ^= 8
+    state["datasets"]["checkpoints"][0]["snapshot"]["state"]["at"] ^= 8
     with pytest.raises(ValueError, match="checksum is wrong"):
         make(Where()).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"begun": False}, {"begun": True, "base_seed": 3}, {"begun": None}]
+    "wrong", [{"is_begun": False}, {"is_begun": True, "base_seed": 3}, {"is_begun": None}]
 )
-def test_an_origin_that_lacks_something_is_refused(wrong):
+def test_a_sampler_checkpoint_that_lacks_something_is_refused(wrong):
     _, state = take(make(range(8)), 2)
     del state["checksum"]
     with pytest.raises(ValueError, match="the state is damaged"):
-        make(range(8)).load_state_dict(sealed({**state, "origin": wrong}))
+        make(range(8)).load_state_dict(sealed({**state, "sampler": wrong}))
 
 
 class Preempted(Exception):  # noqa: N818 - as a scheduler's client would name it

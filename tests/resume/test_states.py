@@ -39,7 +39,7 @@ def test_a_state_is_small_and_plain(kind, tmp_path):
     loader = make_loader(kind, 0)
     stop(loader, 3)
     state = loader.state_dict()
-    has_generator = "generators" in state["origin"] or "streams" in state["origin"]
+    has_generator = "generators" in state["sampler"] or "global_generators" in state["sampler"]
     assert len(json.dumps(state)) < (8192 if has_generator else 4096)
     torch.save(state, tmp_path / "state")
     assert torch.load(tmp_path / "state", weights_only=True) == state
@@ -52,7 +52,7 @@ def test_a_returned_state_never_changes_and_is_nobody_elses():
     rest_of(loader)
     state = loader.state_dict()
     before = copy.deepcopy(state)
-    state["origin"]["rest"].append("rubbish")
+    state["sampler"]["carry_over"].append("rubbish")
     iterator = iter(loader)
     next(iterator)
     running = loader.state_dict()
@@ -62,7 +62,7 @@ def test_a_returned_state_never_changes_and_is_nobody_elses():
     other = make_loader("rollover", 0)
     other.load_state_dict(before)
     given = other.state_dict()
-    given["origin"]["rest"].clear()
+    given["sampler"]["carry_over"].clear()
     assert other.state_dict() == before
 
 
@@ -73,7 +73,7 @@ def test_what_is_loaded_is_not_changed_by_what_becomes_of_the_state():
     other = make_loader("a user's with a state", 0)
     other.load_state_dict(state)
     state["position"] = 0
-    state["origin"]["own"]["next"] = 0
+    state["sampler"]["state"]["next"] = 0
     assert first + rest_of(other) == rest_of(make_loader("a user's with a state", 0))
 
 
@@ -154,7 +154,7 @@ def test_batches_that_came_before_a_late_one_do_not_come_again(seed, workers):
 def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for():
     state = make_loader("by a seed", 0).state_dict()
     whole = rest_of(make_loader("by a seed", 0))
-    state |= {"position": 2, "ahead": [[4, 6]], "origin": {**state["origin"], "begun": True}}
+    state |= {"position": 2, "ahead": [[4, 6]], "sampler": {**state["sampler"], "is_begun": True}}
     state = sealed(state)
     loader = make_loader("by a seed", 0)
     loader.load_state_dict(state)
@@ -386,7 +386,7 @@ def test_what_rolls_over_is_kept_where_nothing_was_left_of_the_last_batch(worker
         Calls(bad, 10), 4, num_workers=workers, on_error="skip", last_batch="rollover", seed=seed
     ) as loader:
         assert rest_of(loader) == [[0, 1, 2, 3]]
-        assert loader.state_dict()["origin"]["rest"] == [8, 9]
+        assert loader.state_dict()["sampler"]["carry_over"] == [8, 9]
         assert rest_of(loader) == [[8, 9, 0, 1], [2, 3], [8, 9]]
 
 
@@ -861,8 +861,8 @@ def test_what_is_no_state_is_refused():
         loader.load_state_dict({"_snapshot": {}})
     with pytest.raises(ValueError, match="this one: none"):
         loader.load_state_dict({})
-    for version in (1, 99, "2"):
-        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 2"):
+    for version in (1, 99, "3"):
+        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 3"):
             loader.load_state_dict({**state_of(), "version": version})
 
 
@@ -872,10 +872,10 @@ def test_what_is_no_state_is_refused():
         {"position": -1},
         {"position": "3"},
         {"epoch": None},
-        {"origin": 3},
-        {"origin": {}},
-        {"origin": {"begun": True, "generators": 3}},
-        {"origin": {"begun": True, "rest": 3}},
+        {"sampler": 3},
+        {"sampler": {}},
+        {"sampler": {"is_begun": True, "generators": 3}},
+        {"sampler": {"is_begun": True, "carry_over": 3}},
         {"ahead": [1.5]},
         {"ahead": [[1.5, 3]]},
         {"ahead": [[3, 3]]},
@@ -892,7 +892,7 @@ def test_a_state_that_was_tampered_with_is_refused(wrong):
 def test_a_generators_state_that_cannot_be_read_is_refused():
     loader = make_loader("shuffled by a generator", 0)
     state = loader.state_dict()
-    state["origin"]["generators"] = ["no base64"]
+    state["sampler"]["generators"] = ["no base64"]
     state = sealed(state)
     with pytest.raises(ValueError, match=r"^the state is damaged: a generator's state cannot"):
         loader.load_state_dict(state)
@@ -949,7 +949,7 @@ def test_a_sampler_may_change_the_state_that_it_is_given():
     other = shmloader.DataLoader(Squares(), 2, sampler=Consuming())
     other.load_state_dict(state)
     iterator = iter(other)
-    assert other.state_dict()["origin"] == state["origin"]
+    assert other.state_dict()["sampler"] == state["sampler"]
     next(iterator)
     assert other.state_dict()["position"] == 3
 
@@ -1123,9 +1123,9 @@ def test_a_state_with_an_impossible_value_is_refused():
 def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
     loader = shmloader.DataLoader(Squares(), 4, **options)
     state = loader.state_dict()
-    begun = {**state["origin"], "begun": True}
+    begun = {**state["sampler"], "is_begun": True}
     state = {key: value for key, value in state.items() if key != "checksum"}
-    state = sealed({**state, "origin": begun, "position": 12})
+    state = sealed({**state, "sampler": begun, "position": 12})
 
     def go_on():
         loader.load_state_dict(state)

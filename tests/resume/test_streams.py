@@ -219,6 +219,6 @@ def test_a_state_of_a_stream_never_changes_afterwards(workers):
         before = copy.deepcopy(state)
         list(iterator)
         assert state == before
-        state["streams"]["streams"][0]["snapshot"]["state"]["number"] = 100
+        state["datasets"]["checkpoints"][0]["snapshot"]["state"]["number"] = 100
         loader.load_state_dict(before)
         assert loader.state_dict() == before

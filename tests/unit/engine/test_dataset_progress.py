@@ -268,7 +268,7 @@ def test_without_states_what_is_dumped_is_a_few_numbers():
         "num_workers": 2,
         "next_worker": 1,
         "base_seed": 12,
-        "streams": [
+        "checkpoints": [
             {"given": 3, "has_ended": False, "check": check, "failed": [2]},
             {"given": 1, "has_ended": True},
         ],
@@ -283,9 +283,9 @@ def test_what_is_dumped_is_nobody_else_s():
     states = DatasetCheckpoints.at_beginning(1)
     states.note([DatasetNote(0, saved({"at": [1]}))])
     first = states.dump()
-    first["streams"][0]["snapshot"]["state"]["at"].append(2)
-    first["streams"][0]["given"] = 7
-    assert states.dump()["streams"][0] == {
+    first["checkpoints"][0]["snapshot"]["state"]["at"].append(2)
+    first["checkpoints"][0]["given"] = 7
+    assert states.dump()["checkpoints"][0] == {
         "given": 1, "has_ended": False,
         "snapshot": {
                 "at": 1, "of": "iterator", "is_short": False, "state": {"at": [1]}, "position": 0,
@@ -300,7 +300,7 @@ def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
     kept = copy.deepcopy(mine)
     loaded = DatasetCheckpoints.load(mine, 1)
     assert mine == kept, "load has changed what it was given"
-    mine["streams"][0]["snapshot"]["state"]["at"].append(2)
+    mine["checkpoints"][0]["snapshot"]["state"]["at"].append(2)
     assert loaded.dump() == kept
     assert loaded.checkpoints[0].skip == 1
 
@@ -330,7 +330,7 @@ def test_another_number_of_workers_is_refused(worker_count, other):
     state = {
         "num_workers": worker_count, "next_worker": 0,
         "base_seed": 7 if worker_count else None,
-        "streams": [{"given": 0, "has_ended": False}] * max(1, worker_count),
+        "checkpoints": [{"given": 0, "has_ended": False}] * max(1, worker_count),
     }  # fmt: skip
     assert DatasetCheckpoints.load(state, worker_count).dump() == state
     with pytest.raises(ValueError, match="the state does not fit") as raised:
@@ -352,21 +352,21 @@ SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
         {},
         None,
         {"num_workers": 1, "next_worker": 0},
-        {"num_workers": 1, "next_worker": 0, "streams": []},
-        {"num_workers": 1, "next_worker": 1, "streams": [GOOD]},
-        {"num_workers": 1, "next_worker": 0, "streams": [GOOD, GOOD]},
-        {"num_workers": 1, "next_worker": 0, "streams": [{"given": 1}]},
-        {"num_workers": 1, "next_worker": 0, "streams": [{**GOOD, "snapshot": {"at": 1}}]},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": []},
+        {"num_workers": 1, "next_worker": 1, "checkpoints": [GOOD]},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD, GOOD]},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": [{"given": 1}]},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": [{**GOOD, "snapshot": {"at": 1}}]},
         {
             "num_workers": 1, "next_worker": 0,
-            "streams": [{**GOOD, "snapshot": {**SNAPSHOT, "at": 2}}],
+            "checkpoints": [{**GOOD, "snapshot": {**SNAPSHOT, "at": 2}}],
         },
         {
             "num_workers": 1, "next_worker": 0,
-            "streams": [{**GOOD, "snapshot": {**SNAPSHOT, "of": "sampler"}}],
+            "checkpoints": [{**GOOD, "snapshot": {**SNAPSHOT, "of": "sampler"}}],
         },
         *(
-            {"num_workers": 1, "next_worker": 0, "streams": [{**GOOD, **wrong}]}
+            {"num_workers": 1, "next_worker": 0, "checkpoints": [{**GOOD, **wrong}]}
             for wrong in (
                 {"given": -1},
                 {"given": True},
@@ -388,10 +388,10 @@ SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
                 {"check": None},
             )
         ),
-        {"num_workers": 1, "next_worker": 0, "streams": [GOOD], "base_seed": -1},
-        {"num_workers": 1, "next_worker": 0, "streams": [GOOD], "base_seed": None},
-        {"num_workers": 1, "next_worker": -1, "streams": [GOOD]},
-        {"num_workers": 1, "next_worker": True, "streams": [GOOD]},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD], "base_seed": -1},
+        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD], "base_seed": None},
+        {"num_workers": 1, "next_worker": -1, "checkpoints": [GOOD]},
+        {"num_workers": 1, "next_worker": True, "checkpoints": [GOOD]},
     ],
     ids=str,
 )  # fmt: skip
@@ -403,7 +403,7 @@ def test_what_is_no_state_of_streams_is_refused(bad):
 
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
     state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
-    whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "streams": [state]}
+    whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "checkpoints": [state]}
     loaded = DatasetCheckpoints.load(whole, 1)
     assert pickle.loads(loaded.checkpoints[0].snapshot)[2]() == 5
 
@@ -430,8 +430,8 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
     first = here.dump()
     dataset.state["at"].append(1)
     here.note_batch(None, has_failed=False, is_short=True)
-    assert first["streams"][0]["snapshot"]["state"] == {"at": [0]}
-    assert here.dump()["streams"][0] == {
+    assert first["checkpoints"][0]["snapshot"]["state"] == {"at": [0]}
+    assert here.dump()["checkpoints"][0] == {
         "given": 1, "has_ended": False,
         "snapshot": {
             "at": 1, "of": "dataset", "is_short": True, "state": {"at": [0, 1]}, "position": 0,
@@ -441,7 +441,7 @@ def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
 
 def test_in_process_an_iterator_s_state_goes_before_the_dataset_s():
     here = StreamHere(Fetcher(Saving(), Saving()), DatasetCheckpoint(), None)
-    assert here.dump()["streams"][0]["snapshot"]["of"] == "iterator"
+    assert here.dump()["checkpoints"][0]["snapshot"]["of"] == "iterator"
 
 
 def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
@@ -456,7 +456,7 @@ def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
     here = StreamHere(Fetcher(object(), iterator), DatasetCheckpoint(), None)
     del iterator
     assert gone() is None
-    assert here.dump()["streams"] == [{"given": 0, "has_ended": False}]
+    assert here.dump()["checkpoints"] == [{"given": 0, "has_ended": False}]
 
 
 def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
@@ -467,9 +467,9 @@ def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
     here.note_batch(None, has_failed=False, is_short=False)
     here.begin_batch()
     dataset.state["at"].append(2)
-    (stream,) = here.dump()["streams"]
+    (stream,) = here.dump()["checkpoints"]
     assert (stream["given"], stream["snapshot"]["at"]) == (1, 0)
     assert stream["snapshot"]["state"] == {"at": [0]}
     here.note_batch(None, has_failed=False, is_short=False)
-    (stream,) = here.dump()["streams"]
+    (stream,) = here.dump()["checkpoints"]
     assert stream["snapshot"]["state"] == {"at": [0, 1, 2]}

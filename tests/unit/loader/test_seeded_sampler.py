@@ -64,7 +64,7 @@ def test_iterating_the_samplers_disturbs_no_epoch(last_batch, seed) -> None:
                     next(iter(loader.batch_sampler))
                     if generator is not None:
                         generator.set_state(state)
-            found.append([sorted(loader.state_dict()["origin"].get("rest", ()))])
+            found.append([sorted(loader.state_dict()["sampler"].get("carry_over", ()))])
         return found
 
     assert epochs(disturb=True) == epochs(disturb=False)

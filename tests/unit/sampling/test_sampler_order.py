@@ -8,7 +8,7 @@ def drawn(progress, count):
     """An order whose epoch continues there, of which so many batches were drawn and delivered."""
     batches = [[number] for number in range(8)]
     order = SamplerOrder(batches)
-    order.begin(0, progress, {"begun": True} if progress.position else None)
+    order.begin(0, progress, {"is_begun": True} if progress.position else None)
     epoch = order.draw(iter(batches), None, as_arrays=False)
     found = []
     for seq in range(count):
@@ -21,6 +21,6 @@ def test_a_state_names_the_last_batch_though_some_were_delivered_ahead_of_their_
     order, found = drawn(Progress(1, frozenset({2, 3})), 2)
     assert found == [1, 4]
     whole, _ = drawn(Progress(), 5)
-    last = order.dump()["last"]
+    last = order.dump()["last_checksum"]
     assert last is not None
-    assert last == whole.dump()["last"]
+    assert last == whole.dump()["last_checksum"]
