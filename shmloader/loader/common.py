@@ -52,27 +52,19 @@ def no_transform(batch: object) -> object:
     return batch
 
 
-def _guarded(transform: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """Return the user's transform, whose StopIteration must not silently end the epoch."""
+def transform_here(config: LoaderConfig) -> Callable[[Any], Any]:
+    """Return the function that transforms a batch on the CPU, on the user's thread.
+
+    A StopIteration of the user's transform must not silently end the epoch.
+    """
+    transform, has_steps = config.device_transform, config.has_steps
     if transform is None:
         return no_transform
 
-    def guarded(batch: Any) -> Any:
+    def transformed(batch: Any) -> Any:
         try:
-            return transform(batch)
+            return [transform(each) for each in batch] if has_steps else transform(batch)
         except StopIteration as error:
             raise RuntimeError("the device_transform raised StopIteration") from error
 
-    return guarded
-
-
-def transform_here(config: LoaderConfig) -> Callable[[Any], Any]:
-    """Return the function that transforms a batch on the CPU, on the user's thread."""
-    transform = config.device_transform
-    if not config.has_steps or transform is None:
-        return _guarded(transform)
-
-    def transform_each(step: Any) -> Any:
-        return [transform(batch) for batch in step]
-
-    return _guarded(transform_each)
+    return transformed

@@ -81,7 +81,6 @@ class EngineIterator(CountingIterator):
         begin_ns = time.monotonic_ns()
         resumed = parts.take_resumed()
         self._config, self._plan, self._parts = config, plan, parts
-        self._load_dataset(config, resumed)
         begin_by_torch(self, loader, plan)
         self._base_seed = seed_of_workers(config, plan, self._base_seed)
         self._progress = plan.progress
@@ -114,7 +113,7 @@ class EngineIterator(CountingIterator):
             # The engine does not move again before this many batches of the epoch.
             self._stays_until = 0
             self._is_exhausted = self._is_replaced = False
-            self._iterate_again(loader)
+            super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
             self._begin_draws()
             self._source.start(self._sampler_iter)
             self._record.note_begun(self._source.draw_ns)
@@ -124,9 +123,6 @@ class EngineIterator(CountingIterator):
             if hasattr(self, "_pool"):
                 self._pool.close()  # after a Ctrl-C no other code closes the workers
             raise
-
-    def _load_dataset(self, config: LoaderConfig, resumed: DatasetCheckpoints | None) -> None:
-        """Do nothing: workers load the states of their own datasets."""
 
     def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
         """Begin to track the workers' datasets, if states of the loader contain theirs.
@@ -183,10 +179,6 @@ class EngineIterator(CountingIterator):
     def _ender(self) -> Callable[[], object]:
         """Return the function that ends the workers; it must not refer to the sampler."""
         return self._pool.close
-
-    def _iterate_again(self, loader: Any) -> None:
-        """Iterate the sampler a second time, as torch does."""
-        super()._reset(loader.as_torch_sees_it, first_iter=True)
 
     def _begin_draws(self) -> None:
         """Begin to draw the epoch's index batches."""
@@ -310,14 +302,11 @@ class EngineIterator(CountingIterator):
     def _note_end(self) -> None:
         source = self._source
         source.in_transit = True  # an interrupt here would leave ends of streams uncounted
-        self._note_datasets()
+        if self._checkpoints is not None:
+            self._checkpoints.note(self._engine.take_notes())
         self._is_exhausted = self._progress.is_ended = True
         source.in_transit = False
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
-
-    def _note_datasets(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.note(self._engine.take_notes())
 
     def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - the workers note it
         delivery = self._source.delivery

@@ -226,7 +226,7 @@ def _is_sound(state: dict[str, Any]) -> bool:
         and all(map(_is_run, state.get("ahead", [])))
         and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
         and isinstance(state["persistent"], bool)
-        and ("rank" not in state or _is_rank(state["rank"]))
+        and ("rank" not in state or _is_pair(state["rank"]))
         and isinstance(sampler, dict)
         and isinstance(sampler.get("is_begun"), bool)
         and type(sampler.get("seed", 0)) is int
@@ -238,16 +238,12 @@ def _is_sound(state: dict[str, Any]) -> bool:
     )
 
 
-def _is_run(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 2  # noqa: PLR2004 - the first number, and the one after the last
-        and all(map(_is_number, value))
-        and value[0] < value[1]
-    )
+def _is_run(value: Any) -> bool:
+    """Whether it is the first number of a run, and the one after the last."""
+    return _is_pair(value) and value[0] < value[1]
 
 
-def _is_rank(value: object) -> bool:
+def _is_pair(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))  # noqa: PLR2004
 
 
