@@ -73,8 +73,7 @@ class Tasks:
 
     Attributes:
         lock: Held while a task makes a batch.
-        name: The name of this process; None before a task has asked for it.
-        packed_name: The name, pickled; empty before a task has asked for it.
+        token: A random number, which no other process has.
         makers: What tasks keep for later tasks, by the loader's key; the least recently used first.
     """
 
@@ -84,8 +83,7 @@ class Tasks:
     def forget(self) -> None:
         """Forget the state of the parent. Called in a forked child, where no task runs."""
         self.lock = threading.Lock()
-        self.name: Any = None
-        self.packed_name = b""
+        self.token = os.urandom(8)
         self.makers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
 
 

@@ -85,7 +85,6 @@ class Finding(enum.Enum):
     SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
     CORES_BUSY = "all cores busy"
-    NETWORK = "the network"
     EXECUTOR_BUSY = "executor busy"
     OTHER_LOADER = "another loader"
 
@@ -210,13 +209,6 @@ def _of_delivery(stats: "LoaderStats") -> tuple[Finding, str]:
         )
     places = stats.wait.places
     spent_s = places.transport + places.build
-    if stats.kind == "executor" and places.transport > places.build:
-        return Finding.NETWORK, (
-            f"for {_share(places.transport, stats.wait.total_s)} of that, the next batch was made "
-            "and on its way, through the executor and the network: use smaller types (uint8, "
-            "converted here), raise batch_size if batches are small, or have more of them in "
-            "flight (num_workers=)."
-        )
     if _consumer_stalls(stats, spent_s):
         return _of_a_stalled_consumer(stats, spent_s)
     return Finding.DELIVERY, (
@@ -348,8 +340,10 @@ def _of_an_executor(stats: "LoaderStats") -> tuple[Finding, str]:
     work_s = places.fetch + places.collate + places.encode
     if queue_s > work_s:
         return Finding.EXECUTOR_BUSY, (
-            f"for {_share(queue_s, waited_s)} of that, the next batch's task had not begun: give "
-            "the executor more processes, or raise num_workers= if it has idle ones."
+            f"for {_share(queue_s, waited_s)} of that, the next batch's task waited for the "
+            "executor, or was on its way: raise num_workers= if the executor has idle "
+            "processes, otherwise give it more. If the network is slow, use smaller types (uint8, "
+            "converted here)."
         )
     seconds_in = {name: getattr(stats.stages, name).total_s for name in _OF_WORKERS}
     where = _NAMES[max(seconds_in, key=seconds_in.__getitem__)]

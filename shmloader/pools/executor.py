@@ -60,18 +60,16 @@ from shmloader.pools.answers import UNKNOWN_PID, Death, Empty, Failure
 from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
 from shmloader.pools.executor_task import (
     Own,
-    ProcessName,
     Result,
     Shared,
     make_batch,
-    this_process,
     this_version,
 )
 from shmloader.pools.process_numbers import ProcessNumbers
-from shmloader.pools.remote_clock import RemoteClock
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork, Phase
+from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
@@ -117,14 +115,13 @@ class _Sent:
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
         number: The worker number that its task offers to the process that runs it.
         began_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
-        submitted_ns: When the ticket was last submitted, by the same clock.
         future: The future of its task; None if it could not be submitted.
         error: Why the task could not be submitted.
     """
 
     __slots__ = (
         "attempt", "began_ns", "dataset_epoch", "epoch", "error", "future", "indices", "number",
-        "seq", "slot_id", "submitted_ns", "worker_id",
+        "seq", "slot_id", "worker_id",
     )  # fmt: skip
 
     def __init__(
@@ -140,7 +137,7 @@ class _Sent:
         self.indices, self.dataset_epoch = indices, dataset_epoch
         self.number = number
         self.attempt = 0
-        self.began_ns = self.submitted_ns = time.monotonic_ns()
+        self.began_ns = time.monotonic_ns()
         self.future: Future | None = None
         self.error: BaseException | None = None
 
@@ -182,10 +179,9 @@ class ExecutorPool(SlotReader):
         self._payload = payload
         self._numbers = numbers
         self._owner_pid = os.getpid()
-        self._home = this_process()
         # The first two arguments of all tasks.
         self._version = this_version()
-        self._shared = Shared(loader, payload.handle, self._home, base_seed).dumps()
+        self._shared = Shared(loader, payload.handle, PROCESS.tasks.token, base_seed).dumps()
         # The prefix of the names of this pool's tasks.
         self._name = f"make_batch-{secrets.token_hex(16)}"
         self._post = _Post()
@@ -198,11 +194,7 @@ class ExecutorPool(SlotReader):
         # if the payload is not there.
         self._reference: Any = None
         self._check = self._executor.check
-        # The processes that have answered, by their pickled names.
-        self._processes: dict[bytes, ProcessName] = {}
         self._pids: dict[int, int] = {}
-        # The clocks of other machines, by ``ProcessName.clock``.
-        self._clocks: dict[str, RemoteClock] = {}
 
     @property
     def is_inherited(self) -> bool:
@@ -240,7 +232,6 @@ class ExecutorPool(SlotReader):
         self._pids.pop(sent.worker_id, None)  # any process may take it
         sent.future = sent.error = None
         put = self._post.put
-        sent.submitted_ns = time.monotonic_ns()
         try:
             future = self._executor.submit(
                 self._name_of(attempt),
@@ -363,10 +354,9 @@ class ExecutorPool(SlotReader):
                 self._reference = None  # the payload in the store may be lost with the process
             _report_loss(sent, reason, events, is_final=is_final)
             return True
-        process = self._process(result, sent.submitted_ns, done_ns)
         if not result.message:
             return self._send_with_payload(sent, events)
-        self._pids[sent.worker_id] = process.pid
+        self._pids[sent.worker_id] = result.pid
         message = unpack(result.message)
         if result.contents is not None:
             try:
@@ -377,25 +367,16 @@ class ExecutorPool(SlotReader):
                 failure = Failure(RemoteError.caught("while taking a batch from the executor"))
                 events.answered(sent.seq, sent.epoch, sent.worker_id, failure)
                 return True
-        clock = self._clocks.get(process.clock)
-        if clock is not None and type(message) is BatchDone and message.times is not None:
-            began_ns, *others = message.times
-            message = message._replace(times=(began_ns + clock.ahead_ns, *others))
+        if type(message) is BatchDone and message.times is not None:
+            # The other process's clock may be another one, so only durations count. The rest of the
+            # time since the task was sent is put before the work.
+            _, fetch_ns, collate_ns, encode_ns, sample_count = message.times
+            began_ns = done_ns - fetch_ns - collate_ns - encode_ns
+            message = message._replace(
+                times=(began_ns, fetch_ns, collate_ns, encode_ns, sample_count)
+            )
         self._take_message(sent.worker_id, message, events)
         return True
-
-    def _process(self, result: Result, submitted_ns: int, done_ns: int) -> ProcessName:
-        """Return the process that a result comes from. Notes the result's times for its clock."""
-        process = self._processes.get(result.process)
-        if process is None:
-            process = ProcessName(*pickle.loads(result.process))
-            self._processes[result.process] = process
-        if process.clock != self._home.clock:
-            clock = self._clocks.get(process.clock)
-            if clock is None:
-                clock = self._clocks[process.clock] = RemoteClock()
-            clock.note(submitted_ns, result.began_ns, result.ended_ns, done_ns)
-        return process
 
     def _send_with_payload(self, sent: _Sent, events: Events) -> bool:
         """Send a task again, with the payload. Returns whether a loss was reported instead."""
@@ -544,8 +525,8 @@ def _read(sent: _Sent) -> tuple[Result | None, str]:
             return None, "the executor has cancelled its task"
         error = future.exception()
         if error is None:
-            process, refusal, *others = future.result()
-            return Result(process, refusal, *(() if refusal else others)), ""
+            pid, refusal, *others = future.result()
+            return Result(pid, refusal, *(() if refusal else others)), ""
     what = "refuses tasks" if future is None else "lost its task"
     return None, f"the executor {what} ({_text_of(error)})"
 

@@ -18,13 +18,10 @@ import contextlib
 import ctypes
 import os
 import pickle
-import secrets
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,47 +55,31 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 32 << 20
 
 
-class ProcessName(NamedTuple):
-    """Identifies a process of an executor.
-
-    Attributes:
-        token: A random number of the process.
-        host: Name of its machine.
-        pid: Its process id there.
-        clock: Identifies the clock: the boot of the machine, and the time namespace there.
-    """
-
-    token: bytes
-    host: str
-    pid: int
-    clock: str
-
-
 class Shared(NamedTuple):
     """What all tasks of an iterator have in common. It is pickled once.
 
     Attributes:
         loader: Identifies the loader.
         payload: The handle of the pickled dataset and functions.
-        home: The process that has the loader.
+        home: The token of the process that has the loader.
         base_seed: Seeds a process's random generators for this loader, together with its number.
     """
 
     loader: bytes
     payload: PayloadHandle
-    home: ProcessName
+    home: bytes
     base_seed: int
 
     def dumps(self) -> bytes:
         """Pickle the fields, as plain tuples."""
-        plain = (self.loader, tuple(self.payload), tuple(self.home), self.base_seed)
+        plain = (self.loader, tuple(self.payload), self.home, self.base_seed)
         return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
     def loads(cls, data: bytes) -> "Shared":
         """Return what :meth:`dumps` has written."""
         loader, payload, home, base_seed = pickle.loads(data)
-        return cls(loader, PayloadHandle(*payload), ProcessName(*home), base_seed)
+        return cls(loader, PayloadHandle(*payload), home, base_seed)
 
 
 class Own(NamedTuple):
@@ -139,43 +120,18 @@ class Result(NamedTuple):
     """What a task returns, as a plain tuple. All versions of shmloader have the first two fields.
 
     Attributes:
-        process: The name of the process that ran it, pickled as :func:`packed_name` does.
+        pid: Id of the process that ran it, on its machine.
         refusal: Why the process cannot make batches; "" if it can.
         number: The worker number of that process; -1 if it made no batch.
-        began_ns: When the task began, by the process's clock.
-        ended_ns: When it ended, by the same clock.
         message: The packed message for the main process; b"" if the process has no payload.
         contents: The slot's contents, of shape (bytes,); None if nothing was written to the slot.
     """
 
-    process: bytes
+    pid: int
     refusal: str = ""
     number: int = -1
-    began_ns: int = 0
-    ended_ns: int = 0
     message: bytes = b""
     contents: "np.ndarray[Any, np.dtype[np.uint8]] | None" = None
-
-
-def this_process() -> ProcessName:
-    """Return the name of this process."""
-    name: ProcessName | None = PROCESS.tasks.name
-    if name is None:
-        host = clock = socket.gethostname()
-        with contextlib.suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            clock = boot
-            clock += f" {Path('/proc/self/ns/time').readlink()}"  # from Linux 5.6 on
-        name = ProcessName(secrets.token_bytes(8), host, os.getpid(), clock)
-        PROCESS.tasks.name = name
-    return name
-
-
-def packed_name() -> bytes:
-    """Return the name of this process, pickled. All tasks return the same bytes."""
-    if not PROCESS.tasks.packed_name:
-        PROCESS.tasks.packed_name = pickle.dumps(tuple(this_process()), pickle.HIGHEST_PROTOCOL)
-    return PROCESS.tasks.packed_name
 
 
 def this_version() -> str:
@@ -202,20 +158,19 @@ def make_batch(
     Returns:
         The fields of a :class:`Result`. An exception of the user's code is in its message.
     """
-    began_ns = time.monotonic_ns()
-    process = this_process()
+    pid = os.getpid()
     if version != this_version():
-        text = f"shmloader {this_version()} is installed on {process.host}, and the loader "
+        text = f"shmloader {this_version()} is installed on {socket.gethostname()}, and the loader "
         text += f"has {version}: install the same version there"
-        return (*Result(packed_name(), text),)
+        return (*Result(pid, text),)
     common = Shared.loads(shared)
-    if process.token == common.home.token:
+    if common.home == PROCESS.tasks.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         text += "whose threads make batches without copies"
-        return (*Result(packed_name(), text),)
+        return (*Result(pid, text),)
     with PROCESS.tasks.lock, _one_thread():
         number, message, array = _make(common, Own.loads(own), contents)
-    return (*Result(packed_name(), "", number, began_ns, time.monotonic_ns(), message, array),)
+    return (*Result(pid, "", number, message, array),)
 
 
 def _keep_freed_memory() -> None:
@@ -241,9 +196,8 @@ def _make(
     maker = kept.get(common.loader)
     if maker is None or maker.digest != common.payload.digest:
         kept.pop(common.loader, None)
-        process = this_process()
         _keep_freed_memory()
-        where = f"in a process of the executor (pid {process.pid} on {process.host})"
+        where = f"in a process of the executor (pid {os.getpid()} on {socket.gethostname()})"
         try:
             maker = _Maker(common, own.number, where, contents)
         except MissingPayloadError:

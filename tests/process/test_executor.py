@@ -39,6 +39,7 @@ from shmloader import (
 )
 from shmloader.batch.portable import PortablePayload
 from shmloader.cluster import RayExecutor, _call
+from shmloader.insight.verdict import Finding
 from shmloader.pools.executor_task import Own, make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
@@ -930,57 +931,26 @@ def test_statistics_name_the_executor(pool) -> None:
     assert stats.batches == stats.samples == 24
 
 
-FAR_CLOCK = """
-import concurrent.futures, ctypes, multiprocessing, sys, threading, time
-from pathlib import Path
+def test_time_that_is_not_work_counts_as_waiting_for_the_executor() -> None:
+    class Distant(concurrent.futures.ProcessPoolExecutor):
+        """A network that takes 0.1 s each way."""
 
-import shmloader
-from shmloader.pools.executor_task import this_process
+        def submit(self, function, /, *arguments):
+            future = concurrent.futures.Future()
+            there = super().submit
 
-CLONE_NEWTIME = 0x80
-if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWTIME):
-    sys.exit(77)
-Path("/proc/self/timens_offsets").write_text("monotonic 5000 0")
-multiprocessing.set_start_method("fork")  # children have a clock of their own from here on
+            def send():
+                there(function, *arguments).add_done_callback(
+                    lambda done: threading.Timer(0.1, future.set_result, [done.result()]).start()
+                )
 
+            threading.Timer(0.1, send).start()
+            return future
 
-class Slow(concurrent.futures.ProcessPoolExecutor):
-    # A network that takes 0.1 s each way.
-    def submit(self, function, /, *arguments):
-        future = concurrent.futures.Future()
-        there = super().submit
-
-        def send():
-            there(function, *arguments).add_done_callback(
-                lambda done: threading.Timer(0.1, future.set_result, [done.result()]).start()
-            )
-
-        threading.Timer(0.1, send).start()
-        return future
-
-
-with Slow(1) as pool:
-    ahead = pool.submit(time.monotonic).result() - time.monotonic()
-    assert 4_000 < ahead < 6_000, ahead
-    assert pool.submit(this_process).result().clock != this_process().clock
-    loader = shmloader.DataLoader(range(4), num_workers=1, executor=pool)
-    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
-    stages = loader.stats().stages
-    print(stages.queue.mean_s, stages.transport.mean_s)
-    print(loader.stats().finding.name)
-"""
-
-
-def test_with_another_clock_the_network_is_told_from_the_work() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAR_CLOCK], cwd=ROOT, check=False, timeout=50,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode == 77:
-        pytest.skip("this user may not make a time namespace")
-    assert not done.returncode, done.stderr
-    queue_s, transport_s, finding = done.stdout.split()
-    # Both take 0.1 s, and are told apart but for what the fastest calls had to wait for a core.
-    assert 0.05 < float(transport_s) < 1
-    assert 0.05 < float(queue_s) < 1
-    assert finding in ("NETWORK", "SEVERAL")
+    with Distant(1) as executor:
+        loader = numbers(executor, num_workers=1)
+        list(loader)
+        stats = loader.stats()
+    assert 0.2 <= stats.stages.queue.mean_s < 1
+    assert stats.stages.transport.mean_s < 0.1
+    assert stats.finding is Finding.EXECUTOR_BUSY

@@ -221,15 +221,10 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         "leave out thread_pool=True",
     ),
     "torch's": (stats_of(kind="torch", other=5), Finding.OTHER_LOADER, "data pipe"),
-    "a network": (
-        stats_of(kind="executor", transport=4, fetch=1),
-        Finding.NETWORK,
-        "for 80% of that, the next batch was made and on its way",
-    ),
     "an executor that is busy": (
         stats_of(kind="executor", queue=4, fetch=1),
         Finding.EXECUTOR_BUSY,
-        "for 80% of that, the next batch's task had not begun",
+        "for 80% of that, the next batch's task waited for the executor",
     ),
     "an executor at work": (
         stats_of(kind="executor", queue=1, fetch=4),
