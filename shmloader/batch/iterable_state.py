@@ -22,9 +22,10 @@ import cloudpickle
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint, chained
 from shmloader.batch.fingerprint import FingerprintingCollate
-from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
+from shmloader.batch.payload import main_is_importable
 from shmloader.batch.sample_watch import WatchedIterator
 from shmloader.batch.seeded_datasets import SeededIterator
+from shmloader.memory.pickler import PICKLE_ERRORS
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import has_own_state, has_state_methods, take_state
 from shmloader.sampling.rng import set_global_rng_state

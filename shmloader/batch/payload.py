@@ -15,40 +15,39 @@ its socket. If the kernel does not take the message at once, the pool starts tha
 
 import contextlib
 import errno
-import functools
-import io
 import multiprocessing.context
 import os
 import pickle
 import socket
 import sys
-from collections import ChainMap
 from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 
-from shmloader.interruptions import is_interruption
 from shmloader.memory.bulk import (
+    BULK_BYTES,
     BufferTable,
     load_with_buffers,
     reduce_memory_map,
-    stays_in_band,
     write_buffers,
 )
-from shmloader.memory.encoder import OutOfBand, reduce_data
-from shmloader.memory.segment import SealedSegment, SegmentWriter
+from shmloader.memory.pickler import (
+    PICKLE_ERRORS,
+    ByValuePickler,
+    OutOfBand,
+    Reduce,
+    dump,
+    reduce_data,
+)
+from shmloader.memory.segment import SealedSegment, Segment, SegmentWriter
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import reduce_tensor
-
-#: What pickling raises for an object that cannot be pickled.
-PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
@@ -105,7 +104,7 @@ def spawning(popen: Any) -> Iterator[None]:
         multiprocessing.context.set_spawning_popen(before)
 
 
-def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
+def reduce_bulk(value: Any, parts: OutOfBand) -> Any:
     """Reduce an array or tensor so that its data lie beside the pickle.
 
     Returns NotImplemented for any other value.
@@ -127,36 +126,10 @@ def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
     return reduce_data(value, parts)
 
 
-class _PlainPickler(ForkingPickler):
-    """Standard pickle with multiprocessing's reducers."""
-
-    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
-        stays = functools.partial(stays_in_band, out_of_band=parts)
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, stays)
-        self._parts = parts
-
-    def reducer_override(self, value: Any) -> Any:
-        return _reduce_bulk(value, self._parts)
-
-
-class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle with multiprocessing's reducers."""
-
-    # A class attribute, since the pickler's constructor reads it.
-    dispatch_table: ClassVar[Any] = ChainMap(
-        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
-        cloudpickle.Pickler.dispatch_table,
-    )
-
-    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
-        stays = functools.partial(stays_in_band, out_of_band=parts)
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
-        self._parts = parts
-
-    def reducer_override(self, value: Any) -> Any:
-        """Reduce arrays and tensors so that their data lie beside the pickle."""
-        reduced = _reduce_bulk(value, self._parts)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
+def reducers_of_multiprocessing() -> dict[type, Any]:
+    """Return the reducers for a process that multiprocessing starts, torch's among them."""
+    reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    return reducers
 
 
 def main_is_importable() -> bool:
@@ -187,11 +160,65 @@ def unimportable_main_hidden() -> Iterator[None]:
         main.__file__ = file
 
 
-class Payload:
-    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it.
+class Sealed(NamedTuple):
+    """A pickle in a segment.
+
+    Attributes:
+        segment: The segment. Its owner closes it.
+        spans: Offsets of the table of buffers and of the pickle, and the pickle's length, in bytes.
+        by_value: Whether cloudpickle was used.
+    """
+
+    segment: SealedSegment
+    spans: tuple[int, int, int]
+    by_value: bool
+
+
+def seal(
+    objects: object, reduce: Reduce, reducers: dict[type, Any], recorder: Recorder | None
+) -> Sealed:
+    """Pickle objects into a segment.
 
     Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
     if standard pickle fails (lambdas, closures), and if ``__main__`` is not a file.
+
+    Args:
+        objects: The objects.
+        reduce: Reduces arrays and tensors.
+        reducers: Further reducers, by type.
+        recorder: Has the descriptors of the pickle. None if it has none, and is for processes with
+            another main file, so that what is defined in ours must be pickled by value.
+    """
+    body: bytes | None = None
+    if main_is_importable():
+        with contextlib.suppress(*PICKLE_ERRORS):
+            body, parts = dump(objects, reduce, reducers, least_bytes=BULK_BYTES)
+    by_value = body is None or (recorder is None and b"__main__" in body)
+    if by_value:
+        if recorder is not None:
+            recorder.descriptors.clear()
+        body, parts = dump(objects, reduce, reducers, by_value=True, least_bytes=BULK_BYTES)
+    assert body is not None
+    with SegmentWriter() as writer:
+        outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
+        spans = (outside, writer.append(body), len(body))
+        return Sealed(writer.seal(), spans, by_value)
+
+
+def unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
+    """Unpickle the objects of a segment, as new copies.
+
+    Raises:
+        Exception: What unpickling the user's objects raises.
+    """
+    outside_at, body_at, nbytes = spans
+    whole = memoryview(segment)
+    outside: BufferTable = pickle.loads(whole[outside_at:body_at])
+    return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
+
+
+class Payload:
+    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it.
 
     Attributes:
         by_value: Whether cloudpickle was used; a worker's batches and states may need it, too.
@@ -207,30 +234,11 @@ class Payload:
 
     def __init__(self, objects: object) -> None:
         recorder = Recorder()
-        self.by_value = False
         with spawning(recorder):
-            body, parts = self._dump(objects, recorder)
-        with SegmentWriter() as writer:
-            outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
-            spans = (outside, writer.append(body), body.nbytes)
-            self._segment: SealedSegment = writer.seal()
-        with spawning(recorder):
-            self._handle = pickle.dumps((self._segment, spans, self.by_value))
+            sealed = seal(objects, reduce_bulk, reducers_of_multiprocessing(), recorder)
+            self._segment, _, self.by_value = sealed
+            self._handle = pickle.dumps(tuple(sealed))
         self._descriptors = recorder.descriptors
-
-    def _dump(self, objects: object, recorder: Recorder) -> tuple[memoryview, OutOfBand]:
-        if main_is_importable():
-            file, parts = io.BytesIO(), OutOfBand()
-            try:
-                _PlainPickler(file, parts).dump(objects)
-            except PICKLE_ERRORS:
-                recorder.descriptors.clear()
-            else:
-                return file.getbuffer(), parts
-        self.by_value = True
-        file, parts = io.BytesIO(), OutOfBand()
-        ClosurePickler(file, parts).dump(objects)
-        return file.getbuffer(), parts
 
     @property
     def nbytes(self) -> int:
@@ -256,22 +264,15 @@ class Payload:
         self._segment.close()
 
 
-def pickling_error(value: object, file: Any) -> Exception | None:
-    """Return the exception that pickling a value for workers raises; None if it can be pickled.
+def pickle_to(value: object, file: Any) -> None:
+    """Pickle a value for workers into a file, by value. What lies beside the pickle is dropped.
 
-    Args:
-        value: The value.
-        file: An object whose ``write`` gets the pickle. Its exceptions are returned, too.
+    Raises:
+        Exception: What pickling the value raises.
     """
-    try:
-        with spawning(Recorder()):
-            ClosurePickler(file, OutOfBand()).dump(value)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        # The exception's traceback would keep the value's parts alive.
-        return error.with_traceback(None)
-    return None
+    with spawning(Recorder()):
+        parts, reducers = OutOfBand(BULK_BYTES), reducers_of_multiprocessing()
+        ByValuePickler(file, reduce_bulk, parts, reducers).dump(value)
 
 
 class ForkedPayload:
@@ -373,7 +374,5 @@ class ReceivedPayload:
             Exception: What unpickling the user's objects raises.
         """
         PROCESS.received = self._descriptors
-        segment, (outside_at, body_at, nbytes), self.by_value = pickle.loads(self._handle)
-        whole = memoryview(segment)
-        outside: BufferTable = pickle.loads(whole[outside_at:body_at])
-        return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
+        segment, spans, self.by_value = pickle.loads(self._handle)
+        return unseal(segment, spans)

@@ -20,10 +20,15 @@ from typing import Any
 
 import torch
 
-from shmloader.batch.payload import ClosurePickler, Recorder, spawning
+from shmloader.batch.payload import (
+    Recorder,
+    reduce_bulk,
+    reducers_of_multiprocessing,
+    spawning,
+)
 from shmloader.interruptions import is_interruption
-from shmloader.memory.bulk import write_buffers
-from shmloader.memory.encoder import OutOfBand
+from shmloader.memory.bulk import BULK_BYTES, write_buffers
+from shmloader.memory.pickler import ByValuePickler, OutOfBand
 from shmloader.memory.segment import TOKEN_BYTES, Segment
 
 _PLAIN = frozenset({int, float, bool, type(None), bytes, tuple, list, dict})
@@ -61,7 +66,7 @@ def _digest(value: object) -> bytes:
     return pickler.hasher.digest()[:_DIGEST_BYTES]
 
 
-class _Digester(ClosurePickler):
+class _Digester(ByValuePickler):
     """Pickles into a hash.
 
     Attributes:
@@ -73,17 +78,17 @@ class _Digester(ClosurePickler):
         self.hasher = hashlib.sha256()
         self.segments: list[Segment] = []
         self.write = self.hasher.update
-        self._parts_outside = OutOfBand()
         self._functions: set[int] = set()
         self._names: dict[str, int] = {}
-        super().__init__(self, self._parts_outside)
+        parts = OutOfBand(BULK_BYTES)
+        super().__init__(self, reduce_bulk, parts, reducers_of_multiprocessing())
 
     def try_dump(self, value: object) -> None:
         """Pickle a value. What cannot be pickled is hashed as far as it can be."""
         try:
             with spawning(Recorder()):
                 self.dump(value)
-            write_buffers(self._parts_outside, self)
+            write_buffers(self._parts, self)
         except Exception as error:
             if is_interruption(error):
                 raise

@@ -7,30 +7,20 @@ through ``/proc`` and map it copy-on-write, so they share one copy. A process th
 raises :class:`MissingPayloadError`, gets the contents as bytes, and makes its own segment of them.
 """
 
-import functools
 import hashlib
-import io
 import mmap
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 
-from shmloader.batch.payload import PICKLE_ERRORS, main_is_importable
+from shmloader.batch.payload import seal, unseal
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.bulk import (
-    BufferTable,
-    load_with_buffers,
-    reduce_memory_map,
-    stays_in_band,
-    write_buffers,
-)
-from shmloader.memory.encoder import OutOfBand, reduce_data
-from shmloader.memory.segment import TOKEN_BYTES, SealedSegment, Segment, SegmentWriter
+from shmloader.memory.bulk import reduce_memory_map
+from shmloader.memory.pickler import OutOfBand, reduce_data
+from shmloader.memory.segment import TOKEN_BYTES, Segment
 
 _DIGEST_BYTES = 16
 
@@ -45,7 +35,7 @@ class PayloadHandle(NamedTuple):
     Attributes:
         digest: Digest of the contents.
         segment: A pickled handle of the segment, for processes of the same machine.
-        spans: Offsets of the table of buffers and of the pickle, and the pickle's length, in bytes.
+        spans: Where the pickle lies in the segment; see :class:`~shmloader.batch.payload.Sealed`.
         by_value: Whether cloudpickle was used; batches may need it, too.
     """
 
@@ -68,37 +58,6 @@ def _reduce_bulk(value: Any, parts: OutOfBand) -> Any:
     return reduce_data(value, parts)
 
 
-class _PicklerBeside:
-    """A base class that leaves large buffers beside the pickle. The second base class pickles."""
-
-    def __init__(self, file: io.BytesIO, parts: OutOfBand) -> None:
-        pickler: Any = super()
-        stays = functools.partial(stays_in_band, out_of_band=parts)
-        pickler.__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=stays)
-        self._parts = parts
-
-
-class _PlainPickler(_PicklerBeside, pickle.Pickler):
-    """Standard pickle without multiprocessing's reducers, whose descriptors cannot be sent."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return _reduce_bulk(value, self._parts)
-
-
-class _ClosurePickler(_PicklerBeside, cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle without multiprocessing's reducers."""
-
-    def reducer_override(self, value: Any) -> Any:
-        reduced = _reduce_bulk(value, self._parts)
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
-
-
-def _dump(pickler: Callable[[io.BytesIO, OutOfBand], Any], objects: object) -> tuple[Any, Any]:
-    file, parts = io.BytesIO(), OutOfBand()
-    pickler(file, parts).dump(objects)
-    return file.getbuffer(), parts
-
-
 class PortablePayload:
     """Objects pickled for any process. Its owner closes it.
 
@@ -118,19 +77,8 @@ class PortablePayload:
     """
 
     def __init__(self, objects: object) -> None:
-        body: Any = None
-        if main_is_importable():
-            try:
-                body, parts = _dump(_PlainPickler, objects)
-            except PICKLE_ERRORS:
-                body = None
-        by_value = body is None or b"__main__" in bytes(body)
-        if by_value:
-            body, parts = _dump(_ClosurePickler, objects)
-        with SegmentWriter() as writer:
-            outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
-            spans = (outside, writer.append(body), body.nbytes)
-            self._segment: SealedSegment = writer.seal()
+        # Without multiprocessing's reducers, whose descriptors cannot be sent.
+        self._segment, spans, by_value = seal(objects, _reduce_bulk, {}, None)
         with self._mapped() as contents:
             digest = hashlib.blake2b(
                 memoryview(contents)[TOKEN_BYTES:], digest_size=_DIGEST_BYTES
@@ -177,11 +125,8 @@ def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
             segment = pickle.loads(handle.segment)
         except (SharedMemoryError, OSError) as error:
             raise MissingPayloadError from error
-    outside_at, body_at, nbytes = handle.spans
-    whole = memoryview(segment)
-    outside: BufferTable = pickle.loads(whole[outside_at:body_at])
     try:
-        return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
+        return unseal(segment, handle.spans)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         explain_missing(error)
         raise

@@ -1,4 +1,4 @@
-"""Finds the part of a dataset or a function that cannot be pickled.
+"""Finds the part of a dataset, a function or a batch that cannot be pickled.
 
 Runs in the process that pickles, and only after pickling has failed. pickle says what type it could
 not pickle, but not where that object is. So the objects are pickled one by one, then the parts of
@@ -11,12 +11,13 @@ import inspect
 import pickle
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-from shmloader.batch.payload import PICKLE_ERRORS, pickling_error
+from shmloader.batch.payload import pickle_to
 from shmloader.interruptions import is_interruption
+from shmloader.memory.pickler import PICKLE_ERRORS
 
 # How long the search may take. After that it returns the part that it has found so far.
 _SEARCH_S = 3.0
@@ -57,7 +58,10 @@ class _Sink:
 
 
 def find_unpicklable(
-    objects: Sequence[object], names: Sequence[str], search_s: float = _SEARCH_S
+    objects: Sequence[object],
+    names: Sequence[str],
+    search_s: float = _SEARCH_S,
+    pickle_to: Callable[[Any, Any], None] = pickle_to,
 ) -> Unpicklable | None:
     """Return the innermost part that cannot be pickled, as far as it is found in time.
 
@@ -65,6 +69,7 @@ def find_unpicklable(
         objects: The objects that could not be pickled together.
         names: What the user calls each of the objects.
         search_s: The longest search, in seconds.
+        pickle_to: Pickles a value into a file, as it was tried for all of them.
 
     Returns:
         None if each of the objects can be pickled by itself, or if the time was up before any of
@@ -75,7 +80,7 @@ def find_unpicklable(
     parts: Iterator[tuple[str, object]] = zip(names, objects, strict=False)
     for _ in range(_DEPTH):
         try:
-            inner = next((part for part in parts if _fails(part[1], sink)), None)
+            inner = next((part for part in parts if _fails(part[1], sink, pickle_to)), None)
         except Exception as error:
             # Either the time is up, or methods of the object failed when its parts were listed.
             if is_interruption(error):
@@ -89,11 +94,16 @@ def find_unpicklable(
     return found
 
 
-def _fails(value: object, sink: _Sink) -> bool:
-    error = pickling_error(value, sink)
-    if isinstance(error, _TimeUpError):
-        raise error
-    return error is not None
+def _fails(value: object, sink: _Sink, pickle_to: Callable[[Any, Any], None]) -> bool:
+    try:
+        pickle_to(value, sink)
+    except _TimeUpError:
+        raise
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return True
+    return False
 
 
 def _joined(path: str, step: str) -> str:
@@ -108,7 +118,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
     if kind is dict:
         yield from _items(value.items())
         yield from ((f"key {_short(key)} of", key) for key in value)
-    elif kind in (list, tuple):
+    elif kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         yield from ((f"[{number}]", part) for number, part in enumerate(value))
     elif kind in (set, frozenset):
         yield from (("an element of", part) for part in value)

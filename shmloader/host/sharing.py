@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shmloader.batch.payload import PICKLE_ERRORS, Payload, ReceivedPayload, receive_payload
+from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
 from shmloader.batch.payload_digest import mark_common
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, Roster, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.memory.pickler import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import find_ranks
 from shmloader.shared.sharing import share

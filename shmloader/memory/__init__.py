@@ -13,6 +13,7 @@ flat           ``gather``: rows of a dataset that is arrays    ``flat``
 pickled        ``collate``, then ``encoder``: anything         ``codec``
 =============  ==============================================  ======================
 
+``pickler`` pickles all that is sent to other processes, with large data beside the pickle.
 ``admission`` decides whether a slot may grow, from what ``limits`` reads of the system.
 ``segment`` is memory that is written once and then shared; ``bulk`` puts the large buffers of a
 pickle there.

@@ -1,6 +1,6 @@
 """The large buffers of a pickle that is sent to other processes, kept out of the pickle.
 
-As for batches (:mod:`shmloader.memory.encoder`), pickling yields a body and an :class:`OutOfBand`.
+As for batches (:mod:`shmloader.memory.pickler`), pickling yields a body and an :class:`OutOfBand`.
 The buffers are written to a segment one after the other, and become views of the segment where the
 pickle is loaded.
 
@@ -17,19 +17,11 @@ import numpy as np
 import torch
 
 from shmloader.memory.codec import PartialStorage, Span
-from shmloader.memory.encoder import OutOfBand
+from shmloader.memory.pickler import OutOfBand
 from shmloader.memory.segment import Segment, SegmentWriter
 
 #: Smaller buffers stay in the pickle: their entry in the table would cost as much.
 BULK_BYTES = 512
-
-
-def stays_in_band(buffer: pickle.PickleBuffer, out_of_band: OutOfBand) -> bool:
-    """Take a large buffer out of a pickle; return True for a small one. For ``buffer_callback``."""
-    if not out_of_band.is_mark(buffer) and buffer.raw().nbytes < BULK_BYTES:
-        return True
-    out_of_band.take(buffer)
-    return False
 
 
 class BufferTable(NamedTuple):

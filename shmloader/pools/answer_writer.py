@@ -7,12 +7,22 @@ does not fit is left out.
 """
 
 import pickle
+from typing import Any
 
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.unpicklable import find_unpicklable
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.encoder import encode
+from shmloader.grammar import with_article
+from shmloader.memory.encoder import pickle_batch, place
 from shmloader.memory.flat import FlatLayout, ShardLayouts
+from shmloader.memory.pickler import (
+    ByValuePickler,
+    OutOfBand,
+    PlainPickler,
+    batch_reducers,
+    reduce_data,
+)
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import INLINE_BYTES, Spilled, TooLong
 
@@ -51,14 +61,17 @@ class AnswerWriter:
 
         Returns:
             The pickled layout; None if it is that of the last batch.
+
+        Raises:
+            TypeError: If part of the batch cannot be pickled; names that part.
+            SharedMemoryError: If the batch does not fit the slot.
         """
         if type(batch) is list and may_shard:
             batch = self._shard_layouts.joined(batch, self._writer.slot)
         flat = batch if type(batch) is FlatLayout else None
         if flat is None:
-            layout = encode(
-                batch, self._writer, by_value=self.by_value, spill_bytes=INLINE_BYTES // 2
-            )
+            pickled = self._pickled(batch)
+            layout = place(pickled, self._writer, spill_bytes=INLINE_BYTES // 2)
         elif flat is self._last_flat_layout:
             return None
         data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
@@ -68,6 +81,26 @@ class AnswerWriter:
         # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return sent
+
+    def _pickled(self, batch: object) -> tuple[bytes, OutOfBand]:
+        try:
+            return pickle_batch(batch, by_value=self.by_value)
+        except MemoryError:
+            raise
+        except Exception as error:
+            pickler = ByValuePickler if self.by_value else PlainPickler
+
+            def pickle_to(value: object, file: Any) -> None:
+                pickler(file, reduce_data, OutOfBand(), batch_reducers()).dump(value)
+
+            found = find_unpicklable([batch], ["batch"], pickle_to=pickle_to)
+            path, part = found or ("batch", batch)
+            kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            raise TypeError(
+                f"a batch cannot be sent from its worker: {path} is {with_article(kind)} and "
+                f"cannot be pickled ({type(error).__name__}: {error}). Return something picklable "
+                "from the dataset or collate_fn."
+            ) from error
 
     def repeat_layout(self) -> None:
         """Send the next batch's layout even if it equals that of the last batch."""

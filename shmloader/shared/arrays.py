@@ -21,7 +21,7 @@ import torch
 
 from shmloader.memory.bulk import address_of, storage_at
 from shmloader.memory.codec import PartialStorage, rebuild_tensor
-from shmloader.memory.encoder import is_plain, tensor_fields
+from shmloader.memory.pickler import is_plain, tensor_fields
 from shmloader.memory.segment import Segment, find_segment
 
 _HINT = (

@@ -6,8 +6,6 @@ Tensors and large arrays lie outside the records, and an object that is read has
 """
 
 import enum
-import functools
-import io
 import pickle
 import struct
 from array import array
@@ -20,10 +18,9 @@ from shmloader.memory.bulk import (
     BULK_BYTES,
     BufferTable,
     load_with_buffers,
-    stays_in_band,
     write_buffers,
 )
-from shmloader.memory.encoder import OutOfBand, batch_dispatch_table, reduce_data
+from shmloader.memory.pickler import OutOfBand, batch_reducers, dump, reduce_data
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
 
@@ -77,36 +74,6 @@ class RecordTables(NamedTuple):
     others: tuple[Segment, ...]
 
 
-class _ItemPickler(pickle.Pickler):
-    """Pickles an item, with its tensors and large arrays as out-of-band buffers.
-
-    Attributes:
-        others: The segments that the items refer to, by their ids.
-    """
-
-    def __init__(self, file: io.BytesIO, out_of_band: OutOfBand, *, writable: bool) -> None:
-        stays = functools.partial(stays_in_band, out_of_band=out_of_band)
-        super().__init__(file, protocol=5, buffer_callback=stays)
-        self.dispatch_table = batch_dispatch_table()
-        self._out_of_band = out_of_band
-        self._writable = writable
-        self.others: dict[int, Segment] = {}
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is Segment:
-            self.others[id(value)] = value
-            return NotImplemented
-        if type(value) is np.ndarray and value.nbytes >= BULK_BYTES and not value.dtype.hasobject:
-            is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
-            order: Any = "F" if is_fortran else "C"
-            data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)
-            fields = (value.dtype, value.shape, order, self._writable)
-            return array_over, (pickle.PickleBuffer(data.data), *fields)
-        if type(value).__module__ == "torch" or type(value).__module__.startswith("torch."):
-            return reduce_tensor(value) or reduce_data(value, self._out_of_band)
-        return NotImplemented
-
-
 class RecordWriter:
     """Appends records to a segment.
 
@@ -125,6 +92,7 @@ class RecordWriter:
         self._kinds = bytearray()
         self._is_dense = True
         self._others: dict[int, Segment] = {}
+        self._reducers = batch_reducers()
 
     def add(self, item: object) -> None:
         """Write a record.
@@ -163,18 +131,30 @@ class RecordWriter:
             return _FLOAT.pack(item), Kind.FLOAT
         if kind is tuple and _SIMPLE.issuperset(map(type, item)):
             return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), Kind.PICKLE
-        file, out_of_band = io.BytesIO(), OutOfBand()
-        pickler = _ItemPickler(file, out_of_band, writable=self._writable)
-        pickler.dump(item)
-        self._others |= pickler.others
+        body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=BULK_BYTES)
         if not out_of_band.order:
-            return file.getvalue(), Kind.PICKLE
+            return body, Kind.PICKLE
         self._flush()
         self._is_dense = False
         table = write_buffers(out_of_band, self._writer)
         self._base = self._writer.used_bytes
-        body = (file.getvalue(), table.spans, table.order)
-        return pickle.dumps(body, pickle.HIGHEST_PROTOCOL), Kind.OUT_OF_BAND
+        record = (body, table.spans, table.order)
+        return pickle.dumps(record, pickle.HIGHEST_PROTOCOL), Kind.OUT_OF_BAND
+
+    def _reduce(self, value: Any, out_of_band: OutOfBand) -> Any:
+        """Reduce tensors and large arrays of an item, so that their data lie beside the pickle."""
+        if type(value) is Segment:
+            self._others[id(value)] = value
+            return NotImplemented
+        if type(value) is np.ndarray and value.nbytes >= BULK_BYTES and not value.dtype.hasobject:
+            is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+            order: Any = "F" if is_fortran else "C"
+            data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)
+            fields = (value.dtype, value.shape, order, self._writable)
+            return array_over, (pickle.PickleBuffer(data.data), *fields)
+        if type(value).__module__ == "torch" or type(value).__module__.startswith("torch."):
+            return reduce_tensor(value) or reduce_data(value, out_of_band)
+        return NotImplemented
 
     def finish(self) -> RecordTables:
         """Write the tables, and return where they lie."""

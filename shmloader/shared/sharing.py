@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from shmloader.memory.bulk import BufferTable, storage_at, write_buffers
 from shmloader.memory.codec import PartialStorage, rebuild_tensor
-from shmloader.memory.encoder import OutOfBand, is_plain, tensor_fields
+from shmloader.memory.pickler import OutOfBand, is_plain, tensor_fields
 from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe

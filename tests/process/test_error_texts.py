@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -416,3 +417,56 @@ def test_a_timeout_says_how_to_go_on_and_what_replaces_a_worker(threads):
     assert [batch.item() for batch in batches] == [0, 1]
     loader.close()
     gate.close()
+
+
+# ---------------------------------------------------------------- a batch that cannot be sent
+
+
+class Opaque:
+    def __reduce__(self):
+        raise RuntimeError("not this one")
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Record:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def unsendable(kind: int) -> Any:
+    endless: list[Any] = [1, Opaque()]
+    endless.append(endless)
+    batches = [
+        Opaque(), [1, (2, Opaque())], {"a": 1, "b": [Opaque()]}, Record({3: threading.Lock()}),
+        [Point(1, threading.Lock())], endless, {"f": lambda: 0},
+    ]  # fmt: skip
+    return batches[kind]
+
+
+UNSENDABLE = [
+    "batch is a tests.process.test_error_texts.Opaque",
+    "batch[1][1] is a tests.process.test_error_texts.Opaque",
+    "batch['b'][0] is a tests.process.test_error_texts.Opaque",
+    "batch.value[3] is a _thread.lock",
+    "batch[0][1] is a _thread.lock",
+    "batch[1] is a tests.process.test_error_texts.Opaque",
+    "batch['f'] is a builtins.function",
+]
+
+
+@pytest.mark.parametrize(("method", "count"), [("fork", 7), ("forkserver", 6)])
+def test_the_part_of_a_batch_that_cannot_be_pickled_is_named(method, count):
+    """With "forkserver", the lambda has batches pickled by value."""
+    loader = DataLoader(
+        Calls(unsendable, count), None, num_workers=1, collate_fn=lambda batch: batch,
+        multiprocessing_context=method,
+    )  # fmt: skip
+    batches = iter(loader)
+    for words in UNSENDABLE[:count]:
+        with pytest.raises(TypeError) as caught:
+            next(batches)
+        assert f"{words} and cannot be pickled (" in str(caught.value)

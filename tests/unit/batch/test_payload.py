@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from shmloader.batch import payload as payload_module
-from shmloader.batch.payload import PICKLE_ERRORS, ForkedPayload, Payload, receive_payload
+from shmloader.batch.payload import ForkedPayload, Payload, receive_payload
+from shmloader.memory.pickler import PICKLE_ERRORS
 from tests.unit.pools.sending import sent
 
 ANSWER_S = 120

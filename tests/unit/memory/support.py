@@ -16,7 +16,7 @@ from shmloader.memory import collate
 from shmloader.memory.arena import ALIGNMENT, Arena, Lease, Slot
 from shmloader.memory.codec import PickledLayout, decode
 from shmloader.memory.collate import SlotCollate
-from shmloader.memory.encoder import encode
+from shmloader.memory.encoder import pickle_batch, place
 from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.process_state import PROCESS
@@ -44,7 +44,8 @@ class Bench:
         return self.mapped().lend(self.ended.append)
 
     def encode(self, batch, *, by_value=False, spill_bytes=SPILL_BYTES) -> PickledLayout:
-        return encode(batch, self.writer, by_value=by_value, spill_bytes=spill_bytes)
+        pickled = pickle_batch(batch, by_value=by_value)
+        return place(pickled, self.writer, spill_bytes=spill_bytes)
 
     def decode(self, layout: PickledLayout, *, lent: bool):
         return decode(layout, self.mapped(), self.lend() if lent else None)

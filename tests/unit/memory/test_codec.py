@@ -322,7 +322,7 @@ def test_gradients_are_asked_for_after_the_journey_as_before(bench, lent):
 
 def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
     tensor = torch.zeros(3, requires_grad=True) * 2
-    with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor.*detach\(\)"):
+    with pytest.raises(RuntimeError, match=r"autograd does not cross processes: detach\(\)"):
         bench.encode({"x": tensor})
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 import shmloader
 from shmloader.memory import segment as segment_module
-from shmloader.memory.encoder import batch_dispatch_table
 from shmloader.memory.limits import Free
+from shmloader.memory.pickler import batch_reducers
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import SharedArray
@@ -402,7 +402,7 @@ def test_a_tensor_of_any_kind_crosses_as_a_handle(dtype):
 
 def test_batches_are_pickled_as_before_once_tensors_have_handles():
     shmloader.share(torch.arange(3))
-    assert {torch.Tensor, torch.nn.Parameter}.isdisjoint(batch_dispatch_table())
+    assert {torch.Tensor, torch.nn.Parameter}.isdisjoint(batch_reducers())
 
 
 def test_parameters_keep_their_type_and_others_stay():
