@@ -44,7 +44,6 @@ from shmloader.errors import (
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import is_interruption
-from shmloader.memory.lease import is_debugging
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.status_page import AtWork, Phase
@@ -146,9 +145,6 @@ class Engine(EngineBase):
             present=present,
             sharers=sharers,
             read_loads=read_loads,
-            on_free=None
-            if self._has_queue or not is_debugging()
-            else self._slot_pool.memory.poison,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:

@@ -104,7 +104,6 @@ class Scheduler:
         present: int | None = None,
         sharers: int = 1,
         read_loads: Callable[[], Sequence[int] | None] | None = None,
-        on_free: Callable[[int], None] | None = None,
     ) -> None:
         """Start with an empty window.
 
@@ -127,13 +126,12 @@ class Scheduler:
             sharers: How many engines share the workers. Each has tickets for its share of them.
             read_loads: Returns how many tasks each worker has from the other engines, by worker
                 number; None if that is not known.
-            on_free: Called with each slot that becomes free; None calls nothing.
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
         self._has_queue = has_queue
         self.task_limit = 1
-        self.slots = SlotTable(window + lend_limit, on_free)
+        self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
         self.progress: DatasetProgress | None = None
         if beginnings is not None:

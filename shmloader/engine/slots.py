@@ -10,7 +10,6 @@ Rule: a slot has exactly one holder (I1), and every change of state is made here
 """
 
 import enum
-from collections.abc import Callable
 
 from shmloader.errors import InternalError
 
@@ -45,11 +44,9 @@ class SlotTable:
 
     Args:
         capacity: The number of slots.
-        on_free: Called with each slot that becomes FREE; None calls nothing.
     """
 
-    def __init__(self, capacity: int, on_free: Callable[[int], None] | None = None) -> None:
-        self._on_free = on_free
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         # The states of the slots that were used so far, by number.
         self._states: dict[int, SlotState] = {}
@@ -115,6 +112,4 @@ class SlotTable:
             self.lent_count += 1
         self._states[slot_id] = new
         if new is FREE:
-            if self._on_free is not None:
-                self._on_free(slot_id)
             self._free.append(slot_id)

@@ -2,7 +2,7 @@
 
 ``arena`` owns the file in which all slots lie, and maps them by ``memfd``; ``system_support`` finds
 out whether the system has what slots and worker processes need. ``slot_writer`` hands out a slot's
-bytes in the worker; ``lease`` keeps memory alive under storages, and has the checks of
+bytes in the worker; ``lease`` keeps memory alive under storages, and has the check of
 ``SHMLOADER_DEBUG``. Samples become a batch in one of two ways:
 
 =============  ==============================================  ======================

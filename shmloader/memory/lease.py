@@ -8,16 +8,11 @@ base of a view by the base's base, so the slot would come back while it is still
 A storage's pointer is not enough to keep the lease alive, since torch can replace that pointer
 while views of the old memory are still in use; see :func:`hold`.
 
-``SHMLOADER_DEBUG=1`` turns on two checks that nothing uses a slot without a lease or a task. They
-are too slow to be on by default:
-
-* A batch carries a checksum of its slot's used bytes from the worker to the main process, which
-  detects writes to a slot after its batch was answered.
-* A slot is filled with a pattern when it becomes free, so that a reader without a lease sees
-  nothing that could be taken for data.
+With ``SHMLOADER_DEBUG=1``, a batch carries a checksum of its slot's used bytes from the worker to
+the main process, which detects writes to a slot after its batch was answered. That is too slow to
+be on by default.
 """
 
-import ctypes
 import functools
 import gc
 import os
@@ -30,10 +25,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from shmloader.memory.arena import Slot
-
-#: Fills free slots. As floats it is -2.6e36, as integers far below zero: no valid index, pixel or
-#: label.
-POISON = 0xFB
 
 
 def hold(storage: Any, memory: object) -> None:
@@ -94,15 +85,10 @@ def _free_shared_storages(phase: str, _: dict[str, int]) -> None:
 
 @functools.cache
 def is_debugging() -> bool:
-    """Whether the checks are on. Read once, in the main process, which passes it to its workers."""
+    """Whether the check is on. Read once, in the main process, which passes it to its workers."""
     return os.environ.get("SHMLOADER_DEBUG", "") not in ("", "0")
 
 
 def checksum(slot: Slot, used_bytes: int) -> int:
     """Return a checksum of a slot's first ``used_bytes``, which are mapped."""
     return zlib.crc32(slot.memory[:used_bytes])
-
-
-def poison(slot: Slot, used_bytes: int) -> None:
-    """Overwrite a slot's first ``used_bytes``, which are mapped."""
-    ctypes.memset(slot.address, POISON, used_bytes)

@@ -14,7 +14,6 @@ from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
-from shmloader.memory.lease import poison
 
 # The number of batches between two searches for slots that hold too much, and the factor by which
 # each search reduces the weight of what earlier batches needed.
@@ -151,11 +150,6 @@ class SlotMemory:
         if end > before and self._admission is not None:
             self._admission.grow(self.arena, slot, end)
             slot.touched_bytes = before  # until it is counted
-
-    def poison(self, slot_id: int) -> None:
-        """Overwrite what was written into a slot that is free now (``SHMLOADER_DEBUG=1``)."""
-        with contextlib.suppress(SharedMemoryError):  # not mapped, so there is no view of it
-            poison(self.mapped(slot_id), self._slots[slot_id].touched_bytes)
 
     def tidy(self, free_ids: list[int]) -> None:
         """Give unneeded memory of free slots back to the kernel."""

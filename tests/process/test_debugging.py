@@ -1,4 +1,4 @@
-"""SHMLOADER_DEBUG=1: what changes in a slot is found out, and what is free is poisoned."""
+"""SHMLOADER_DEBUG=1: what changes in a slot is found out."""
 
 from __future__ import annotations
 
@@ -66,41 +66,23 @@ for index in range(5):
         del batch
     except InternalError as error:
         print(index, error)
-
-class Three:
-    def __len__(self):
-        return 3
-    def __getitem__(self, index):
-        return torch.full((100_000,), index + 1, dtype=torch.uint8)
-
-batches = iter(DataLoader(Three(), batch_size=None, num_workers=1))
-first, second = next(batches), next(batches)
-address = second.data_ptr()
-assert ctypes.string_at(address, 100_000) == bytes([2]) * 100_000
-del second
-third = next(batches)
-print(set(ctypes.string_at(address, 100_000)), set(first.tolist()), set(third.tolist()))
 """
 
 
 @pytest.mark.slow
-def test_a_late_writer_is_found_out_and_a_view_kept_without_a_lease_reads_poison(
-    monkeypatch,
-) -> None:
+def test_a_late_writer_is_found_out(monkeypatch) -> None:
     lines = run(WRONGS, monkeypatch).splitlines()
     assert lines[0] == "0 0.0 0.0"
     assert lines[1].startswith("1 SHMLOADER_DEBUG: batch 1 (index 1) changed in slot 1 after ")
     assert "worker 0 (pid " in lines[1]
     assert "checksum of its 200000 bytes" in lines[1]
-    assert lines[2:5] == ["2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
-    assert lines[5:] == ["{251} {1} {3}"]
+    assert lines[2:] == ["2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
 
 
 @pytest.mark.slow
-def test_without_the_variable_nothing_is_checked_and_nothing_poisoned(monkeypatch) -> None:
+def test_without_the_variable_nothing_is_checked(monkeypatch) -> None:
     lines = run(WRONGS, monkeypatch, value=None).splitlines()
-    assert lines[:5] == ["0 0.0 0.0", "1 1.0 99.0", "2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
-    assert lines[5:] == ["{2} {1} {3}"]
+    assert lines == ["0 0.0 0.0", "1 1.0 99.0", "2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
 
 
 ALL_KINDS = """

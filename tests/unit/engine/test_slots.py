@@ -105,15 +105,3 @@ def test_the_states_and_the_free_list_are_copies():
     table.free_ids.clear()
     assert table.states == {0: FREE, 1: FREE}
     assert table.free_ids == [0, 1]
-
-
-def test_who_wants_to_know_is_told_of_each_slot_that_becomes_free():
-    told: list[int] = []
-    table = SlotTable(2, told.append)
-    one, two = table.take(0), table.take(0)
-    table.move(one, SlotState.FREE)
-    table.move(two, SlotState.FULL)
-    table.move(two, SlotState.LENT)
-    assert told == [one]
-    table.move(two, SlotState.FREE)
-    assert told == [one, two]

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.lease import POISON, checksum, hold, is_debugging, poison
+from shmloader.memory.lease import checksum, hold, is_debugging
 
 MIB = 1 << 20
 SLOT_ID = 5
@@ -257,7 +257,7 @@ def test_an_arena_may_die_before_its_leases(book):
     assert tensor.sum() == 1000
 
 
-# The checks of SHMLOADER_DEBUG ------------------------------------------------------------
+# The check of SHMLOADER_DEBUG -------------------------------------------------------------
 
 
 def test_a_checksum_is_that_of_the_used_bytes_and_no_others(slot):
@@ -268,11 +268,6 @@ def test_a_checksum_is_that_of_the_used_bytes_and_no_others(slot):
     slot.memory[999] ^= 1
     assert checksum(slot, 1000) != before
     assert checksum(slot, 0) == 0
-
-
-def test_poison_covers_what_was_used_and_no_more(slot):
-    poison(slot, 1000)
-    assert slot.memory[:1001] == bytes([POISON]) * 1000 + b"\0"
 
 
 @pytest.mark.parametrize(

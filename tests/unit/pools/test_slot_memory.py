@@ -153,13 +153,6 @@ def test_memory_that_this_process_writes_is_admitted_only_beyond_what_was_touche
     memory.close()
 
 
-def test_poison_covers_what_was_ever_used_and_no_more(memory):
-    fill(memory, 0, 1000)
-    memory.count_batch(0, 10)
-    memory.poison(0)
-    assert memory.mapped(0).memory[:1001] == b"\xfb" * 1000 + b"\0"
-
-
 def test_a_slot_is_mapped_as_far_as_batches_need_and_a_quarter_more(memory):
     assert memory.mapped(0).nbytes == 0
     memory.count_batch(0, 40 * MIB)
