@@ -6,6 +6,7 @@ other executor only ``submit`` and its futures are known.
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -94,13 +95,12 @@ class DaskExecutor(AnyExecutor):
         # Without a key, Dask computes a hash of all arguments.
         options = {**getattr(self._executor, "_kwargs", {}), "key": name}
         there = self._client.submit(*call, **options)
-        with contextlib.suppress(AttributeError):
-            self._executor._futures.add(there)  # for its shutdown()
 
         def cancel(future: Future) -> None:
             # This does not wait for the scheduler, which may be slow or about to be disconnected.
             if future.cancelled() and not self._is_closed():
-                self._client.loop.add_callback(self._client._cancel, [there])
+                cancel_there = functools.partial(self._client.cancel, [there], asynchronous=True)
+                self._client.loop.add_callback(cancel_there)
 
         future = Future()
         future.add_done_callback(cancel)
@@ -112,17 +112,12 @@ class DaskExecutor(AnyExecutor):
     async def _follow(self, there: Any, future: Future) -> None:
         """Pass a call's outcome to its future, as Dask's executor does. Runs in the event loop."""
         try:
-            result = await there._result(raiseit=False)
-        except Exception as error:  # noqa: BLE001 - a result could not be fetched
-            text = _CLOSED if self._is_closed() else f"{type(error).__name__}: {error}"
-            settle(future, ExecutorGoneError(text))
-            return
-        if there.cancelled():
-            text = _CLOSED if self._is_closed() else f"{type(result).__name__}: {result}"
-            settle(future, ExecutorGoneError(text))
-        elif there.status == "error":
-            _, raised, traceback = result
-            settle(future, raised.with_traceback(traceback))
+            result = await self._client.gather(there, asynchronous=True)
+        except Exception as error:  # noqa: BLE001 - the call's own, or its result is lost
+            if there.status != "error":
+                text = _CLOSED if self._is_closed() else f"{type(error).__name__}: {error}"
+                error = ExecutorGoneError(text)
+            settle(future, error)
         else:
             settle(future, None, result)
 
