@@ -24,10 +24,10 @@ from shmloader.pipeline.config import (
     RunsOn,
     check_signature,
     check_timeout,
+    describe_chain,
     kind_of,
     name_of,
 )
-from shmloader.pipeline.description import describe_chain
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.pipeline import Pipeline
 from shmloader.pipeline.source import Source

@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from shmloader.grammar import described_type
+from shmloader.loader.description import describe_source
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.source import Resumes, Source, how_it_resumes
@@ -82,11 +83,11 @@ def name_of(op: Callable[..., Any]) -> str:
 class RunsOn(enum.Enum):
     """What runs the jobs of a stage."""
 
-    THREADS = enum.auto()
-    LOOP = enum.auto()
-    PROCESSES = enum.auto()
-    EXECUTOR = enum.auto()
-    DEVICE = enum.auto()
+    THREADS = "thread"
+    LOOP = "coroutine"
+    PROCESSES = "process"
+    EXECUTOR = "executor"
+    DEVICE = "device"
 
     @classmethod
     def of(cls, kind: OpKind, executor: object) -> "RunsOn":
@@ -152,6 +153,14 @@ class Pipe:
     device: torch.device | None = None
     lifecycle: Lifecycle | None = None
 
+    def __str__(self) -> str:
+        """Return the stage's name, how many items it takes at once, and where."""
+        if self.runs_on is RunsOn.DEVICE:
+            return self.name
+        kind = self.runs_on.value
+        where = {"process": "processes", "executor": "an executor"}.get(kind, f"{kind}s")
+        return f"{self.name} ({self.concurrency} on {where})"
+
     @property
     def keeps_order(self) -> bool:
         """Whether results leave in the order of the items.
@@ -179,6 +188,10 @@ class Aggregate:
     drop_last: bool
 
     capacity = 1
+
+    def __str__(self) -> str:
+        """Return the stage's name in texts."""
+        return f"aggregate({self.size})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +223,12 @@ class PipelineConfig:
         if number == 0:
             return "the source"
         stage = self.stages[number - 1]
-        if isinstance(stage, Aggregate):
-            return f"aggregate({stage.size})"
-        return f"stage '{stage.name}'"
+        return str(stage) if isinstance(stage, Aggregate) else f"stage '{stage.name}'"
+
+    def runs_on(self, number: int) -> RunsOn | None:
+        """Return what runs a stage's jobs; None for the source and for aggregates."""
+        stage = self.stages[number - 1] if number else None
+        return stage.runs_on if isinstance(stage, Pipe) else None
 
     def queue_size(self, number: int) -> int:
         """Return how many items may wait before a stage; number 0 is the source."""
@@ -246,6 +262,22 @@ class PipelineConfig:
         # The 2 are for the consumer, which holds one while it takes the next.
         count += size * (self.buffer_size + 2)
         return min(count, _MAX_LENT)
+
+
+def describe_chain(
+    source: Source | None, stages: Sequence[Pipe | Aggregate], buffer_size: int | None
+) -> str:
+    """Return all parts of a pipeline, joined by arrows. Parts that are None are left out."""
+    parts = [] if source is None else [describe_source(source)]
+    parts += map(str, stages)
+    if buffer_size is not None:
+        parts.append(f"sink({buffer_size})")
+    return " → ".join(parts) or "empty"
+
+
+def one_of_threads(count: int) -> str:
+    """Return "one of the 4 threads", or "the only thread"."""
+    return "the only thread" if count == 1 else f"one of the {count} threads"
 
 
 def check_signature(function: Callable[..., Any], name: str, arguments: list[str]) -> None:

@@ -14,43 +14,47 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.loader.calls import refuse
-from shmloader.pipeline.config import (
-    QUEUE_CAPACITY,
-    SOURCE_CAPACITY,
-    Aggregate,
-    OpKind,
-    PipelineConfig,
-)
-from shmloader.pipeline.device_future import opened
-from shmloader.pipeline.entries import END, NOTHING, Raised
-from shmloader.pipeline.failures import (
-    FailedItem,
-    Limit,
-    StageFailureCounter,
-    explained,
-    text_of,
-)
-from shmloader.pipeline.flow import Flow, Stage
-from shmloader.pipeline.lateness import describe_flow
+from shmloader.pipeline.config import SOURCE_CAPACITY, Aggregate, OpKind, Pipe, PipelineConfig
+from shmloader.pipeline.failures import FailedItem, FailureCounter, explained, failed_item, text_of
+from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.lifecycle import Lifecycle
-from shmloader.pipeline.meters import Clock, Meter
 from shmloader.pipeline.source import SourceReader
-from shmloader.pipeline.stages import AggregateStage, Job, PipeStage, StageQueue
-from shmloader.pools.executor_kinds import CHECK_S
+from shmloader.pipeline.stages import (
+    END,
+    NOTHING,
+    AggregateStage,
+    Clock,
+    Job,
+    Meter,
+    Raised,
+    Stage,
+    StageQueue,
+)
+from shmloader.pipeline.transfer import opened
 from shmloader.threads.wakeup import Wakeup
 
 
 class StageExecutor(Protocol):
     """Runs the jobs of one or more stages."""
 
-    def put(self, task: "Task") -> None:
+    def start(self) -> None:
+        """Start the executor's threads. The caller ends the executor if this raises."""
+
+    def put(self, job: Job) -> None:
         """Have a job run, or resume. Called from any thread; does not wait."""
+
+    def end(self) -> None:
+        """Tell the executor to end. From any thread, and again; does not wait."""
+
+    def join(self, timeout_s: float) -> object:
+        """Wait for the executor's end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,38 +63,19 @@ class StageOp:
 
     Attributes:
         name: The stage's name.
-        op: The function that is called with each item.
+        op: The function that is called with each item. That of the source is called once, with the
+            :class:`SourceReader`, and may yield None.
         kind: The op's kind.
         executor: What calls the op.
-        is_source: Whether this is the source. Its only item is the :class:`SourceReader`, and it
-            may yield None.
         lifecycle: The stage's ``setup`` and ``teardown``; None if it has none. With it, the op's
             second argument is what ``setup`` returned.
-        waits_for_threads: Whether jobs wait for one of the threads that stages share.
     """
 
     name: str
     op: Callable[..., object]
     kind: OpKind
     executor: StageExecutor
-    is_source: bool = False
     lifecycle: Lifecycle | None = None
-    waits_for_threads: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """A job as an executor gets it.
-
-    Attributes:
-        epoch: The epoch that takes the results.
-        job: The job.
-        stage: How the job is run.
-    """
-
-    epoch: "Epoch"
-    job: Job
-    stage: StageOp
 
 
 class Epoch:
@@ -124,15 +109,9 @@ class Epoch:
         self._wakeup = Wakeup()
         self._config = config
         self._stage_ops = stage_ops
-        # For executors that may be gone without reporting it.
-        self._checks: list[Callable[[], None]] = [
-            check
-            for op in stage_ops
-            if op is not None and (check := getattr(op.executor, "check", None)) is not None
-        ]
-        self._check_at_s = time.monotonic() + CHECK_S
         self._reader = reader
-        self.clock = Clock(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self.clock = Clock(now_ns, now_ns)
         flow = _make_flow(config, failures, self.clock, reader)
         self.meters: list[Meter] = [*(stage.meter for stage in flow.stages), flow.sink_meter]
         self.delivered = self._delivered_before = reader.start
@@ -146,119 +125,95 @@ class Epoch:
 
     def begin(self) -> None:
         """Start the source, unless the epoch was left meanwhile."""
+        self._change(None, Flow.begin, self._reader)
+
+    def _change(
+        self, executor: StageExecutor | None, change: Callable[..., Any], *args: object
+    ) -> tuple[Any, Job | None]:
+        """Call ``change`` with the flow and ``args``, and hand out the jobs that may start then.
+
+        Args:
+            executor: The caller, if it can continue with a job itself.
+            change: Called under the lock.
+            args: The arguments after the flow.
+
+        Returns:
+            The result of ``change``, or None if the epoch is over; and of the new jobs that
+            ``executor`` runs, one of the latest stage.
+        """
+        now_ns = time.monotonic_ns()
         with self._lock:
             flow = self._flow
             if flow is None:
-                return
-            flow.begin(self._reader)
-            ready = self._take_ready(flow)
-        self._hand_out(ready)
+                return None, None
+            flow.set_time(now_ns)
+            result = change(flow, *args)
+            if flow.has_news:
+                self._wakeup.set()
+            ready = flow.ready
+            if not ready:
+                return result, None
+            flow.ready = []  # other threads append to it as soon as the lock is free
+        kept: Job | None = None
+        if len(ready) > 1:
+            ready.sort(key=attrgetter("number"), reverse=True)
+        for job in ready:
+            op = self._stage_ops[job.number]
+            assert op is not None
+            job.epoch, job.op = self, op
+            if kept is None and op.executor is executor:
+                kept = job
+            else:
+                op.executor.put(job)
+        return result, kept
 
     # Results, from the executors ------------------------------------------------------------
 
-    def yielded(self, task: Task, output: object) -> bool:
+    def yielded(self, job: Job, output: object) -> bool:
         """Take a result of a job that may have more. None is no result, except from the source.
 
         Returns:
             Whether the job may continue. If not, the caller must not touch it any more: the job is
             given to its executor again when it may continue.
         """
-        job, after = task.job, None
-        if task.stage.is_source:
+        after = None
+        if not job.number:
             after = self._reader.note_item()
         elif output is None:
             return self._flow is not None
-        now_ns = time.monotonic_ns()
-        with self._lock:
-            flow = self._flow
-            if flow is None:
-                return False
-            flow.set_time(now_ns)
-            may_continue = flow.yielded(job, output, after)
-            ready = self._take_ready(flow)
-        if ready:
-            self._hand_out(ready)
-        return may_continue
+        return bool(self._change(None, Flow.yielded, job, output, after)[0])
 
-    def finished(self, task: Task, *outputs: object) -> Task | None:
+    def finished(self, job: Job, *outputs: object) -> Job | None:
         """Take the last results of a job.
 
         Returns:
-            A task that the same executor can continue with at once, or None.
+            A job that the same executor can continue with at once, or None.
         """
-        if task.stage.is_source:
-            return self._update(task, Flow.source_finished, self._reader.note_end())
-        return self._update(task, Flow.finished, *outputs)
+        if not job.number:
+            return self._change(None, Flow.source_finished, job, self._reader.note_end())[1]
+        return self._change(job.op.executor, Flow.finished, job, *outputs)[1]
 
-    def failed(self, task: Task, error: BaseException) -> Task | None:
+    def failed(self, job: Job, error: BaseException) -> Job | None:
         """Note that a job's op has raised. Returns the same as :meth:`finished`."""
-        item = task.job.item
-        if task.stage.is_source:
-            return self.failed_for_good(task, error)
         flow = self._flow
-        if flow is None:
-            return None
-        failure_counter = flow.stages[task.job.number].failure_counter
-        if failure_counter is None or not isinstance(error, Exception):
-            return self.failed_for_good(task, error)
-        assert isinstance(failure_counter, StageFailureCounter)
-        listed = failure_counter.describe(error, item)
-        following = self._update(task, _leave_out, failure_counter, listed, error)
-        failure_counter.log_first(listed, error)
+        counter = None if flow is None else flow.stages[job.number].counter
+        if counter is None or not isinstance(error, Exception):
+            return self.failed_for_good(job, error)
+        listed = failed_item(job.op.name, job.item, error)
+        _, following = self._change(job.op.executor, _leave_out, job, counter, listed, error)
+        counter.log_first(listed, error)
         return following
 
-    def failed_for_good(self, task: Task, error: BaseException) -> Task | None:
+    def failed_for_good(self, job: Job, error: BaseException) -> Job | None:
         """Note a failure that is raised to the consumer even if ``max_failures`` allows some."""
-        item = NOTHING if task.stage.is_source else task.job.item
-        raised = explained(error, f"stage '{task.stage.name}'", item)
-        return self._update(task, Flow.failed, raised)
+        items = (job.item,) if job.number else ()
+        raised = explained(error, f"stage '{job.op.name}'", *items)
+        return self._change(job.op.executor, Flow.failed, job, raised)[1]
 
-    def failed_to_set_up(self, task: Task, error: BaseException) -> Task | None:
+    def failed_to_set_up(self, job: Job, error: BaseException) -> Job | None:
         """Note that ``setup`` of a job's stage has raised."""
-        raised = explained(error, f"setup of stage '{task.stage.name}'")
-        return self._update(task, Flow.failed, raised)
-
-    def _update(self, task: Task, change: Callable[..., None], *args: object) -> Task | None:
-        """Call ``change`` with the flow, the task's job and ``args``, under the lock."""
-        now_ns = time.monotonic_ns()
-        with self._lock:
-            flow = self._flow
-            if flow is None:
-                return None
-            flow.set_time(now_ns)
-            change(flow, task.job, *args)
-            ready = self._take_ready(flow)
-        return self._hand_out(ready, task.stage.executor) if ready else None
-
-    def _take_ready(self, flow: Flow) -> list[Job]:
-        if flow.has_news:
-            self._wakeup.set()
-        # Never the flow's own list: other threads append to it as soon as the lock is free.
-        ready = flow.ready
-        if not ready:
-            return []
-        flow.ready = []
-        return ready
-
-    def _hand_out(self, ready: list[Job], executor: StageExecutor | None = None) -> Task | None:
-        """Give jobs to their executors, except for one that ``executor`` continues with itself.
-
-        Returns:
-            That one: of the jobs that ``executor`` runs, one of the latest stage. None if there is
-            none.
-        """
-        kept: Task | None = None
-        if len(ready) > 1:
-            ready.sort(key=attrgetter("number"), reverse=True)
-        for job in ready:
-            stage = self._stage_ops[job.number]
-            assert stage is not None
-            task = Task(self, job, stage)
-            if kept is None and stage.executor is executor:
-                kept = task
-            else:
-                stage.executor.put(task)
-        return kept
+        raised = explained(error, f"setup of stage '{job.op.name}'")
+        return self._change(job.op.executor, Flow.failed, job, raised)[1]
 
     # The consumer ---------------------------------------------------------------------------
 
@@ -287,58 +242,36 @@ class Epoch:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self.in_transit = True
-            item = self._take_now()
+            taken, _ = self._change(None, self._take_from)
+            if taken is None and self.over_because:
+                self.in_transit = False
+                _park_if_exiting()
+                raise ClosedLoaderError(f"the pipeline was ended: {self.over_because}")
+            item = END if taken is None else taken[0]
             if item is not NOTHING:
                 return self._opened(item)
             self.in_transit = False
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
+                waits, _ = self._change(None, self._stop_waiting)
                 raise TimeoutError(
                     f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
-                    f"call next() or get_item() again.{self._stop_waiting()}"
+                    f"call next() or get_item() again.{waits or ''}"
                 )
-            self._wait(left_s)
+            self._wakeup.wait(left_s)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        """Wait for an item or the end, at most ``timeout_s`` seconds. May return early."""
-        if not self._checks:
-            self._wakeup.wait(timeout_s)
-            return
-        self._wakeup.wait(CHECK_S if timeout_s is None else min(timeout_s, CHECK_S))
-        if time.monotonic() >= self._check_at_s:
-            self._check_at_s = time.monotonic() + CHECK_S
-            for check in self._checks:
-                check()
+    def _take_from(self, flow: Flow) -> tuple[object]:
+        item, clock = flow.take(), flow.clock
+        if not clock.startup_ns and item is not NOTHING:
+            clock.startup_ns = clock.waited_ns
+        clock.is_waiting = item is NOTHING
+        self.delivered = flow.delivered
+        return (item,)
 
-    def _take_now(self) -> object:
-        with self._lock:
-            flow = self._flow
-            if flow is None:
-                if self.over_because:
-                    self.in_transit = False
-                    _park_if_exiting()
-                    raise ClosedLoaderError(f"the pipeline was ended: {self.over_because}")
-                return END
-            flow.set_time(time.monotonic_ns())
-            item, clock = flow.take(), flow.clock
-            if not clock.startup_ns and item is not NOTHING:
-                clock.startup_ns = clock.waited_ns
-            clock.is_waiting = item is NOTHING
-            self.delivered = flow.delivered
-            ready = self._take_ready(flow)
-        if ready:
-            self._hand_out(ready)
-        return item
-
-    def _stop_waiting(self) -> str:
+    def _stop_waiting(self, flow: Flow) -> str:
         """Note that the consumer no longer waits. Returns in words what the flow waits for."""
-        with self._lock:
-            flow = self._flow
-            if flow is None:
-                return ""
-            flow.set_time(time.monotonic_ns())
-            flow.clock.is_waiting = False
-            return describe_flow(flow, self._config, self._stage_ops)
+        flow.clock.is_waiting = False
+        return flow.describe(self._config)
 
     def _opened(self, item: object) -> object:
         if item is END:
@@ -363,19 +296,9 @@ class Epoch:
         """Set :attr:`delivered` back: the item that the last :meth:`take` has taken is lost."""
         self.delivered = self._delivered_before
 
-    @property
-    def is_taken_here(self) -> bool:
-        """Whether the calling thread is in :meth:`take`, which a signal handler may interrupt."""
-        return self._taker == threading.get_ident()
-
-    # Statistics -----------------------------------------------------------------------------
-
     def measure(self) -> None:
-        """Bring the meters up to date, unless the epoch is over."""
-        with self._lock:
-            if self._flow is not None:
-                self._flow.set_time(time.monotonic_ns())
-                self._flow.measure()
+        """Bring the meters up to date, unless the epoch is over. From any thread."""
+        self._change(None, Flow.measure)
 
     # Ends -----------------------------------------------------------------------------------
 
@@ -409,61 +332,39 @@ def _park_if_exiting() -> None:
 
 
 def _leave_out(
-    flow: Flow, job: Job, counter: StageFailureCounter, failed: FailedItem, error: Exception
+    flow: Flow, job: Job, counter: FailureCounter, failed: FailedItem, error: Exception
 ) -> None:
     """Count and list a failed call. Leaves its item out, or fails if too many calls failed."""
     flow.failed(job, counter.note_bad(failed, error))
 
 
 def _make_flow(
-    config: PipelineConfig,
-    failures: FailureList[FailedItem],
-    clock: Clock,
-    reader: SourceReader,
+    config: PipelineConfig, failures: FailureList[FailedItem], clock: Clock, reader: SourceReader
 ) -> Flow:
-    start, is_resumed = reader.start, reader.is_resumed
-    sink = StageQueue(config.buffer_size)
-    count = len(config.stages)
-    queues = [
-        StageQueue(1),  # before the source
-        *(StageQueue(SOURCE_CAPACITY, SOURCE_CAPACITY // 2) for _ in config.stages[:1]),
-        *(StageQueue(QUEUE_CAPACITY) for _ in config.stages[1:]),
-        sink,
-    ]
-    stages: list[Stage] = [PipeStage(0, queues[0], queues[1], clock, 1, in_order=True)]
-    shared = None
-    if config.max_failures is not None:
-        shared = Limit(config.max_failures, "the pipeline", is_resumed=is_resumed)
-    last_pipe = max(
-        (index for index in range(count) if not isinstance(config.stages[index], Aggregate)),
-        default=-1,
-    )
-    for index, stage in enumerate(config.stages):
-        number, before, after = index + 1, queues[index + 1], queues[index + 2]
+    def counter_of(max_failures: int | Fraction | None, scope: str) -> FailureCounter | None:
+        if max_failures is None:
+            return None
+        return FailureCounter(max_failures, scope, failures, is_resumed=reader.is_resumed)
+
+    shared = counter_of(config.max_failures, "the pipeline")
+    sizes = [config.queue_size(number) for number in range(1, len(config.stages) + 1)]
+    queues = [StageQueue(1), *map(StageQueue, sizes), StageQueue(config.buffer_size)]
+    if sizes:
+        queues[1].low = SOURCE_CAPACITY // 2
+    stages = [Stage(0, queues[0], queues[1], clock, 1, in_order=True)]
+    pipes = [stage for stage in config.stages if isinstance(stage, Pipe)]
+    for number, stage in enumerate(config.stages, start=1):
+        around = (number, queues[number], queues[number + 1], clock)
         if isinstance(stage, Aggregate):
-            stages.append(
-                AggregateStage(number, before, after, stage.size, drop_last=stage.drop_last)
-            )
+            stages.append(AggregateStage(*around, stage.size, drop_last=stage.drop_last))
             continue
-        own = None
-        if stage.max_failures is not None:
-            own = Limit(stage.max_failures, f"stage '{stage.name}'", is_resumed=is_resumed)
-        failure_counter = None
-        if own is not None or shared is not None:
-            failure_counter = StageFailureCounter(
-                stage.name, own, shared, failures, judges_shared=index == last_pipe
-            )
+        own = counter_of(stage.max_failures, f"stage '{stage.name}'")
+        judged = (own, shared if stage is pipes[-1] else None)
         stages.append(
-            PipeStage(
-                number,
-                before,
-                after,
-                clock,
-                stage.capacity,
-                in_order=stage.in_order,
-                failure_counter=failure_counter,
-                concurrency=stage.concurrency,
-                start=start,
+            Stage(
+                *around, stage.capacity, in_order=stage.in_order, concurrency=stage.concurrency,
+                start=reader.start, counter=own or shared,
+                judged=[counter for counter in judged if counter is not None],
             )
-        )
-    return Flow(stages, clock, start)
+        )  # fmt: skip
+    return Flow(stages, clock, reader.start)

@@ -11,7 +11,6 @@ from shmloader.batch.failures import describe_index
 from shmloader.batch.remote_error import RemoteError
 from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
-from shmloader.pipeline.entries import NOTHING
 
 _log = logging.getLogger("shmloader")
 
@@ -48,101 +47,35 @@ class FailedItem:
     traceback: str = field(repr=False)
 
 
-class Limit:
-    """How many calls may fail in one epoch.
-
-    Attributes:
-        count: Counts the calls and the failed calls.
-        first: The first failure; None before it.
-        last: The latest failure; None before the first.
+class FailureCounter:
+    """Counts the calls of one epoch that share a limit. Failed items are listed and left out.
 
     Args:
         max_failures: A number of calls that may fail, or a share of all calls.
         scope: What the limit is for: "stage 'parse'", "the pipeline".
+        failures: The pipeline's list of failures.
         is_resumed: Whether the epoch was resumed, so that calls before it are not counted.
     """
 
     def __init__(
-        self, max_failures: int | Fraction, scope: str, *, is_resumed: bool = False
-    ) -> None:
-        self._is_resumed = is_resumed
-        self.count = FailureLimit(max_failures, may_all_fail=False)
-        self.first: FailedItem | None = None
-        self.last: FailedItem | None = None
-        self._max_failures = max_failures
-        self._scope = scope
-
-    def is_passed_at_end(self) -> bool:
-        """Return whether too many calls of the epoch have failed, or all of them.
-
-        A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
-        """
-        if self._is_resumed and self.count.sample_count < JUDGED_FROM:
-            return False
-        return self.count.end_epoch()
-
-    def too_many(self, error: Exception | None) -> TooManyFailures:
-        """Return the exception to raise.
-
-        Args:
-            error: The op's exception, if it was raised just now. It becomes the cause.
-        """
-        last, count = self.last, self.count
-        assert last is not None
-        more = f"more than max_failures={self._max_failures} allows"
-        if error is None and count.all_failed:
-            more = "which is all of them"
-        raised = TooManyFailures(
-            f"{count.failed_count} of {count.sample_count} calls in {self._scope} failed, {more}. "
-            f"The last was in stage '{last.stage}' for item {describe_index(last.item)}: see the "
-            "cause. The pipeline's `failures` lists the newest."
-        )
-        raised.__cause__ = last.error if error is None else error
-        return raised
-
-
-class StageFailureCounter:
-    """Counts the calls of one stage in one epoch; see ``FailureCounter`` in ``stages``.
-
-    A stage has one if failed items are left out, as long as there are not too many.
-
-    Args:
-        name: The stage's name.
-        own: The limit of the stage alone, or None.
-        shared: The common limit of all stages that have no limit of their own, or None. At least
-            one of ``own`` and ``shared`` is given.
-        failures: The pipeline's list of failures.
-        judges_shared: Whether this is the last stage, at whose end the shared limit is judged.
-    """
-
-    def __init__(
         self,
-        name: str,
-        own: Limit | None,
-        shared: Limit | None,
+        max_failures: int | Fraction,
+        scope: str,
         failures: FailureList[FailedItem],
         *,
-        judges_shared: bool,
+        is_resumed: bool,
     ) -> None:
-        self._name = name
-        limit = own or shared
-        assert limit is not None
-        self._limit = limit
-        self._judged = [own, shared if judges_shared else None]
+        self._limit = FailureLimit(max_failures, may_all_fail=False)
+        self._max_failures = max_failures
+        self._scope = scope
         self._failures = failures
+        self._is_resumed = is_resumed
+        self._first: FailedItem | None = None
+        self._last: FailedItem | None = None
 
     def note_good(self) -> None:
         """Count a call that has succeeded."""
-        self._limit.count.note(1, 0)
-
-    def describe(self, error: Exception, item: object) -> FailedItem:
-        """Return the entry for the list of failures. It keeps no frame of the op alive.
-
-        This calls the item's ``repr``, so it must not be called under a lock.
-        """
-        remote = RemoteError.of(error, f"in stage '{self._name}'")
-        summarized = remote.summarized(f"The item was {describe_index(item)}.")
-        return FailedItem(self._name, _listed(item), summarized, remote.text)
+        self._limit.note(1, 0)
 
     def note_bad(self, failed: FailedItem, error: Exception) -> TooManyFailures | None:
         """Count and list a call that has failed.
@@ -150,31 +83,61 @@ class StageFailureCounter:
         Returns:
             The exception to raise, with ``error`` as its cause, if too many have failed.
         """
-        limit = self._limit
-        limit.first, limit.last = limit.first or failed, failed
+        self._first, self._last = self._first or failed, failed
         self._failures.total += 1
         self._failures.add(failed)
-        return limit.too_many(error) if limit.count.note(1, 1) else None
+        is_passed = self._limit.note(1, 1)
+        return self._too_many("more than max_failures={} allows", error) if is_passed else None
 
     def log_first(self, failed: FailedItem, error: Exception) -> None:
         """Log a failure if it is the first of the epoch."""
-        if self._limit.first is failed:
+        if self._first is failed:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s: %s; further "
                 "failures are counted in the pipeline's `failures` and not logged",
-                self._name, describe_index(failed.item), type(error).__name__,
+                failed.stage, describe_index(failed.item), type(error).__name__,
                 describe_index(error),
             )  # fmt: skip
 
     def end(self) -> TooManyFailures | None:
-        """Return the exception to raise at the stage's end, if too many or all calls failed."""
-        for limit in self._judged:
-            if limit is not None and limit.is_passed_at_end():
-                return limit.too_many(None)
-        return None
+        """Return the exception to raise at the last call, if too many or all calls failed.
+
+        A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
+        """
+        limit, last = self._limit, self._last
+        is_judged = not self._is_resumed or limit.sample_count >= JUDGED_FROM
+        if last is None or not is_judged or not limit.end_epoch():
+            return None
+        more = "which is all of them" if limit.all_failed else "more than max_failures={} allows"
+        return self._too_many(more, last.error)
+
+    def _too_many(self, more: str, cause: Exception) -> TooManyFailures:
+        last, limit = self._last, self._limit
+        assert last is not None
+        raised = TooManyFailures(
+            f"{limit.failed_count} of {limit.sample_count} calls in {self._scope} failed, "
+            f"{more.format(self._max_failures)}. The last was in stage '{last.stage}' for item "
+            f"{describe_index(last.item)}: see the cause. The pipeline's `failures` lists the "
+            "newest."
+        )
+        raised.__cause__ = cause
+        return raised
 
 
-def explained(error: BaseException, what: str, item: object = NOTHING) -> BaseException:
+def failed_item(stage: str, item: object, error: Exception) -> FailedItem:
+    """Return the entry for the list of failures. It keeps no frame of the op alive.
+
+    This calls the item's ``repr``, so it must not be called under a lock.
+    """
+    remote = RemoteError.of(error, f"in stage '{stage}'")
+    summarized = remote.summarized(f"The item was {describe_index(item)}.")
+    is_short = isinstance(item, str) and len(item) <= _LISTED_CHARACTERS
+    if item is not None and not isinstance(item, numbers.Number | PurePath) and not is_short:
+        item = describe_index(item)
+    return FailedItem(stage, item, summarized, remote.text)
+
+
+def explained(error: BaseException, what: str, *items: object) -> BaseException:
     """Return the exception to raise to the consumer when the user's code has raised one.
 
     It is the same exception if possible, with a note that says what has failed.
@@ -182,9 +145,9 @@ def explained(error: BaseException, what: str, item: object = NOTHING) -> BaseEx
     Args:
         error: The exception of the user's code.
         what: What has raised it: "stage 'parse'".
-        item: The stage's item; NOTHING if there is none.
+        items: The stage's item, if there is one.
     """
-    of_item = "" if item is NOTHING else f" for item {describe_index(item)}"
+    of_item = "".join(f" for item {describe_index(item)}" for item in items)
     note = f"{what[0].upper()}{what[1:]} failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
         wrapped = RuntimeError(
@@ -209,11 +172,3 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - the user's own
         return "its __str__ failed"
-
-
-def _listed(item: object) -> object:
-    if item is None or isinstance(item, numbers.Number | PurePath):
-        return item
-    if isinstance(item, str) and len(item) <= _LISTED_CHARACTERS:
-        return item
-    return describe_index(item)

@@ -19,11 +19,19 @@ Assumes that one thread at a time calls the methods, and first calls ``set_time`
 
 from collections.abc import Sequence
 
-from shmloader.pipeline.entries import END, NOTHING, Checkpoint, Raised
-from shmloader.pipeline.meters import SAMPLE_NS, Clock, Meter
-from shmloader.pipeline.stages import AggregateStage, Job, PipeStage
-
-Stage = PipeStage | AggregateStage
+from shmloader.insight.text import counted, seconds
+from shmloader.pipeline.config import PipelineConfig, RunsOn, one_of_threads
+from shmloader.pipeline.stages import (
+    END,
+    NOTHING,
+    SAMPLE_NS,
+    Checkpoint,
+    Clock,
+    Job,
+    Meter,
+    Raised,
+    Stage,
+)
 
 
 class Flow:
@@ -52,10 +60,9 @@ class Flow:
         self.ready: list[Job] = []
         self.clock = clock
         self.delivered = start
-        self.sink_meter = Meter(1)
+        self.sink_meter = Meter()
         self._end: Checkpoint | None = None
         self._measured_ns, self._measured_waited_ns = clock.now_ns, clock.waited_ns
-        self._pipes = {stage.number: stage for stage in stages if isinstance(stage, PipeStage)}
         self._sink = stages[-1].after
 
     def set_time(self, now_ns: int) -> None:
@@ -100,7 +107,7 @@ class Flow:
         Returns:
             Whether the job may continue. If not, it comes to ``ready`` when it may.
         """
-        stage = self._pipes[job.number]
+        stage = self.stages[job.number]
         following = job.number + 1
         if following < len(self.stages) and self.stages[following].is_cut:
             return False  # nothing takes the result in, and the job stays suspended
@@ -134,9 +141,9 @@ class Flow:
 
     def finished(self, job: Job, *outputs: object) -> None:
         """Note that a job is done, and take its last results, if any."""
-        stage = self._pipes[job.number]
-        if stage.failure_counter is not None:
-            stage.failure_counter.note_good()
+        stage = self.stages[job.number]
+        if stage.counter is not None:
+            stage.counter.note_good()
         count, total = job.result_count, job.result_count + len(outputs)
         for output in outputs:
             count += 1
@@ -157,7 +164,7 @@ class Flow:
             job: The job.
             error: The exception that the consumer is to raise; None leaves the item out.
         """
-        stage = self._pipes[job.number]
+        stage = self.stages[job.number]
         stage.meter.failed_count += 1
         if error is not None:
             stage.put(job, (Raised(error), None))
@@ -165,7 +172,7 @@ class Flow:
                 earlier.cut()
         self._finish(stage, job)
 
-    def _finish(self, stage: PipeStage, job: Job) -> None:
+    def _finish(self, stage: Stage, job: Job) -> None:
         stage.finish(job)
         self._advance(stage.number, stage.number + 1)
 
@@ -214,3 +221,39 @@ class Flow:
                 todo.append(number - 1)
             if has_passed:
                 todo.append(number + 1)
+
+    def describe(self, config: PipelineConfig) -> str:
+        """Return sentences that say which stages have items in work, how long, and which ones wait.
+
+        Assumes that the clock was set to the present time.
+        """
+        sentences, waiting = [], []
+        for stage in self.stages:
+            name = config.name_of_stage(stage.number)
+            sentence = self._describe_work(stage, config)
+            if sentence:
+                sentences.append(f" {name[0].upper()}{name[1:]} {sentence}.")
+            elif not stage.after.is_ended:
+                waiting.append(name)
+        if waiting:
+            text = f"{', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for items."
+            sentences.append(f" {text[0].upper()}{text[1:]}")
+        return "".join(sentences)
+
+    def _describe_work(self, stage: Stage, config: PipelineConfig) -> str:
+        if stage.after.is_ended:
+            return "" if stage.number else "has come to its end"
+        jobs = list(stage.working)
+        if not jobs:
+            return "" if stage.number else "waits until the next stage takes its items"
+        oldest = seconds((self.clock.now_ns - min(job.ready_ns for job in jobs)) / 1e9)
+        if not stage.number:
+            return f"has not yielded its next item for {oldest}"
+        text = f"has had {counted(len(jobs), 'item')} in work"
+        text += f" for {oldest}" if len(jobs) == 1 else f", one for {oldest}"
+        unbegun = sum(not job.began_ns for job in jobs)
+        if unbegun and config.runs_on(stage.number) is RunsOn.THREADS:
+            verb = "waits" if unbegun == 1 else "wait"
+            threads = one_of_threads(config.num_threads)
+            text += f", of which {unbegun} {verb} for {threads} (num_threads)"
+        return text

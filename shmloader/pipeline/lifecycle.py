@@ -8,10 +8,11 @@ Guarantees:
     * In a worker process, only ``setup`` is called.
 """
 
-import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,25 +41,14 @@ class Lifecycle:
             Exception: An exception of ``setup``.
         """
         context = self.setup()
-        if inspect.iscoroutine(context):
-            context.close()
-            raise TypeError(
-                f"setup of stage '{self.stage}' returned a coroutine, which nothing would await: "
-                "only stages of coroutine functions run on an event loop"
-            )
+        refuse_coroutine(context, f"setup of stage '{self.stage}'")
         return context
 
     def tear_down(self, context: Any) -> None:
         """Call ``teardown`` on a thread. Its exceptions are logged."""
-        if self.teardown is None:
-            return
-        try:
-            result = self.teardown(context)
-            if inspect.iscoroutine(result):
-                result.close()
-                raise TypeError("it returned a coroutine, which nothing would await")
-        except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
-            self._log_failure()
+        with self._logged():
+            if self.teardown is not None:
+                refuse_coroutine(self.teardown(context), "it")
 
     async def set_up_on_loop(self) -> Any:
         """Return a new context. Called on the event loop."""
@@ -67,59 +57,29 @@ class Lifecycle:
 
     async def tear_down_on_loop(self, context: Any) -> None:
         """Call ``teardown`` on the event loop. Its exceptions are logged."""
-        if self.teardown is None:
-            return
-        try:
-            result = self.teardown(context)
+        with self._logged():
+            result = None if self.teardown is None else self.teardown(context)
             if inspect.isawaitable(result):
                 await result
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
-            self._log_failure()
-
-    def _log_failure(self) -> None:
-        _log.exception("teardown of stage '%s' failed", self.stage)
+            _log.exception("teardown of stage '%s' failed", self.stage)
 
 
-class ThreadContexts:
-    """The contexts of all stages on one thread. Used on that thread."""
+def refuse_coroutine(result: object, what: str) -> None:
+    """Raise TypeError if a result is a coroutine.
 
-    def __init__(self) -> None:
-        self._contexts: dict[Lifecycle, Any] = {}
-
-    def context_of(self, lifecycle: Lifecycle) -> Any:
-        """Return the stage's context on this thread. Raises what ``setup`` raises."""
-        if lifecycle not in self._contexts:
-            self._contexts[lifecycle] = lifecycle.set_up()
-        return self._contexts[lifecycle]
-
-    def close(self) -> None:
-        """Tear all contexts down, newest first."""
-        while self._contexts:
-            lifecycle, context = self._contexts.popitem()
-            lifecycle.tear_down(context)
-
-
-class LoopContexts:
-    """The contexts of all stages on an event loop. Used on the loop."""
-
-    def __init__(self) -> None:
-        self._contexts: dict[Lifecycle, asyncio.Task[Any]] = {}
-
-    async def context_of(self, lifecycle: Lifecycle) -> Any:
-        """Return the stage's context. Raises what ``setup`` raises.
-
-        One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
-        of them is cancelled, the task continues.
-        """
-        task = self._contexts.get(lifecycle)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(lifecycle.set_up_on_loop())
-            self._contexts[lifecycle] = task
-        return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        """Tear down the contexts of all ``setup`` calls that have returned, newest first."""
-        while self._contexts:
-            lifecycle, task = self._contexts.popitem()
-            if task.done() and not task.cancelled() and task.exception() is None:
-                await lifecycle.tear_down_on_loop(task.result())
+    Args:
+        result: What a function of the user's has returned.
+        what: The function: "the op of stage 'decode'".
+    """
+    if type(result) is types.CoroutineType:
+        result.close()
+        raise TypeError(
+            f"{what} returned a coroutine, which nothing would await: make the stage's op an async "
+            "def, and await there"
+        )

@@ -12,36 +12,53 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import OpKind
-from shmloader.pipeline.epoch import Task
-from shmloader.pipeline.executors import EXIT_S, refuse_coroutine
-from shmloader.pipeline.lifecycle import LoopContexts
+from shmloader.pipeline.executors import EXIT_S, results_of
+from shmloader.pipeline.lifecycle import Lifecycle, refuse_coroutine
+from shmloader.pipeline.stages import Job
 from shmloader.threads.background import BackgroundThread
 
 # How long coroutines may take to end after they were cancelled, in seconds.
 _CANCEL_S = 0.3
 
 
-class _LoopThread(BackgroundThread):
-    """The loop's thread. It can pause between two callbacks of the loop."""
+class LoopExecutor(BackgroundThread):
+    """Runs coroutines and async generators on an event loop with a thread of its own.
+
+    One asyncio task runs a job and those that follow from it. It runs an async generator to the
+    generator's end, and sleeps while the epoch has no space for results. The generator cannot move
+    to another asyncio task, since its timeouts and task groups belong to the task that runs it.
+
+    Attributes:
+        loop: The event loop.
+    """
 
     parks_for_forks = False
     exit_s = EXIT_S
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self) -> None:
+        super().__init__("shmloader_loop")
         self.loop = asyncio.new_event_loop()
+        # The running or finished `setup` of each stage.
+        self._contexts: dict[Lifecycle, asyncio.Task[Any]] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._is_called = False
+        self._is_ending = False
         self._is_stopped = False
+        self._running: set[asyncio.Task[None]] = set()
+        # Suspended async generators: each resumes when its future is set.
+        self._suspended: dict[Job, asyncio.Future[None]] = {}
 
     def wake(self) -> None:
         """Make the thread pause. Called from the thread that asks for the pause."""
-        self.call(self.pause)
+        self._call(self.pause)
 
-    def call(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
         """Have the loop call a function, unless the loop has ended."""
         try:
             self.loop.call_soon_threadsafe(function)
@@ -49,12 +66,8 @@ class _LoopThread(BackgroundThread):
             if is_interruption(error):
                 raise
 
-    def stop(self) -> None:
-        """End the loop. Called on the loop."""
-        self._is_stopped = True
-        self.loop.stop()
-
     def work(self) -> None:
+        """Run the loop until :meth:`end`."""
         try:
             asyncio.set_event_loop(self.loop)
             while not self._is_stopped:
@@ -67,128 +80,106 @@ class _LoopThread(BackgroundThread):
             asyncio.set_event_loop(None)
             self.loop.close()
 
-
-class LoopExecutor:
-    """Runs coroutines and async generators on an event loop with a thread of its own.
-
-    One asyncio task runs a job and those that follow from it. It runs an async generator to the
-    generator's end, and sleeps while the epoch has no space for results. The generator cannot move
-    to another asyncio task, since its timeouts and task groups belong to the task that runs it.
-
-    Args:
-        name: The thread's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._thread = _LoopThread(name)
-        self._contexts = LoopContexts()
-        self._running_end: asyncio.Task[None] | None = None
-        self._waiting: collections.deque[Task] = collections.deque()
-        self._is_called = False
-        self._is_ending = False
-        self._running: set[asyncio.Task[None]] = set()
-        # Suspended async generators, by id() of their jobs: each resumes when its future is set.
-        self._suspended: dict[int, asyncio.Future[None]] = {}
-
-    def start(self) -> None:
-        """Start the thread. The caller ends the executor if this raises."""
-        self._thread.start()
-
-    def put(self, task: Task) -> None:
-        """Run a task on the loop, or resume an async generator. From any thread."""
-        self._waiting.append(task)
+    def put(self, job: Job) -> None:
+        """Run a job on the loop, or resume an async generator. From any thread."""
+        self._waiting.append(job)
         if not self._is_called:
             self._is_called = True
-            self._thread.call(self._take_all)
+            self._call(self._take_all)
 
     def _take_all(self) -> None:
-        """Start all waiting tasks. On the loop."""
+        """Start all waiting jobs. On the loop."""
         self._is_called = False
         while self._waiting:
-            task = self._waiting.popleft()
-            if not self._resume(task) and not self._is_ending and not task.epoch.is_over:
-                running = self._thread.loop.create_task(self._work(task))
+            job = self._waiting.popleft()
+            if not self._resume(job) and not self._is_ending and not job.epoch.is_over:
+                running = self.loop.create_task(self._work(job))
                 self._running.add(running)
                 running.add_done_callback(self._running.discard)
 
-    def _resume(self, task: Task) -> bool:
-        """Resume the suspended generator of a task. Returns False if there is none."""
-        suspended = self._suspended.pop(id(task.job), None)
+    def _resume(self, job: Job) -> bool:
+        """Resume the suspended generator of a job. Returns False if there is none."""
+        suspended = self._suspended.pop(job, None)
         if suspended is not None and not suspended.done():
             suspended.set_result(None)
         return suspended is not None
 
-    async def _work(self, first: Task) -> None:
-        task: Task | None = first
-        while task is not None and not task.epoch.is_over:
-            task = await self._serve(task)
-            if task is not None and self._resume(task):
+    async def _work(self, first: Job) -> None:
+        job: Job | None = first
+        while job is not None and not job.epoch.is_over:
+            job = await self._serve(job)
+            if job is not None and self._resume(job):
                 return
 
-    async def _serve(self, task: Task) -> Task | None:
+    async def _serve(self, job: Job) -> Job | None:
+        epoch, lifecycle = job.epoch, job.op.lifecycle
         context: tuple[object, ...] = ()
+        fail = epoch.failed_to_set_up
         try:
-            if task.stage.lifecycle is not None:
-                context = (await self._contexts.context_of(task.stage.lifecycle),)
+            if lifecycle is not None:
+                context = (await self._context_of(lifecycle),)
+            fail = epoch.failed
+            return await self._execute(job, context)
         except BaseException as error:
             if self._is_ending and isinstance(error, asyncio.CancelledError):
                 raise
-            return task.epoch.failed_to_set_up(task, error)
-        try:
-            return await self._run(task, context)
-        except asyncio.CancelledError as error:
-            if self._is_ending:
-                raise
-            return task.epoch.failed(task, error)  # raised by the op itself
-        except BaseException as error:  # noqa: BLE001 - raised to the consumer
-            return task.epoch.failed(task, error)
+            return fail(job, error)
 
-    async def _run(self, task: Task, context: tuple[object, ...]) -> Task | None:
-        job, stage, epoch = task.job, task.stage, task.epoch
+    async def _context_of(self, lifecycle: Lifecycle) -> Any:
+        """Return the stage's context. Raises what ``setup`` raises.
+
+        One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
+        of them is cancelled, the task continues.
+        """
+        setup = self._contexts.get(lifecycle)
+        if setup is None:
+            setup = self._contexts[lifecycle] = self.loop.create_task(lifecycle.set_up_on_loop())
+        return await asyncio.shield(setup)
+
+    async def _execute(self, job: Job, context: tuple[object, ...]) -> Job | None:
+        op, epoch = job.op, job.epoch
         job.began_ns = time.monotonic_ns()
-        if stage.kind is OpKind.ASYNC_GENERATOR:
-            results = cast("AsyncGenerator[object]", stage.op(job.item, *context))
-            async with contextlib.aclosing(results):
+        if op.kind is OpKind.ASYNC_GENERATOR:
+            async with contextlib.aclosing(op.op(job.item, *context)) as results:
                 async for result in results:
-                    if not epoch.yielded(task, result):
-                        await self._suspend(task)
+                    if not epoch.yielded(job, result):
+                        await self._suspend(job)
                     job.began_ns = time.monotonic_ns()
-            return epoch.finished(task)
-        result = await cast("Awaitable[object]", stage.op(job.item, *context))
-        refuse_coroutine(result, stage.name)
-        return epoch.finished(task) if result is None else epoch.finished(task, result)
+            return epoch.finished(job)
+        result = await op.op(job.item, *context)
+        refuse_coroutine(result, f"the op of stage '{op.name}'")
+        return epoch.finished(job, *results_of(result, op.kind))
 
-    async def _suspend(self, task: Task) -> None:
+    async def _suspend(self, job: Job) -> None:
         """Wait until the generator's result was passed on, and its job was put here again."""
-        # Keyed by the job, which comes back in another `Task`. No step of the loop lies between the
-        # result and this line, so the job cannot have come back before.
-        suspended = self._suspended[id(task.job)] = self._thread.loop.create_future()
+        # No step of the loop lies between the result and this line, so the job cannot have come
+        # back before.
+        suspended = self._suspended[job] = self.loop.create_future()
         try:
             await suspended
         finally:
-            self._suspended.pop(id(task.job), None)
+            self._suspended.pop(job, None)
 
     def end(self) -> None:
         """Cancel all coroutines and end the loop. From any thread; does not wait."""
         self._is_ending = True
-        self._thread.call(self._end_here)
+        self._call(self._end_here)
 
     def _end_here(self) -> None:
-        if self._running_end is not None:  # `end` was called again
-            return
-        self._waiting.clear()
-        left = asyncio.all_tasks(self._thread.loop)  # including those that ops have begun
-        for task in left:
-            task.cancel()
-        ending = self._thread.loop.create_task(self._stop_when_cancelled(left))
-        self._running_end = ending  # the loop itself holds tasks weakly
+        if self._ending is None:  # else `end` was called again
+            self._waiting.clear()
+            left = asyncio.all_tasks(self.loop)  # including those that ops have begun
+            for task in left:
+                task.cancel()
+            # Kept, since the loop itself holds tasks weakly.
+            self._ending = self.loop.create_task(self._stop_when_cancelled(left))
 
     async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
         if left:
             await asyncio.wait(left, timeout=_CANCEL_S)
-        await self._contexts.close()
-        self._thread.stop()
-
-    def join(self, deadline: float) -> None:
-        """Wait for the thread after ``end``, until ``deadline`` (``time.monotonic()``)."""
-        self._thread.join(deadline - time.monotonic())
+        while self._contexts:
+            lifecycle, setup = self._contexts.popitem()
+            if setup.done() and not setup.cancelled() and setup.exception() is None:
+                await lifecycle.tear_down_on_loop(setup.result())
+        self._is_stopped = True
+        self.loop.stop()

@@ -13,13 +13,12 @@ from typing import Any, Self
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.interruptions import is_interruption
-from shmloader.pipeline.config import PipelineConfig, check_timeout
-from shmloader.pipeline.description import describe_chain
-from shmloader.pipeline.entries import END
+from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_chain
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.runtime import PipelineRuntime
 from shmloader.pipeline.source import Resumes, how_it_resumes
+from shmloader.pipeline.stages import END
 from shmloader.pipeline.states import check_state, save_state
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
@@ -231,8 +230,11 @@ class Pipeline:
         ``print`` shows a table. May be called at any time, from any thread, also after
         :meth:`stop`. Earlier epochs are not included.
         """
-        runtime = self._runtime
-        return snapshot(self._config, runtime.epoch, runtime.describe())
+        config, epoch = self._config, self._runtime.epoch
+        if epoch is None:
+            return PipelineStats(buffer_size=config.buffer_size, num_threads=config.num_threads)
+        epoch.measure()
+        return snapshot(config, epoch.clock, epoch.meters, self._runtime.describe())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered item, for :meth:`load_state_dict`.

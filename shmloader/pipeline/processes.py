@@ -4,27 +4,27 @@
 
     any thread that brings a result     the executor's thread                   a worker
     ───────────────────────────────     ─────────────────────                   ────────
-    task ── a deque; wakes the ───────▶ engine.next_batch():
+    job ── a deque; wakes the ────────▶ engine.next_batch():
             engine                      the item is a ticket ── a task ───────▶ op(item), its result
                                                                                 written to the slot
-    epoch.finished(task, result) ◀───── views of the slot ◀── a layout ────────
+    epoch.finished(job, result) ◀────── views of the slot ◀── a layout ────────
 
 For the workers, the op looks like a dataset: ``dataset[item]`` calls it. The engine sees one
 endless epoch, and returns results as they come. The pipeline's epoch puts them in order if asked
 to, and drops them if it was left. So workers persist from one epoch of the pipeline to the next.
 
 Guarantees:
-    * A task whose epoch was left before it went to a worker is dropped.
+    * A job whose epoch was left before it went to a worker is dropped.
     * ``join`` ends the workers within a bounded time, even if ops are blocked.
 """
 
 import collections
 import contextlib
 import functools
-import time
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -38,16 +38,15 @@ from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pipeline.config import OpKind, Pipe
-from shmloader.pipeline.epoch import Task
-from shmloader.pipeline.executors import call_all
+from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.lifecycle import Lifecycle
+from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
-from shmloader.threads.uninterruptible import uninterruptible
 
 # How long the workers of all stages, one stage after the other, may take to leave their ops before
 # they are killed, in seconds.
@@ -103,11 +102,11 @@ class _Stop(BaseException):
 
 
 class _Tickets(Inbox):
-    """Tasks on their way to the engine, which takes as many as its window has space for.
+    """Jobs on their way to the engine, which takes as many as its window has space for.
 
     Attributes:
-        tasks: Tasks that the engine has not taken yet.
-        sent: Tasks that the engine has, by the number (``seq``) of their ticket.
+        jobs: Jobs that the engine has not taken yet.
+        sent: Jobs that the engine has, by the number (``seq``) of their ticket.
 
     Args:
         window: How many tickets may be in flight.
@@ -115,126 +114,37 @@ class _Tickets(Inbox):
 
     def __init__(self, window: int) -> None:
         super().__init__(_do_nothing)
-        self.tasks: collections.deque[Task] = collections.deque()
-        self.sent: dict[int, Task] = {}
+        self.jobs: collections.deque[Job] = collections.deque()
+        self.sent: dict[int, Job] = {}
         self._window = window
-        self._next_seq = 0
-
-    def __iter__(self) -> Self:
-        return self
+        self._numbers = itertools.count()
 
     def __next__(self) -> object:
         """Return the next item, or raise StopIteration for now. Called on the engine's thread."""
-        while self.tasks and len(self.sent) < self._window:
-            task = self.tasks.popleft()
-            if not task.epoch.is_over:
-                self.sent[self._next_seq] = task
-                self._next_seq += 1
-                return task.job.item
+        while self:
+            job = self.jobs.popleft()
+            if not job.epoch.is_over:
+                self.sent[next(self._numbers)] = job
+                return job.item
         raise StopIteration
 
     def __bool__(self) -> bool:
-        return bool(self.tasks) and len(self.sent) < self._window
+        return bool(self.jobs) and len(self.sent) < self._window
+
+    def clear(self) -> list[Job]:
+        """Forget and return all jobs."""
+        jobs = [*self.sent.values(), *self.jobs]
+        self.sent.clear()
+        self.jobs.clear()
+        return jobs
 
 
 def _do_nothing(*_: object) -> None:
     """Do nothing when the engine requests a ticket: tickets come without a request."""
 
 
-class _Thread(BackgroundThread):
-    """Runs the engine.
-
-    Args:
-        name: The thread's name.
-        engine: The engine.
-        tickets: The engine's tickets.
-        is_generator: Whether the op is a generator function, whose results come as a list.
-    """
-
-    def __init__(self, name: str, engine: Engine, tickets: _Tickets, is_generator: bool) -> None:
-        super().__init__(name)
-        self._engine = engine
-        self._tickets = tickets
-        self._is_generator = is_generator
-        self._is_stopping = False
-
-    def wake(self) -> None:
-        self._engine.wake()
-
-    def stop(self) -> None:
-        """Have the thread end. From any thread; does not wait."""
-        self._is_stopping = True
-        self.wake()
-
-    def pause_or_stop(self) -> None:
-        """Pause or end if asked to. Called between two steps, when no lock is held."""
-        if self._is_stopping:
-            raise _Stop
-        self.pause()
-
-    def work(self) -> None:
-        with contextlib.suppress(_Stop):
-            while not self._is_stopping and self._serve_one():
-                pass
-
-    def close_what_it_uses(self) -> None:
-        _close(self._engine)
-
-    def _serve_one(self) -> bool:
-        """Wait for a result and bring it to its epoch. Returns whether another one may come."""
-        engine, sent = self._engine, self._tickets.sent
-        try:
-            result = engine.next_batch()
-        except _Stop:
-            raise
-        except BaseException as error:  # noqa: BLE001 - raised to the consumer
-            delivery = engine.delivery
-            if delivery is None:
-                self._fail_all(error)
-                return False
-            task = sent.pop(delivery.seq)
-            self._continue_with(task.epoch.failed(task, error))
-            return not engine.is_closed
-        assert engine.delivery is not None
-        task = sent.pop(engine.delivery.seq)
-        if type(result) is FailedSetup:
-            failed = result.error.rebuilt("It was raised in a worker process.")
-            self._continue_with(task.epoch.failed_to_set_up(task, failed))
-            return True
-        if engine.delivery.times is not None:
-            task.job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op
-        results: tuple[object, ...] = () if result is None else (result,)
-        if self._is_generator:
-            results = tuple(result)  # type: ignore[arg-type]  # a list, from call_all
-        del result
-        following = task.epoch.finished(task, *results)
-        del results, task  # this frame waits next, and must not pin the slot
-        self._continue_with(following)
-        return True
-
-    def _continue_with(self, task: Task | None) -> None:
-        if task is not None:
-            self._tickets.tasks.append(task)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """Fail all tasks: the engine is closed, because a worker died or it cannot continue."""
-        lost = [*self._tickets.sent.values(), *self._tickets.tasks]
-        self._tickets.sent.clear()
-        self._tickets.tasks.clear()
-        for task in lost:
-            task.epoch.failed_for_good(task, error)
-
-
-def _close(engine: Engine) -> None:
-    """Close an engine that no thread runs any more."""
-    try:
-        engine.close()
-    finally:
-        engine.detach()  # this breaks a reference cycle
-
-
-class ProcessExecutor:
-    """Runs the tasks of one stage in worker processes.
+class ProcessExecutor(BackgroundThread):
+    """Runs the jobs of one stage in worker processes. Its thread runs the engine.
 
     The constructor starts the workers, and may fork. So it is called before the pipeline starts a
     thread.
@@ -254,6 +164,9 @@ class ProcessExecutor:
     def __init__(
         self, pipe: Pipe, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
+        super().__init__(f"shmloader_{pipe.name}"[:15])
+        self._kind = pipe.kind
+        self._is_stopping = False
         is_generator = pipe.kind is OpKind.GENERATOR
         op = functools.partial(call_all, pipe.op) if is_generator else pipe.op
         root = Path("/")
@@ -283,59 +196,102 @@ class ProcessExecutor:
             is_dynamic=True,
         )
         self._tickets = _Tickets(pipe.capacity)
-        name = f"shmloader_{pipe.name}"[:15]
-        self._thread = _Thread(name, self._engine, self._tickets, is_generator)
         self._pool.enable_wake()
-        self._engine.attach(self._tickets, self._thread.pause_or_stop, _call)
+        self._engine.attach(self._tickets, self._pause_or_stop, _call)
 
-    def start(self) -> None:
-        """Start the thread, after all workers of the pipeline."""
-        self._thread.start()
+    def wake(self) -> None:
+        """End the engine's wait."""
+        self._engine.wake()
+
+    def _pause_or_stop(self) -> None:
+        """Pause or end if asked to. Called between two steps, when no lock is held."""
+        if self._is_stopping:
+            raise _Stop
+        self.pause()
+
+    def work(self) -> None:
+        """Run the engine until :meth:`end`, or until it is closed."""
+        with contextlib.suppress(_Stop):
+            while not self._is_stopping and self._serve_one():
+                pass
+
+    def close_what_it_uses(self) -> None:
+        """Close the engine, which no thread runs any more."""
+        try:
+            self._engine.close()
+        finally:
+            self._engine.detach()  # this breaks a reference cycle
+
+    def _serve_one(self) -> bool:
+        """Wait for a result and bring it to its epoch. Returns whether another one may come."""
+        engine, sent = self._engine, self._tickets.sent
+        try:
+            result = engine.next_batch()
+        except _Stop:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised to the consumer
+            delivery = engine.delivery
+            if delivery is None:
+                # The engine is closed, because a worker died or it cannot continue.
+                for job in self._tickets.clear():
+                    job.epoch.failed_for_good(job, error)
+                return False
+            job = sent.pop(delivery.seq)
+            self._continue_with(job.epoch.failed(job, error))
+            return not engine.is_closed
+        assert engine.delivery is not None
+        job = sent.pop(engine.delivery.seq)
+        if type(result) is FailedSetup:
+            failed = result.error.rebuilt("It was raised in a worker process.")
+            self._continue_with(job.epoch.failed_to_set_up(job, failed))
+            return True
+        if engine.delivery.times is not None:
+            job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op
+        results = results_of(result, self._kind)
+        del result
+        following = job.epoch.finished(job, *results)
+        del results, job  # this frame waits next, and must not pin the slot
+        self._continue_with(following)
+        return True
+
+    def _continue_with(self, job: Job | None) -> None:
+        if job is not None:
+            self._tickets.jobs.append(job)
 
     @property
     def is_broken(self) -> bool:
         """Whether no further task can run, since a worker has died."""
         return self._engine.is_closed
 
-    @property
-    def pids(self) -> list[int]:
-        """The workers' process ids."""
-        return [process.pid or 0 for process in self._pool.processes]
-
-    def put(self, task: Task) -> None:
-        """Have a worker run a task. From any thread."""
-        self._tickets.tasks.append(task)
+    def put(self, job: Job) -> None:
+        """Have a worker run a job. From any thread."""
+        self._tickets.jobs.append(job)
         self._engine.wake()
-        # Checked last: after an earlier check, the engine could still close and not see the task.
+        # Checked last: after an earlier check, the engine could still close and not see the job.
         if self._engine.is_closed:
             error = ClosedLoaderError("the stage's workers have been ended")
-            task.epoch.failed_for_good(task, error)
+            job.epoch.failed_for_good(job, error)
 
     def end(self) -> None:
         """Have the thread end. From any thread; does not wait."""
-        self._thread.stop()
+        self._is_stopping = True
+        self._engine.wake()
 
-    def join(self, deadline: float) -> None:
+    def join(self, timeout_s: float | None) -> bool:
         """End the workers after ``end``, and free all slots but those under live tensors.
 
-        Args:
-            deadline: End of the wait for the thread, on the clock of ``time.monotonic()``. The wait
-                for the workers may take a moment more.
+        The wait for the workers may take a moment more than ``timeout_s``.
         """
-        uninterruptible(functools.partial(self._join, deadline))
-
-    def _join(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if not self._thread.join(left_s) and self._thread.leave_closing():
+        if not super().join(timeout_s) and self.leave_closing():
             # The garbage collector runs this on a background thread, or the engine's thread hangs
             # while it reads a result. The engine's thread still uses the engine, and closes it when
             # it ends. Only the workers are ended here.
             if may_wait_here():
                 self._engine.end_workers()
-            return
-        _close(self._engine)
-        self._tickets.tasks.clear()
-        self._tickets.sent.clear()
+            return False
+        self.close_what_it_uses()
+        self._tickets.clear()
+        return True
 
 
 def _call(function: Callable[[], None]) -> None:

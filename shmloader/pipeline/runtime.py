@@ -12,63 +12,29 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
 from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
-from shmloader.pipeline.device_future import AfterTransfer, DeviceFuture
-from shmloader.pipeline.entries import Checkpoint
 from shmloader.pipeline.epoch import Epoch, StageExecutor, StageOp
 from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
 from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.loop import LoopExecutor
 from shmloader.pipeline.processes import ProcessExecutor
 from shmloader.pipeline.source import SourceReader, fresh, is_sync
+from shmloader.pipeline.stages import Checkpoint
+from shmloader.pipeline.transfer import AfterTransfer, DeviceExecutor
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.threads.uninterruptible import uninterruptible
 
 # How long `end` waits for threads, which may be in an op, in seconds.
 _JOIN_S = 0.4
 
-# How many batches may be on their way to a device, or be there and not yet taken.
-_TRANSFERS_AHEAD = 2
 
-
-class _Executor(StageExecutor, Protocol):
-    """An executor that the runtime ends."""
-
-    def end(self) -> None:
-        """Tell the executor to end. From any thread; does not wait."""
-
-    def join(self, deadline: float) -> object:
-        """Wait for the executor's end, until ``deadline`` (``time.monotonic()``)."""
-
-
-class _DeviceExecutor(ThreadExecutor):
-    """One thread that copies batches to a device."""
-
-    def __init__(self, destination: Destination) -> None:
-        backend = destination.backends[0]
-        assert backend is not None
-        self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
-        super().__init__(DeviceStage.name, 1, self.stage.start)
-
-    def copy(self, batch: object) -> DeviceFuture:
-        """Start a batch's copy. Called on the thread."""
-        try:
-            return DeviceFuture(self.stage, self.stage.run(batch))
-        finally:
-            del batch  # a traceback pins this frame, which must not pin the slot
-
-    def join(self, deadline: float) -> bool:
-        """Wait for the thread, and if it has ended, for the copies under way."""
-        has_ended = super().join(deadline)
-        if has_ended:
-            self.stage.close()
-        return has_ended
+_Started = TypeVar("_Started", bound=StageExecutor)
 
 
 class PipelineRuntime:
@@ -95,7 +61,7 @@ class PipelineRuntime:
         # Ends everything at the interpreter's exit.
         self._at_exit: Callable[[], None] | None = None
         # All executors but those on processes. None when there are none, as after a left epoch.
-        self._executors: list[_Executor] | None = None
+        self._executors: list[StageExecutor] | None = None
         self._stage_ops: list[StageOp | None] = []
         # Both are keyed by the index of the stage.
         self._processes: dict[int, ProcessExecutor] = {}
@@ -114,11 +80,6 @@ class PipelineRuntime:
         if not epoch.is_over:
             return "running"
         return f"ended: {epoch.over_because}" if epoch.over_because else "ended"
-
-    @property
-    def process_executors(self) -> list[ProcessExecutor]:
-        """The executors of the stages on processes, in order."""
-        return list(self._processes.values())
 
     def check_process(self) -> None:
         """Raise ClosedLoaderError in a forked child, if the parent has begun an epoch."""
@@ -145,7 +106,7 @@ class PipelineRuntime:
         try:
             processes = self._make_processes()
             if self._executors is None:
-                executors: list[_Executor] = []
+                executors: list[StageExecutor] = []
                 try:
                     self._stage_ops = self._make_stage_ops(executors, processes)
                 finally:
@@ -208,7 +169,7 @@ class PipelineRuntime:
     def finish_epoch(self) -> None:
         """Free what executors hold of an epoch after its regular end. The executors persist."""
         for executor in self._executors or ():
-            if isinstance(executor, _DeviceExecutor):
+            if isinstance(executor, DeviceExecutor):
                 executor.stage.close()
 
     def leave_epoch(self, why: str) -> None:
@@ -239,7 +200,7 @@ class PipelineRuntime:
         )
 
     def _end_executors(
-        self, ended: list[_Executor], deadline: float, *, with_processes: bool
+        self, ended: list[StageExecutor], deadline: float, *, with_processes: bool
     ) -> None:
         """Tell executors to end, and wait for them. Called again after an interruption.
 
@@ -255,7 +216,7 @@ class PipelineRuntime:
             self._processes = {}
         with contextlib.ExitStack() as stack:  # an interrupted `join` does not prevent the others
             for executor in reversed(ended):
-                stack.callback(uninterruptible, functools.partial(executor.join, deadline))
+                stack.callback(uninterruptible, functools.partial(_join, executor, deadline))
             for executor in ended:
                 executor.end()
 
@@ -275,7 +236,7 @@ class PipelineRuntime:
             if executor is not None and executor.is_broken:
                 del self._processes[index]
                 executor.end()
-                executor.join(time.monotonic() + _JOIN_S)
+                uninterruptible(functools.partial(executor.join, _JOIN_S))
                 executor = None
             if executor is None:
                 self.leave_epoch("its workers were ended")  # `_stage_ops` has the old executor
@@ -301,7 +262,7 @@ class PipelineRuntime:
         return self._destinations[index]
 
     def _make_stage_ops(
-        self, executors: list[_Executor], processes: dict[int, ProcessExecutor]
+        self, executors: list[StageExecutor], processes: dict[int, ProcessExecutor]
     ) -> list[StageOp | None]:
         """Make all executors except those on processes, and return how each stage is run.
 
@@ -314,7 +275,7 @@ class PipelineRuntime:
         shared: dict[RunsOn, Any] = {}
         on_thread = is_sync(config.source)
         if not on_thread or RunsOn.LOOP in used:
-            shared[RunsOn.LOOP] = _start(LoopExecutor("shmloader_loop"), executors)
+            shared[RunsOn.LOOP] = _start(LoopExecutor(), executors)
         if RunsOn.THREADS in used:
             threads = ThreadExecutor("shmloader_pipe", config.num_threads)
             shared[RunsOn.THREADS] = _start(threads, executors)
@@ -326,9 +287,7 @@ class PipelineRuntime:
         kind = OpKind.ASYNC_GENERATOR
         if on_thread:
             op, kind = SourceReader.iterate, OpKind.GENERATOR
-        stage_ops: list[StageOp | None] = [
-            StageOp("the source", op, kind, iterates, is_source=True)
-        ]
+        stage_ops: list[StageOp | None] = [StageOp("the source", op, kind, iterates)]
         transfer: DeviceStage | None = None
         for index, stage in enumerate(config.stages):
             if isinstance(stage, Aggregate):
@@ -341,10 +300,9 @@ class PipelineRuntime:
                 executor: Any = processes[index]
             elif stage.runs_on is RunsOn.EXECUTOR:
                 assert stage.executor is not None
-                executor = FuturesExecutor(stage.executor)
-                executors.append(executor)
+                executor = _start(FuturesExecutor(stage.executor), executors)
             elif stage.runs_on is RunsOn.DEVICE:
-                executor = _start(_DeviceExecutor(self._destination(index, stage)), executors)
+                executor = _start(DeviceExecutor(self._destination(index, stage)), executors)
                 op, transfer = executor.copy, executor.stage
             else:
                 executor = shared[stage.runs_on]
@@ -353,15 +311,16 @@ class PipelineRuntime:
                     stage.name, op, stage.kind, executor,
                     # A worker process calls `setup` itself.
                     lifecycle=None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle,
-                    waits_for_threads=stage.runs_on is RunsOn.THREADS,
                 )
             )  # fmt: skip
         return stage_ops
 
 
-def _start(
-    executor: ThreadExecutor | LoopExecutor, executors: list[_Executor]
-) -> ThreadExecutor | LoopExecutor:
+def _join(executor: StageExecutor, deadline: float) -> None:
+    executor.join(deadline - time.monotonic())
+
+
+def _start(executor: _Started, executors: list[StageExecutor]) -> _Started:
     """Start and return an executor. It is listed before: no thread may start unlisted."""
     executors.append(executor)
     executor.start()

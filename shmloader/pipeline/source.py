@@ -16,7 +16,7 @@ import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
-from shmloader.pipeline.entries import Checkpoint
+from shmloader.pipeline.stages import Checkpoint
 from shmloader.sampling.own_state import has_own_state
 
 Source = Iterable[Any] | AsyncIterable[Any]

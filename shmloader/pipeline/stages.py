@@ -1,21 +1,156 @@
-"""The stages of a flow, and the queues between them. Pure."""
+"""The stages of a flow, the queues between them, and what flows through. Pure.
+
+Items and exceptions flow, and each item with the checkpoint after it. A stage is measured while its
+items move:
+
+A stage counts as ``concurrency`` *workers*, one for each item that may be in work at once, whatever
+runs the op. At each moment a worker is in work (its item is in the op, or about to be), behind (its
+results wait for those of an earlier item), blocked (its results wait for space in the queue), or
+free (it waits for an item). The meters sum up these times over all workers, once for all time and
+once for the time in which the consumer waited.
+
+Summing up at each change would cost more than passing the items on. So the state is measured only
+before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
+time since then. If changes are rarer than that, the sums are exact.
+"""
 
 import collections
-from dataclasses import dataclass
-from typing import Protocol
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from shmloader.pipeline.entries import Checkpoint, Entry, Raised
-from shmloader.pipeline.meters import Clock, Meter
+from shmloader.insight.histogram import Histogram
+from shmloader.pipeline.failures import FailureCounter
+
+#: Changes that come sooner after one another than this are summed up together, in ns.
+SAMPLE_NS = 200_000
 
 
-class FailureCounter(Protocol):
-    """Counts the calls of one stage."""
+class Mark(enum.Enum):
+    """Stands where there is no item."""
 
-    def note_good(self) -> None:
-        """Count a call that has succeeded."""
+    NOTHING = "there is no item yet"
+    END = "there will be no further item"
 
-    def end(self) -> BaseException | None:
-        """Return the exception to raise at the stage's end, if too many calls have failed."""
+
+NOTHING, END = Mark.NOTHING, Mark.END
+
+
+@dataclass(slots=True, eq=False)
+class Raised:
+    """An exception that travels like an item, and that the consumer is to raise."""
+
+    error: BaseException
+
+
+class Checkpoint(NamedTuple):
+    """The position after an item, where a resumed epoch begins.
+
+    Attributes:
+        saved: What the source's own ``state_dict()`` returned; None if it has none.
+        read: How many items the source has yielded since ``saved`` (or since its beginning) that
+            are complete: all their results came before this position.
+        results: Which results of incomplete items came before this position. Each pair has a
+            stage's number, and how many results of the first item that the stage gets in the
+            resumed epoch came before. Pairs are in ascending order of the stage's number.
+    """
+
+    saved: object
+    read: int
+    results: tuple[tuple[int, int], ...] = ()
+
+    def upto(self, number: int) -> "Checkpoint":
+        """Return the position before the first item that stage ``number`` gets."""
+        results = tuple(one for one in self.results if one[0] < number)
+        return Checkpoint(self.saved, self.read, results)
+
+    def within(self, number: int, result_count: int) -> "Checkpoint":
+        """Return the position after some results of the next item.
+
+        Args:
+            number: The stage that makes the results.
+            result_count: How many of them came before the position.
+        """
+        return Checkpoint(self.saved, self.read, (*self.results, (number, result_count)))
+
+
+# An item or a :class:`Raised`, and the checkpoint after it, or None if there is no checkpoint.
+Entry = tuple[object, Checkpoint | None]
+
+
+@dataclass(slots=True, eq=False)
+class Clock:
+    """The time of an epoch, in ns: all of it, and the part in which the consumer waited.
+
+    Attributes:
+        first_ns: When the epoch began.
+        now_ns: The present time.
+        waited_ns: How long the consumer has waited so far.
+        startup_ns: How long the consumer has waited for the first item; 0 before it has come.
+        is_waiting: Whether the consumer waits now.
+    """
+
+    first_ns: int = 0
+    now_ns: int = 0
+    waited_ns: int = 0
+    startup_ns: int = 0
+    is_waiting: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Meter:
+    """Measures one stage, or the sink.
+
+    Attributes:
+        concurrency: Number of workers: items that may be in work at once.
+        in_count: Items taken in.
+        out_count: Results passed on.
+        failed_count: Calls that failed.
+        left_out_count: Calls without a result.
+        calls: Times in the op, one for each call; for the source, one for each item.
+        work_ns: Sum of the times in work of these calls: in the op, and before and after it; 0 for
+            the source.
+        working_ns: Time in work, over all workers.
+        blocked_ns: Time blocked.
+        behind_ns: Time behind.
+        queued_ns: Number of items in the queue before the stage, over time.
+        waited_occupied_ns: Time in work or behind while the consumer waited.
+    """
+
+    concurrency: int = 1
+    in_count: int = 0
+    out_count: int = 0
+    failed_count: int = 0
+    left_out_count: int = 0
+    calls: Histogram = field(default_factory=Histogram)
+    work_ns: int = 0
+    working_ns: int = 0
+    blocked_ns: int = 0
+    behind_ns: int = 0
+    queued_ns: int = 0
+    waited_occupied_ns: int = 0
+
+
+class JobResults(Protocol):
+    """Takes the results of jobs: an epoch. Methods return a job that the caller can run next."""
+
+    is_over: bool
+
+    def yielded(self, job: "Job", output: object) -> bool:
+        """Take a result of a job that may have more. Returns whether the job may continue."""
+
+    def finished(self, job: "Job", *outputs: object) -> "Job | None":
+        """Take the last results of a job."""
+
+    def failed(self, job: "Job", error: BaseException) -> "Job | None":
+        """Note that a job's op has raised."""
+
+    def failed_for_good(self, job: "Job", error: BaseException) -> "Job | None":
+        """Note a failure that is raised even if ``max_failures`` allows some."""
+
+    def failed_to_set_up(self, job: "Job", error: BaseException) -> "Job | None":
+        """Note that ``setup`` of a job's stage has raised."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +175,8 @@ class Job:
         results: The iterator of a generator function's results; the executor sets it.
         outputs: Results that wait for space in the queue; None if there were none so far.
         is_done: Whether no further result comes.
+        epoch: The epoch that takes the results; the epoch sets it when it hands the job out.
+        op: How the job is run; set with ``epoch``.
     """
 
     number: int
@@ -55,6 +192,8 @@ class Job:
     results: object = None
     outputs: collections.deque[Entry] | None = None
     is_done: bool = False
+    epoch: "JobResults" = field(init=False)
+    op: Any = field(init=False)
 
 
 class StageQueue:
@@ -78,14 +217,14 @@ class StageQueue:
         self.is_ended = False
 
 
-class PipeStage:
-    """A stage whose jobs an executor runs.
+class Stage:
+    """A stage whose jobs an executor runs, such as the source.
 
     Attributes:
         number: The stage's number in the flow; the source is 0.
         before: The queue that items come from.
         after: The queue that results go to.
-        failure_counter: Counts the calls; None if the first failure is raised.
+        counter: Counts the calls; None if the first failure is raised.
         meter: Measures the stage.
         working: The jobs that executors have, oldest first.
         free: How many further items the stage can take in.
@@ -100,6 +239,8 @@ class PipeStage:
         concurrency: Items that may be in work at once; further items in the stage are on their way
             to a worker. None for ``capacity``.
         start: Where the epoch begins; None if items have no checkpoints.
+        counter: See above.
+        judged: The counters that may raise an exception at the stage's end.
     """
 
     def __init__(
@@ -111,14 +252,16 @@ class PipeStage:
         capacity: int,
         *,
         in_order: bool,
-        failure_counter: FailureCounter | None = None,
         concurrency: int | None = None,
         start: Checkpoint | None = None,
+        counter: FailureCounter | None = None,
+        judged: Sequence[FailureCounter] = (),
     ) -> None:
         self.number = number
         self.before = before
         self.after = after
-        self.failure_counter = failure_counter
+        self.counter = counter
+        self._judged = judged
         self.meter = Meter(capacity if concurrency is None else concurrency)
         self.working: dict[Job, None] = {}
         self._clock = clock
@@ -144,12 +287,11 @@ class PipeStage:
         while items and self.free:
             self.free -= 1
             item, after = items.popleft()
-            job = Job(self.number, item, after, self._start, self._dropped)
             has_taken = True
             if type(item) is Raised:
-                job.outputs, job.is_done = collections.deque([(item, None)]), True
-                self.held.append(job)
+                self._hold((item, None))
                 continue
+            job = Job(self.number, item, after, self._start, self._dropped)
             self._start, self._dropped = after, 0
             self.meter.in_count += 1
             if self._in_order:
@@ -158,6 +300,10 @@ class PipeStage:
             self.working[job] = None
             ready.append(job)
         return has_taken
+
+    def _hold(self, output: Entry) -> None:
+        """Hold a result that no op has made, until it is passed on."""
+        self.held.append(Job(self.number, None, outputs=collections.deque([output]), is_done=True))
 
     def _resume(self, job: Job, ready: list[Job]) -> None:
         job.ready_ns, job.began_ns = self._clock.now_ns, 0
@@ -237,14 +383,13 @@ class PipeStage:
             return False
         if self.free < self._capacity or self.held:
             return False
-        error = None if self.failure_counter is None or self.is_cut else self.failure_counter.end()
-        if error is not None:
-            # A last job brings the exception. The stage is empty, and takes nothing more in.
-            self.free -= 1
-            outputs: collections.deque[Entry] = collections.deque([(Raised(error), None)])
-            self.held.append(Job(self.number, None, outputs=outputs, is_done=True))
-            self.is_cut = True
-            return True
+        for counter in () if self.is_cut else self._judged:
+            error = counter.end()
+            if error is not None:  # the stage is empty, and takes nothing more in
+                self.free -= 1
+                self._hold((Raised(error), None))
+                self.is_cut = True
+                return True
         after.is_ended = True
         return True
 
@@ -261,53 +406,39 @@ class PipeStage:
         held = min(self._capacity - self.free, most) - working
         is_blocked = held and self.held and self.held[0].outputs
         blocked = held if is_blocked else 0
-        meter.add(working, blocked, held - blocked, elapsed_ns, waited_ns)
+        meter.working_ns += working * elapsed_ns
+        meter.blocked_ns += blocked * elapsed_ns
+        meter.behind_ns += (held - blocked) * elapsed_ns
+        meter.waited_occupied_ns += (working + held - blocked) * waited_ns
         meter.queued_ns += len(self.before.items) * elapsed_ns
 
 
-class AggregateStage:
-    """A stage that makes lists of items. It has the interface of a :class:`PipeStage`, but no jobs.
+class AggregateStage(Stage):
+    """A stage that makes lists of items, and has no jobs.
 
     Args:
         size: Number of items in a list.
         drop_last: Whether a shorter last list is left out.
     """
 
-    failure_counter = None
-
     def __init__(
         self,
         number: int,
         before: StageQueue,
         after: StageQueue,
+        clock: Clock,
         size: int,
         *,
         drop_last: bool,
     ) -> None:
-        self.number = number
-        self.before = before
-        self.after = after
-        self.meter = Meter(1)
-        self.working: dict[Job, None] = {}
+        super().__init__(number, before, after, clock, 1, in_order=True)
         self._size = size
         self._drop_last = drop_last
         self._items: list[object] = []
-        self.free = True
-        # A full list, while it waits for the queue.
-        self.held: collections.deque[Entry] = collections.deque()
         # The checkpoint after the newest item that was taken in.
         self._newest: Checkpoint | None = None
-        self.is_cut = False
 
-    def cut(self) -> None:
-        """See :meth:`PipeStage.cut`."""
-        self.is_cut = self.before.is_ended = True
-        self.before.items.clear()
-        self._items.clear()
-        self.held.clear()
-        self.free = True
-
-    def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
+    def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - no job starts
         """Collect items. Returns whether any was taken."""
         items = self.before.items
         has_taken = False
@@ -317,9 +448,9 @@ class AggregateStage:
             item, after = items.popleft()
             has_taken = True
             if type(item) is Raised:
-                self._items.clear()
-                self.held.append((item, None))
-                self.free = False
+                self._items = []
+                self.free = 0
+                self._hold((item, None))
                 break
             self._items.append(item)
             self._newest = after
@@ -329,33 +460,14 @@ class AggregateStage:
         return has_taken
 
     def _fill(self) -> None:
-        self.held.append((self._items, self._newest))
+        self.free = 0
+        self._hold((self._items, self._newest))
         self._items = []
-        self.free = False
-
-    def pass_on(self, ready: list[Job]) -> bool:  # noqa: ARG002 - the signature of PipeStage
-        """Pass on a list if the queue has space. Returns whether it was passed on."""
-        if not self.held or len(self.after.items) >= self.after.capacity:
-            return False
-        self.after.items.append(self.held.popleft())
-        self.free = True
-        self.meter.out_count += 1
-        return True
 
     def end(self) -> bool:
         """End the queue after this stage if all is done. Returns whether anything has changed."""
-        if self.after.is_ended or not self.before.is_ended or self.before.items:
-            return False
-        if self.held:
-            return False
-        if self._items and not self._drop_last:
+        is_last = self.before.is_ended and not self.before.items and not self.held
+        if is_last and self._items and not self._drop_last:
             self._fill()
             return True
-        self._items.clear()
-        self.after.is_ended = True
-        return True
-
-    def measure(self, elapsed_ns: int, waited_ns: int) -> None:
-        """See :meth:`PipeStage.measure`."""
-        self.meter.add(0, len(self.held), 0, elapsed_ns, waited_ns)
-        self.meter.queued_ns += len(self.before.items) * elapsed_ns
+        return super().end()

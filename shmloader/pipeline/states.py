@@ -6,8 +6,8 @@ from typing import Any
 
 from shmloader.loader.states import is_whole, sealed
 from shmloader.pipeline.config import Aggregate, OpKind, PipelineConfig, RunsOn
-from shmloader.pipeline.entries import Checkpoint
 from shmloader.pipeline.source import Resumes, Unsaved, how_it_resumes
+from shmloader.pipeline.stages import Checkpoint
 
 _VERSION = 1
 _KEYS = {"pipeline", "source", "read", "results"}

@@ -1,15 +1,20 @@
-"""The statistics of a pipeline, as a frozen snapshot, and how they print."""
+"""The statistics of a pipeline, as a frozen snapshot: how they print, and what they show.
+
+The verdict says what limits a pipeline and what to change, by rules over the statistics.
+Only the time in which the consumer waited is judged. During that time, each worker of the stage
+that limits had an item, and those of the stages before and after it did not. So the stage with the
+largest share is named. Stages whose share is nearly as large are named with it, since a slightly
+different run must not name another stage.
+"""
 
 import dataclasses
-from typing import TYPE_CHECKING
+import enum
+from collections.abc import Sequence
 
 from shmloader.insight.text import counted, escape, html_table, seconds
-from shmloader.pipeline.config import Aggregate, PipelineConfig, RunsOn
-from shmloader.pipeline.meters import Meter
-from shmloader.pipeline.verdict import PipelineFinding, judge
-
-if TYPE_CHECKING:
-    from shmloader.pipeline.epoch import Epoch
+from shmloader.insight.verdict import IDLE_SHARE
+from shmloader.pipeline.config import Pipe, PipelineConfig, one_of_threads
+from shmloader.pipeline.stages import Clock, Meter
 
 _NS = 1e9
 
@@ -17,6 +22,28 @@ _COLUMNS = (
     "stage", "at once", "in", "out", "failed", "left out", "mean", "median", "95 %", "busy",
     "no input", "output full", "behind", "queue",
 )  # fmt: skip
+
+#: Start-up is the limit if the wait for the first item is a larger share of all waiting than this.
+STARTUP_SHARE = 0.5
+#: A stage is named, too, if its share is smaller than the largest one by less than this.
+MARGIN = 0.1
+#: Calls need more threads if they wait for a thread for a larger share of their time than this.
+THREAD_WAIT_SHARE = 0.5
+#: Calls that take less time than this, in seconds, cost less than passing their items on.
+TRIVIAL_S = 50e-6
+
+
+class PipelineFinding(enum.Enum):
+    """What the verdict says is the limit."""
+
+    NOTHING_YET = "nothing yet"
+    CONSUMER = "the consumer"
+    START_UP = "start-up"
+    SOURCE = "the source"
+    STAGE = "a stage"
+    SEVERAL = "several stages about equally"
+    THREADS = "too few threads"
+    OVERHEAD = "passing items on"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +144,7 @@ class PipelineStats:
     @property
     def finding(self) -> PipelineFinding:
         """What the verdict says is the limit."""
-        return judge(self).finding
+        return self._judged[0]
 
     @property
     def limiting(self) -> tuple[str, ...]:
@@ -126,12 +153,12 @@ class PipelineStats:
         More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
         nothing. Empty before the first item, and if the wait for the first item is the limit.
         """
-        return judge(self).limiting
+        return self._judged[1]
 
     @property
     def verdict(self) -> str:
         """What limits the speed and what to change, in one or two sentences."""
-        return judge(self).text
+        return self._judged[2]
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
@@ -160,6 +187,21 @@ class PipelineStats:
                 f"<p>{escape(self.verdict)}</p>",
             ]
         )
+
+    @property
+    def _judged(self) -> tuple[PipelineFinding, tuple[str, ...], str]:
+        """The finding, what limits, and the verdict, by the first rule that holds."""
+        if not self.items:
+            return PipelineFinding.NOTHING_YET, (), "No item has been delivered yet."
+        if self.wait_share < IDLE_SHARE:
+            text = (
+                f"The consumer limits: it waited {self.wait_share:.1%} of the time for items, and "
+                "has nothing to gain from a faster pipeline."
+            )
+            return PipelineFinding.CONSUMER, ("the consumer",), text
+        finding, limiting, text = _cause(self)
+        waited = f"The consumer waited {self.wait_share:.0%} of the time for items; "
+        return finding, tuple(stage.name for stage in limiting), waited + text
 
     @property
     def _headline(self) -> str:
@@ -195,18 +237,86 @@ def _row(stage: PipelineStageStats) -> tuple[str, ...]:
     )
 
 
-def snapshot(config: PipelineConfig, epoch: "Epoch | None", state: str) -> PipelineStats:
+def _cause(stats: PipelineStats) -> tuple[PipelineFinding, list[PipelineStageStats], str]:
+    if stats.items == 1 or stats.startup_s > STARTUP_SHARE * stats.wait_s:
+        text = (
+            f"{seconds(stats.startup_s)} of {seconds(stats.wait_s)} was the wait for the first "
+            "item: call start() earlier, or measure a longer epoch."
+        )
+        return PipelineFinding.START_UP, [], text
+    stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
+    least = max(stage.limit_share for stage in stages) - MARGIN
+    found = [stage for stage in stages if stage.limit_share > least]
+    if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
+        text = (
+            f"the calls in {_listed(found)} are so short that passing items on costs more: "
+            "aggregate earlier, or do more in each call."
+        )
+        return PipelineFinding.OVERHEAD, found, text
+    lacking = [stage for stage in found if stage.kind == "thread"]
+    lacking = [stage for stage in lacking if stage.thread_wait_share > THREAD_WAIT_SHARE]
+    if lacking:
+        text = (
+            f"items in {_listed(lacking)} wait for {one_of_threads(stats.num_threads)} that all "
+            "functions share: raise num_threads of build(), or use executor='process'."
+        )
+        return PipelineFinding.THREADS, lacking, text
+    if len(found) > 1:
+        shares = sorted(min(1.0, stage.limit_share) for stage in found)
+        text = (
+            f"{_listed(found)} limit about equally: an item was in work there for "
+            f"{shares[0]:.0%} to {shares[-1]:.0%} of that time. Making only one of them faster "
+            "gains little."
+        )
+        return PipelineFinding.SEVERAL, found, text
+    [stage] = found
+    text = (
+        f"{stage.name} limits: it was busy {min(1.0, stage.limit_share):.0%} of that time. "
+        f"{_REMEDIES[stage.kind].format(stage.concurrency)}"
+    )
+    is_source = stage.kind == "source"
+    return PipelineFinding.SOURCE if is_source else PipelineFinding.STAGE, found, text
+
+
+def _listed(stages: list[PipelineStageStats]) -> str:
+    *others, last = (stage.name for stage in stages)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+_REMEDIES = {
+    "source": (
+        "Make the source faster, or have it yield only names or keys, and read in a stage with "
+        "concurrency."
+    ),
+    "thread": (
+        "Raise its concurrency from {} if the op waits or releases the GIL, else use "
+        "executor='process', or make the op cheaper."
+    ),
+    "coroutine": (
+        "Raise its concurrency from {} if the op waits; move work that computes to a function, "
+        "which does not hold up the event loop."
+    ),
+    "process": "Raise its concurrency from {} as far as there are cores, or make the op cheaper.",
+    "executor": (
+        "Raise its concurrency from {} and the executor's number of workers, or make the op "
+        "cheaper."
+    ),
+    "device": "Use smaller types (uint8, converted on the device).",
+}
+
+
+def snapshot(
+    config: PipelineConfig, clock: Clock, meters: Sequence[Meter], state: str
+) -> PipelineStats:
     """Return the statistics of a pipeline's newest epoch.
 
     Args:
         config: The pipeline's configuration.
-        epoch: The newest epoch; None before the first one.
+        clock: The epoch's clock.
+        meters: The meters of the source, of each stage and of the sink.
         state: The epoch's state in words, for ``PipelineStats.state``.
     """
-    if epoch is None:
-        return PipelineStats(buffer_size=config.buffer_size, num_threads=config.num_threads)
-    epoch.measure()
-    clock, sink = epoch.clock, epoch.meters[-1]
+    sink = meters[-1]
     elapsed_ns = max(1, clock.now_ns - clock.first_ns)
     waited_ns = max(1, clock.waited_ns)
     items = sink.out_count
@@ -214,7 +324,7 @@ def snapshot(config: PipelineConfig, epoch: "Epoch | None", state: str) -> Pipel
         state=state,
         stages=tuple(
             _stage_stats(config, number, meter, elapsed_ns, waited_ns)
-            for number, meter in enumerate(epoch.meters[:-1])
+            for number, meter in enumerate(meters[:-1])
         ),
         items=items,
         elapsed_s=elapsed_ns / _NS,
@@ -232,11 +342,9 @@ def _stage_stats(
     config: PipelineConfig, number: int, meter: Meter, elapsed_ns: int, waited_ns: int
 ) -> PipelineStageStats:
     stage = config.stages[number - 1] if number else None
-    kind, concurrency = "source", 1
-    if isinstance(stage, Aggregate):
-        kind = "aggregate"
-    elif stage is not None:
-        kind, concurrency = _KINDS[stage.runs_on], stage.concurrency
+    kind, concurrency = "source" if stage is None else "aggregate", 1
+    if isinstance(stage, Pipe):
+        kind, concurrency = stage.runs_on.value, stage.concurrency
     workers_ns = meter.concurrency * elapsed_ns
     calls = meter.calls
     busy, blocked = meter.working_ns / workers_ns, meter.blocked_ns / workers_ns
@@ -261,12 +369,3 @@ def _stage_stats(
         queue_mean=meter.queued_ns / elapsed_ns if number else 0.0,
         queue_size=config.queue_size(number),
     )
-
-
-_KINDS = {
-    RunsOn.THREADS: "thread",
-    RunsOn.LOOP: "coroutine",
-    RunsOn.PROCESSES: "process",
-    RunsOn.EXECUTOR: "executor",
-    RunsOn.DEVICE: "device",
-}

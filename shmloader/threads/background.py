@@ -1,11 +1,9 @@
 """The base class of background threads: starts, parks, ends and joins one.
 
-Four kinds of threads of the package are not derived from it:
+Three kinds of threads of the package are not derived from it:
 
 * a thread that runs an event loop while its starter waits
   (:mod:`shmloader.batch.concurrent_fetcher`);
-* threads that check an executor, since the check may not return, or that finish the tasks of a
-  broken one (:mod:`shmloader.pipeline.executors`);
 * the thread that calls Ray Client (:mod:`shmloader.cluster`), since a call may not return;
 * in a worker, the thread that ends the worker with the main process
   (:mod:`shmloader.pools.parent_death`).

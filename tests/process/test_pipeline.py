@@ -32,8 +32,8 @@ def on_processes(op, source, *, concurrency=2, sink=2, **options):
     return builder.add_sink(sink).build()
 
 
-def pids_of(pipeline):
-    return [pid for executor in pipeline._runtime.process_executors for pid in executor.pids]
+def pids():
+    return [process.pid for process in multiprocessing.active_children()]
 
 
 def filled(number):
@@ -122,7 +122,7 @@ def test_a_generator_functions_results_come_together():
 def test_workers_are_kept_from_epoch_to_epoch_and_after_a_break():
     pipeline = on_processes(lambda number: os.getpid(), range(20))
     with pipeline.auto_stop():
-        before = set(pids_of(pipeline))
+        before = set(pids())
         assert set(pipeline) <= before
         for pid in pipeline:
             assert pid in before
@@ -130,7 +130,7 @@ def test_workers_are_kept_from_epoch_to_epoch_and_after_a_break():
         taken = list(pipeline)
         assert len(taken) == 20
         assert set(taken) <= before
-        assert set(pids_of(pipeline)) == before
+        assert set(pids()) == before
 
 
 def test_back_pressure_holds_the_workers():
@@ -214,7 +214,7 @@ def test_a_killed_worker_is_worker_died_error_and_the_next_start_has_new_ones(is
     with pipeline.auto_stop():
         assert [pipeline.get_item(SOON_S), pipeline.get_item(SOON_S)] == [0, 1]
         reached.wait_until_open()
-        (pid,) = pids_of(pipeline)
+        (pid,) = pids()
         if is_stopped:
             os.kill(pid, signal.SIGSTOP)
         os.kill(pid, signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_a_killed_worker_is_worker_died_error_and_the_next_start_has_new_ones(is
         assert any("Stage 'decode' failed for item 2" in note for note in caught.value.__notes__)
         gate.open(2)
         assert list(pipeline) == list(range(9))
-        assert pids_of(pipeline) != [pid]
+        assert pids() != [pid]
     gate.close()
     reached.close()
 
@@ -233,7 +233,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_told_at_its_next_item():
     pipeline = on_processes(filled, range(3), concurrency=1)
     with pipeline.auto_stop():
         list(pipeline)
-        (pid,) = pids_of(pipeline)
+        (pid,) = pids()
         os.kill(pid, signal.SIGKILL)
         wait_for_end(pid)
         with pytest.raises(WorkerDiedError):
@@ -257,9 +257,9 @@ def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
     items = iter(pipeline)
     assert next(items) == 0
     reached.wait_until_open()
-    pids = pids_of(pipeline)
+    workers = pids()
     if is_stopped:
-        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(workers[0], signal.SIGSTOP)
     start = time.monotonic()
     if how == "stop":
         pipeline.stop()
@@ -268,7 +268,7 @@ def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
     else:
         del items, pipeline
     assert time.monotonic() - start < END_S
-    for pid in pids:
+    for pid in workers:
         wait_for_end(pid, 0.1)
     reached.close()
 
@@ -282,12 +282,12 @@ def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_sam
             self.item = self.pipeline.get_item(SOON_S)
 
     holder = Holder()
-    pids = pids_of(holder.pipeline)
+    workers = pids()
     del holder
     # The check of what remains sees to slots, threads and descriptors.
     found = list(PipelineBuilder().add_source([1]).pipe(lambda _: gc.collect()).add_sink().build())
     assert found[0] > 0
-    for pid in pids:
+    for pid in workers:
         wait_for_end(pid, SOON_S)
 
 
@@ -338,7 +338,7 @@ def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
     with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         items = iter(pipeline)
         reached.wait_until_open()
-        (executor,) = pipeline._runtime.process_executors
+        (executor,) = pipeline._runtime._processes.values()
         wait_until(lambda: len(executor._tickets.sent) == 2)
         for _ in range(2):
             del items

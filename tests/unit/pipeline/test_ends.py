@@ -375,7 +375,7 @@ def test_an_interruption_while_a_thread_starts_leaves_no_thread(name, monkeypatc
 
 def _loop_of(pipeline):
     [loop] = [
-        executor._thread.loop
+        executor.loop
         for executor in pipeline._runtime._executors
         if isinstance(executor, runtime.LoopExecutor)
     ]

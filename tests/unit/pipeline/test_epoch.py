@@ -8,8 +8,9 @@ import pytest
 
 from shmloader.engine.failures import FailureList
 from shmloader.pipeline.config import OpKind
-from shmloader.pipeline.epoch import Epoch, StageOp, Task
+from shmloader.pipeline.epoch import Epoch, StageOp
 from shmloader.pipeline.source import SourceReader
+from shmloader.pipeline.stages import Job
 from tests.unit.pipeline.support import chain
 
 
@@ -17,10 +18,10 @@ class StageExecutor:
     """Notes what it is given, and runs nothing."""
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
+        self.jobs: list[Job] = []
 
-    def put(self, task: Task) -> None:
-        self.tasks.append(task)
+    def put(self, job: Job) -> None:
+        self.jobs.append(job)
 
 
 class OvertakenLock:
@@ -42,14 +43,14 @@ class OvertakenLock:
 def test_a_job_that_another_thread_makes_ready_is_handed_out_once():
     executor = StageExecutor()
     stage_ops = [
-        StageOp("the source", iter, OpKind.GENERATOR, executor, is_source=True),
+        StageOp("the source", iter, OpKind.GENERATOR, executor),
         StageOp("abs", abs, OpKind.FUNCTION, executor),
     ]
     reader = SourceReader([1], None, 1)
     epoch = Epoch(chain([1], abs)._config, stage_ops, FailureList(), reader)
     epoch.begin()
-    [source] = executor.tasks
+    [source] = executor.jobs
     epoch._lock = OvertakenLock(lambda: epoch.yielded(source, 1))
     with pytest.raises(TimeoutError):
         epoch.take(0)
-    assert [task.job.item for task in executor.tasks[1:]] == [1]
+    assert [job.item for job in executor.jobs[1:]] == [1]

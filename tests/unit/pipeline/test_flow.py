@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.pipeline.entries import END, NOTHING, Raised
 from shmloader.pipeline.flow import Flow
-from shmloader.pipeline.meters import SAMPLE_NS, Clock
-from shmloader.pipeline.stages import AggregateStage, Job, PipeStage, StageQueue
+from shmloader.pipeline.stages import (
+    END,
+    NOTHING,
+    SAMPLE_NS,
+    AggregateStage,
+    Clock,
+    Job,
+    Raised,
+    Stage,
+    StageQueue,
+)
 
 QUEUE = 2
 
@@ -36,17 +44,17 @@ def make_flow(*stages: Any, sink: int = 1) -> Flow:
     """Stages are (capacity, in_order), or (size, drop_last, "group")."""
     clock = Clock()
     before, after = StageQueue(1), StageQueue(QUEUE if stages else sink)
-    made: list[Any] = [PipeStage(0, before, after, clock, 1, in_order=True)]
+    made: list[Any] = [Stage(0, before, after, clock, 1, in_order=True)]
     for number, stage in enumerate(stages, start=1):
         before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
         if stage[-1] == "group":
-            made.append(AggregateStage(number, before, after, stage[0], drop_last=stage[1]))
+            made.append(AggregateStage(number, before, after, clock, stage[0], drop_last=stage[1]))
         else:
-            capacity, in_order, *failure_counter = stage
+            capacity, in_order, *counters = stage
             made.append(
-                PipeStage(
+                Stage(
                     number, before, after, clock, capacity, in_order=in_order,
-                    failure_counter=failure_counter[0] if failure_counter else None,
+                    counter=counters[0] if counters else None, judged=counters,
                 )
             )  # fmt: skip
     return Flow(made, clock)
@@ -249,7 +257,7 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
 def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     clock = Clock()
     queue = StageQueue(4, 1)
-    flow = Flow([PipeStage(0, StageQueue(1), queue, clock, 1, in_order=True)], clock)
+    flow = Flow([Stage(0, StageQueue(1), queue, clock, 1, in_order=True)], clock)
     flow.begin()
     (source,) = flow.ready
     flow.ready = []

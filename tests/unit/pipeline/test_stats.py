@@ -10,8 +10,12 @@ import time
 import pytest
 
 from shmloader import PipelineBuilder, PipelineDataLoader
-from shmloader.pipeline.stats import PipelineStageStats, PipelineStats
-from shmloader.pipeline.verdict import MARGIN, PipelineFinding
+from shmloader.pipeline.stats import (
+    MARGIN,
+    PipelineFinding,
+    PipelineStageStats,
+    PipelineStats,
+)
 from tests.unit.pipeline.support import SOON_S, Gate, chain
 
 

@@ -1,4 +1,4 @@
-"""Passes batches on a device from the thread that enqueued their work to the one that uses them.
+"""Copies batches to a device, and passes them to the threads that use them.
 
 Work on a device is asynchronous: a copy, or what an op computes, may still be under way when its
 thread continues, and each thread has current streams of its own. So a batch on a device travels as
@@ -10,8 +10,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from shmloader.device.device import DeviceStage, OnDevice
+from shmloader.device.device import Destination, DeviceStage, OnDevice
 from shmloader.pipeline.config import OpKind
+from shmloader.pipeline.executors import ThreadExecutor
+
+# How many batches may be on their way to a device, or be there and not yet taken.
+_TRANSFERS_AHEAD = 2
 
 
 def _itself(value: object) -> object:
@@ -44,6 +48,30 @@ class DeviceFuture:
 def opened(item: object) -> object:
     """Open a :class:`DeviceFuture` and return its batch. Any other item is returned unchanged."""
     return item.open() if type(item) is DeviceFuture else item
+
+
+class DeviceExecutor(ThreadExecutor):
+    """One thread that copies batches to a device."""
+
+    def __init__(self, destination: Destination) -> None:
+        backend = destination.backends[0]
+        assert backend is not None
+        self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
+        super().__init__(DeviceStage.name, 1, self.stage.start)
+
+    def copy(self, batch: object) -> DeviceFuture:
+        """Start a batch's copy. Called on the thread."""
+        try:
+            return DeviceFuture(self.stage, self.stage.run(batch))
+        finally:
+            del batch  # a traceback pins this frame, which must not pin the slot
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread, and if it has ended, for the copies under way."""
+        has_ended = super().join(timeout_s)
+        if has_ended:
+            self.stage.close()
+        return has_ended
 
 
 class AfterTransfer:
