@@ -320,6 +320,18 @@ class PipelineBuilder:
             ValueError: If there is no source or no sink, or for wrong arguments.
             TypeError: For wrong arguments.
         """
+        return Pipeline(
+            self._config(num_threads=num_threads, max_failures=max_failures, timeout=timeout)
+        )
+
+    def _config(
+        self,
+        *,
+        num_threads: int | None = None,
+        max_failures: float | Fraction | None = None,
+        timeout: float | None = None,
+    ) -> PipelineConfig:
+        """Return the checked configuration of a pipeline; see :meth:`build`."""
         if self._source is None:
             raise ValueError("the pipeline has no source: call add_source")
         if self._buffer_size is None:
@@ -330,16 +342,14 @@ class PipelineBuilder:
             check_timeout(timeout)
         if num_threads is None:
             num_threads = self._default_num_threads
-        return Pipeline(
-            PipelineConfig(
-                self._source,
-                tuple(self._stages),
-                self._buffer_size,
-                whole_number(num_threads, "num_threads", minimum=1),
-                limit,
-                timeout,
-                self._snapshot_every,
-            )
+        return PipelineConfig(
+            self._source,
+            tuple(self._stages),
+            self._buffer_size,
+            whole_number(num_threads, "num_threads", minimum=1),
+            limit,
+            timeout,
+            self._snapshot_every,
         )
 
     @property

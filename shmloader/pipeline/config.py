@@ -230,6 +230,12 @@ class PipelineConfig:
         stage = self.stages[number - 1] if number else None
         return stage.runs_on if isinstance(stage, Pipe) else None
 
+    @property
+    def has_teardown(self) -> bool:
+        """Whether a stage has a ``teardown``."""
+        lifecycles = (stage.lifecycle for stage in self.stages if isinstance(stage, Pipe))
+        return any(one is not None and one.teardown is not None for one in lifecycles)
+
     def queue_size(self, number: int) -> int:
         """Return how many items may wait before a stage; number 0 is the source."""
         return (0, SOURCE_CAPACITY)[number] if number <= 1 else QUEUE_CAPACITY

@@ -1,19 +1,17 @@
 """``PipelineDataLoader``: builds and runs the usual chain of stages in one call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
-from shmloader.engine.failures import FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.pipeline.builder import PipelineBuilder
 from shmloader.pipeline.config import Executor, OutputOrder, kind_of
-from shmloader.pipeline.failures import FailedItem
+from shmloader.pipeline.pipeline import Pipeline, PipelineIterator
 from shmloader.pipeline.source import Source
-from shmloader.pipeline.stats import PipelineStats
 from shmloader.sampling.checks import flag, whole_number
 
 
-class PipelineDataLoader:
+class PipelineDataLoader(Pipeline):
     """Loads from a source: preprocesses each item, makes batches, and moves them to a device.
 
     source → ``preprocessor`` → lists of ``batch_size`` → ``aggregator`` → ``transfer_fn`` → buffer.
@@ -92,49 +90,17 @@ class PipelineDataLoader:
         if transfer_fn is not None:
             builder.pipe(transfer_fn)
         has_own_thread = transfer_fn is not None and not kind_of(transfer_fn).is_async
-        self._pipeline = builder.add_sink(buffer_size).build(
+        config = builder.add_sink(buffer_size)._config(
             num_threads=num_threads + has_own_thread, timeout=timeout
         )
+        super().__init__(config)
         self._is_closed = False
-
-    @property
-    def failures(self) -> FailureList[FailedItem]:
-        """The items that were left out; see :class:`Pipeline`."""
-        return self._pipeline.failures
-
-    def stats(self) -> PipelineStats:
-        """Return where the time of the newest epoch went; see :meth:`Pipeline.stats`."""
-        return self._pipeline.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last delivered batch; see :meth:`Pipeline.state_dict`.
-
-        With ``num_threads`` above 1 it needs ``output_order="input"``.
-
-        Raises:
-            RuntimeError, Exception: Those of :meth:`Pipeline.state_dict`.
-        """
-        return self._pipeline.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch continue where ``state`` was taken.
-
-        See :meth:`Pipeline.load_state_dict`.
-
-        Args:
-            state: What :meth:`state_dict` returned.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: Those of :meth:`Pipeline.load_state_dict`.
-        """
-        self._pipeline.load_state_dict(state)
 
     def __repr__(self) -> str:
         """Return the source, the stages and the sink, and whether an epoch is under way."""
-        chain = repr(self._pipeline).removeprefix("<Pipeline").removesuffix(">")
-        return f"<PipelineDataLoader{chain}{', closed' if self._is_closed else ''}>"
+        return f"{super().__repr__()[:-1]}{', closed' if self._is_closed else ''}>"
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> PipelineIterator:
         """Return an iterator over a new epoch. An epoch that is under way is left.
 
         Raises:
@@ -143,13 +109,13 @@ class PipelineDataLoader:
         """
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
-        self._pipeline.start()
-        return self._pipeline.get_iterator()
+        self.start()
+        return self.get_iterator()
 
     def close(self) -> None:
         """End threads and worker processes. May be called again."""
         self._is_closed = True
-        self._pipeline.stop()
+        self.stop()
 
     def __enter__(self) -> Self:
         """Return the loader itself. It is closed at the end of the block."""

@@ -3,22 +3,25 @@
 Used from one thread at a time, but any thread may call ``stop`` and ``stats``.
 """
 
+import atexit
 import contextlib
 import copy
 import functools
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
+from shmloader.grammar import described_type
 from shmloader.interruptions import is_interruption
 from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_chain
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
-from shmloader.pipeline.runtime import PipelineRuntime
-from shmloader.pipeline.source import Resumes, how_it_resumes
-from shmloader.pipeline.stages import END
+from shmloader.pipeline.runtime import Executors
+from shmloader.pipeline.source import Resumes, SourceReader, fresh, how_it_resumes
+from shmloader.pipeline.stages import END, Checkpoint
 from shmloader.pipeline.states import check_state, save_state
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
@@ -64,7 +67,16 @@ class Pipeline:
     def __init__(self, config: PipelineConfig) -> None:
         self.failures: FailureList[FailedItem] = FailureList()
         self._config = config
-        self._runtime = PipelineRuntime(config, self.failures)
+        self._executors = Executors(config)
+        # The process that began the first epoch; None before that.
+        self._pid: int | None = None
+        # The present epoch, over or not; None before the first.
+        self._epoch: Epoch | None = None
+        self._stop_count = 0
+        # Where the next epoch begins; None for the beginning.
+        self._resume_at: Checkpoint | None = None
+        # Stops the pipeline at the interpreter's exit.
+        self._at_exit: Callable[[], None] | None = None
         self._is_started = False
         # Whether `start` was called. If not, the iterator that started the pipeline stops it.
         self._is_kept = False
@@ -74,8 +86,8 @@ class Pipeline:
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
         # Not weakref.finalize, which would hold the ops, and these may hold this object.
-        if not threads.is_exiting:
-            self._runtime.end()
+        if vars(self) and not threads.is_exiting:  # else a constructor's check has failed
+            self.stop()
 
     # Starting and stopping ---------------------------------------------------------------
 
@@ -89,19 +101,49 @@ class Pipeline:
             TypeError, AttributeError, pickle.PicklingError: If the op of a stage on processes
                 cannot be pickled for a start method that needs it.
         """
-        self._runtime.check_process()
+        self._check_process()
         self._is_kept = True
-        if not (self._is_started and self._runtime.is_under_way):
+        if not (self._is_started and self._is_under_way):
             self._begin()
 
     def _begin(self) -> Epoch:
-        self._is_started = True
         self._reader = None
+        self._is_started, self._pid = True, os.getpid()
+        stop_count = self._stop_count
         try:
-            return self._runtime.begin_epoch()
+            epoch = self._begin_epoch()
         except BaseException:
+            if self._epoch is not None:
+                self._epoch.let_go()
             self.stop()
             raise
+        if self._stop_count != stop_count:  # `stop` may have seen only a part of what was made
+            self.stop()
+            raise ClosedLoaderError("the pipeline was stopped while it started")
+        return epoch
+
+    def _begin_epoch(self) -> Epoch:
+        config, source, is_resumed = self._config, self._config.source, self._resume_at is not None
+        if self._epoch and not is_resumed and isinstance(source, Iterator | AsyncIterator):
+            raise RuntimeError(
+                f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
+                "epoch has taken items from it: give add_source an iterable that can be iterated "
+                "again (an object with __iter__), or build a pipeline for each epoch"
+            )
+        stage_ops = self._executors.make()
+        start = None if config.why_not_resumable() else self._next_start()
+        reader = SourceReader(source, start, config.snapshot_every, is_resumed=is_resumed)
+        epoch = self._epoch = Epoch(config, stage_ops, self.failures, reader)
+        self._resume_at = None
+        # Without a `teardown`, the interpreter's exit only parks the threads.
+        if config.has_teardown and self._at_exit is None:
+            self._at_exit = functools.partial(_stop_if_alive, weakref.ref(self))
+            atexit.register(self._at_exit)
+        epoch.begin()
+        return epoch
+
+    def _next_start(self) -> Checkpoint | None:
+        return fresh(self._config.source) if self._resume_at is None else self._resume_at
 
     def stop(self) -> None:
         """End threads, worker processes and the epoch. May be called again, and from any thread.
@@ -112,7 +154,26 @@ class Pipeline:
         its ops ran, and is also waited for only a moment.
         """
         self._is_started = self._is_kept = False
-        self._runtime.end()
+        self._stop_count += 1
+        self._leave_epoch("it was stopped", with_processes=True)
+        at_exit, self._at_exit = self._at_exit, None
+        if at_exit is not None:
+            atexit.unregister(at_exit)
+
+    def _leave_epoch(self, why: str, *, with_processes: bool = False) -> None:
+        """Leave the present epoch, and end its executors. From anywhere, and again."""
+        if self._epoch is not None:
+            self._epoch.leave(why)
+        if self._pid == os.getpid():  # in a forked child, none of the threads runs
+            self._executors.end(with_processes=with_processes)
+
+    def _check_process(self) -> None:
+        if self._pid not in (None, os.getpid()):
+            raise ClosedLoaderError("the pipeline belongs to the process that started it")
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._epoch is not None and not self._epoch.is_over
 
     @contextlib.contextmanager
     def auto_stop(self) -> Iterator[Self]:
@@ -145,8 +206,8 @@ class Pipeline:
         """
         if timeout is not None:
             check_timeout(timeout)
-        self._runtime.check_process()
-        epoch = self._runtime.epoch
+        self._check_process()
+        epoch = self._epoch
         if epoch is None or not self._is_started:
             raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
         try:
@@ -173,11 +234,11 @@ class Pipeline:
             self._give_up_if_lost(epoch, error)
             raise
         finally:
-            if epoch.is_over and not was_over and self._runtime.epoch is epoch:
+            if epoch.is_over and not was_over and self._epoch is epoch:
                 if epoch.over_because:
-                    self._runtime.leave_epoch(epoch.over_because)
+                    self._leave_epoch(epoch.over_because)
                 else:
-                    self._runtime.finish_epoch()
+                    self._executors.close_copies()
 
     def _give_up_if_lost(self, epoch: Epoch, error: BaseException) -> None:
         """Leave the epoch if an exception from outside has lost an item."""
@@ -185,12 +246,9 @@ class Pipeline:
             epoch.let_go()
             epoch.undo_delivery()
             why = f"it was interrupted by {type(error).__name__} while an item was on its way"
-            uninterruptible(functools.partial(self._leave_epoch, epoch, why))
-
-    def _leave_epoch(self, epoch: Epoch, why: str) -> None:
-        epoch.leave(why)
-        if self._runtime.epoch is epoch:
-            self._runtime.leave_epoch(why)
+            epoch.leave(why)
+            if self._epoch is epoch:
+                uninterruptible(functools.partial(self._leave_epoch, why))
 
     def __iter__(self) -> "PipelineIterator":
         """Return an iterator with the ``timeout`` of ``build``; see :meth:`get_iterator`."""
@@ -211,12 +269,12 @@ class Pipeline:
         """
         if timeout is not None:
             check_timeout(timeout)
-        self._runtime.check_process()
-        epoch = self._runtime.epoch
+        self._check_process()
+        epoch = self._epoch
         if epoch is None or epoch.is_over or not self._is_started:
             epoch = self._begin()
         elif self._reader is not None:
-            self._runtime.leave_epoch("another iterator has begun")
+            self._leave_epoch("another iterator has begun")
             epoch = self._begin()
         iterator = PipelineIterator(self, epoch, timeout)
         self._reader = weakref.ref(iterator)
@@ -230,11 +288,11 @@ class Pipeline:
         ``print`` shows a table. May be called at any time, from any thread, also after
         :meth:`stop`. Earlier epochs are not included.
         """
-        config, epoch = self._config, self._runtime.epoch
+        config, epoch = self._config, self._epoch
         if epoch is None:
             return PipelineStats(buffer_size=config.buffer_size, num_threads=config.num_threads)
         epoch.measure()
-        return snapshot(config, epoch.clock, epoch.meters, self._runtime.describe())
+        return snapshot(config, epoch.clock, epoch.meters, self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered item, for :meth:`load_state_dict`.
@@ -264,7 +322,7 @@ class Pipeline:
             RuntimeError: If the source cannot be resumed, or a stage does not keep the order.
             Exception: An exception of the source's ``state_dict()``, or of copying its state.
         """
-        return save_state(self._config, self._runtime.checkpoint)
+        return save_state(self._config, self._checkpoint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch continue where ``state`` was taken.
@@ -285,7 +343,7 @@ class Pipeline:
             Exception: An exception of the source's ``load_state_dict()``.
         """
         start = check_state(self._config, state)
-        if self._runtime.is_under_way:
+        if self._is_under_way:
             raise RuntimeError(
                 "an epoch of the pipeline is under way, which a state cannot change: call "
                 "load_state_dict() before start(), auto_stop() or iteration, or after stop()"
@@ -293,24 +351,47 @@ class Pipeline:
         if how_it_resumes(self._config.source) is Resumes.BY_STATE:
             source: Any = self._config.source
             source.load_state_dict(copy.deepcopy(start.saved))
-        self._runtime.resume(start)
+        self._resume_at = start
+
+    def _checkpoint(self) -> Checkpoint:
+        """Return where an epoch begins that continues after the last delivered item."""
+        epoch = None if self._resume_at is not None else self._epoch
+        found = self._next_start() if epoch is None else epoch.delivered
+        assert found is not None  # the pipeline can be resumed
+        return found
+
+    @property
+    def _state(self) -> str:
+        """Whether an epoch is under way, and how the last one ended, in words."""
+        epoch = self._epoch
+        if epoch is None:
+            return "not started"
+        if not epoch.is_over:
+            return "running"
+        return f"ended: {epoch.over_because}" if epoch.over_because else "ended"
 
     def __repr__(self) -> str:
         """Return the source, the stages and the sink, and whether an epoch is under way."""
         config = self._config
         chain = describe_chain(config.source, config.stages, config.buffer_size)
-        return f"<Pipeline: {chain}, {self._runtime.describe()}>"
+        return f"<{type(self).__name__}: {chain}, {self._state}>"
 
     # Iterators ---------------------------------------------------------------------------
 
     def _reader_left(self, epoch: Epoch) -> None:
         """Stop the pipeline, or leave the epoch, whose iterator takes no further item."""
-        if self._runtime.epoch is not epoch:
+        if self._epoch is not epoch:
             return
         if not self._is_kept:
             self.stop()
         elif not epoch.is_over:
-            self._runtime.leave_epoch("its iterator was left")
+            self._leave_epoch("its iterator was left")
+
+
+def _stop_if_alive(reference: "weakref.ref[Pipeline]") -> None:
+    pipeline = reference()
+    if pipeline is not None:
+        pipeline.stop()
 
 
 class PipelineIterator:
@@ -335,7 +416,7 @@ class PipelineIterator:
         """Return the next item."""
         if self._is_ended:
             raise StopIteration
-        self._pipeline._runtime.check_process()
+        self._pipeline._check_process()
         try:
             item = self._pipeline._take(self._epoch, self._timeout)
             if item is not END:

@@ -9,7 +9,6 @@ A source can be resumed
 * by index, if it is a ``collections.abc.Sequence`` (a list, a range, …).
 """
 
-import collections.abc
 import copy
 import enum
 import itertools
@@ -149,8 +148,3 @@ def _check_read(found: int, expected: int) -> None:
             "from there when the state was saved: its data has changed, or its load_state_dict() "
             "does not restore what its state_dict() returned"
         )
-
-
-def is_sync(source: Source) -> bool:
-    """Whether a source is iterated on a thread, not on the event loop."""
-    return isinstance(source, collections.abc.Iterable)

@@ -17,6 +17,7 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
 from shmloader.pipeline import runtime
+from shmloader.pipeline.epoch import Epoch
 from tests.process.support import Program, stack_of, wait_until
 from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
 
@@ -376,7 +377,7 @@ def test_an_interruption_while_a_thread_starts_leaves_no_thread(name, monkeypatc
 def _loop_of(pipeline):
     [loop] = [
         executor.loop
-        for executor in pipeline._runtime._executors
+        for executor in pipeline._executors._running
         if isinstance(executor, runtime.LoopExecutor)
     ]
     return loop
@@ -412,13 +413,13 @@ def test_what_a_handler_raises_while_the_loop_is_told_to_end_ends_it_nevertheles
 def test_a_stop_before_the_source_has_begun_is_told_as_any_other(monkeypatch):
     pipeline = chain(range(3), abs)
 
-    class Stopped(runtime.Epoch):
+    class Stopped(Epoch):
         def begin(self):
             pipeline.stop()  # as another thread may
             super().begin()
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "Epoch", Stopped)
+        patch.setattr("shmloader.pipeline.pipeline.Epoch", Stopped)
         with pytest.raises(ClosedLoaderError, match="stopped while it started"):
             pipeline.start()
     assert list(pipeline) == [0, 1, 2]
