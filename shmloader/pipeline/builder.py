@@ -22,6 +22,7 @@ from shmloader.pipeline.config import (
     Pipe,
     PipelineConfig,
     RunsOn,
+    Source,
     check_signature,
     check_timeout,
     describe_chain,
@@ -30,7 +31,6 @@ from shmloader.pipeline.config import (
 )
 from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.pipeline import Pipeline
-from shmloader.pipeline.source import Source
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
@@ -239,8 +239,6 @@ class PipelineBuilder:
             TypeError, ValueError: For wrong arguments.
         """
         self._check_open("aggregate")
-        if self._has_device:
-            raise ValueError("aggregate cannot come after transfer: call aggregate first")
         if not isinstance(drop_last, bool):
             raise TypeError(f"drop_last should be a bool, but got drop_last={drop_last!r}")
         if collate is not None and not callable(collate):
@@ -251,8 +249,6 @@ class PipelineBuilder:
     def disaggregate(self) -> Self:
         """Add a stage that passes on the items of each list, or other iterable, one by one."""
         self._check_open("disaggregate")
-        if self._has_device:
-            raise ValueError("disaggregate cannot come after transfer: call disaggregate first")
         return self.pipe(_take_apart, name="disaggregate")
 
     def transfer(self, device: str | int | torch.device) -> Self:
@@ -370,6 +366,8 @@ class PipelineBuilder:
     def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
             raise ValueError(f"{what} was called after add_sink: no stage comes after the sink")
+        if what.endswith("aggregate") and self._has_device:
+            raise ValueError(f"{what} cannot come after transfer: call {what} first")
 
 
 def _parse_lifecycle(

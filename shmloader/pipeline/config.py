@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from shmloader.grammar import described_type
 from shmloader.loader.description import describe_source
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.pipeline.lifecycle import Lifecycle
-from shmloader.pipeline.source import Resumes, Source, how_it_resumes
 from shmloader.probing import probe
 
+Source = Iterable[Any] | AsyncIterable[Any]
 Executor = Literal["thread", "process"] | concurrent.futures.Executor
 OutputOrder = Literal["completion", "input"]
 
@@ -36,8 +36,7 @@ SOURCE_CAPACITY = 8
 #: Jobs of a stage on processes, for each process: one runs, one is on its way.
 JOBS_PER_PROCESS = 2
 
-# Results of a stage on processes that may lie in their slots at once. Each slot takes one or two
-# file descriptors of this process.
+# Results of a stage on processes that may lie in their slots at once.
 _MAX_LENT = 64
 
 
@@ -239,23 +238,6 @@ class PipelineConfig:
     def queue_size(self, number: int) -> int:
         """Return how many items may wait before a stage; number 0 is the source."""
         return (0, SOURCE_CAPACITY)[number] if number <= 1 else QUEUE_CAPACITY
-
-    def why_not_resumable(self) -> str:
-        """Return why the pipeline has no state, and what to do; "" if it has one."""
-        if how_it_resumes(self.source) is Resumes.NEVER:
-            return (
-                f"the pipeline's source, {described_type(self.source)}, cannot be resumed: give "
-                "add_source a sequence (a list, a range), or an object with state_dict() and "
-                "load_state_dict()"
-            )
-        for number, stage in enumerate(self.stages, start=1):
-            if isinstance(stage, Pipe) and not stage.keeps_order:
-                return (
-                    f"{self.name_of_stage(number)} of the pipeline passes results on as they are "
-                    "ready, so a position does not tell which items came before: give the stage "
-                    "output_order='input'"
-                )
-        return ""
 
     def lend_limit(self, index: int) -> int:
         """Return how many results of stage ``index`` may be alive after it, at most 64."""

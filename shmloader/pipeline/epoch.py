@@ -119,9 +119,7 @@ class Epoch:
         self.is_over = False
         self.over_because = ""
         self.in_transit = False
-        # The `id` of the exception that `take` raised on purpose, and the thread that is inside it.
-        self._raised_id = 0
-        self._taker = 0
+        self._taker = 0  # the thread that is in `take`
 
     def begin(self) -> None:
         """Start the source, unless the epoch was left meanwhile."""
@@ -204,15 +202,13 @@ class Epoch:
         counter.log_first(listed, error)
         return following
 
-    def failed_for_good(self, job: Job, error: BaseException) -> Job | None:
+    def failed_for_good(
+        self, job: Job, error: BaseException, *, in_setup: bool = False
+    ) -> Job | None:
         """Note a failure that is raised to the consumer even if ``max_failures`` allows some."""
-        items = (job.item,) if job.number else ()
-        raised = explained(error, f"stage '{job.op.name}'", *items)
-        return self._change(job.op.executor, Flow.failed, job, raised)[1]
-
-    def failed_to_set_up(self, job: Job, error: BaseException) -> Job | None:
-        """Note that ``setup`` of a job's stage has raised."""
-        raised = explained(error, f"setup of stage '{job.op.name}'")
+        items = (job.item,) if job.number and not in_setup else ()
+        what = f"{'setup of ' if in_setup else ''}stage '{job.op.name}'"
+        raised = explained(error, what, *items)
         return self._change(job.op.executor, Flow.failed, job, raised)[1]
 
     # The consumer ---------------------------------------------------------------------------
@@ -282,15 +278,11 @@ class Epoch:
         _park_if_exiting()
         error = item.error
         self.leave(f"{type(error).__name__}: {text_of(error)}")
-        self._raised_id = id(error)
+        self.in_transit = False
         try:
             raise error
         finally:
             del error, item  # the traceback pins this frame
-
-    def loses(self, error: BaseException) -> bool:
-        """Whether an item would be lost if the epoch continued after ``take`` raised ``error``."""
-        return self.in_transit and self._raised_id != id(error)
 
     def undo_delivery(self) -> None:
         """Set :attr:`delivered` back: the item that the last :meth:`take` has taken is lost."""
@@ -344,7 +336,7 @@ def _make_flow(
     def counter_of(max_failures: int | Fraction | None, scope: str) -> FailureCounter | None:
         if max_failures is None:
             return None
-        return FailureCounter(max_failures, scope, failures, is_resumed=reader.is_resumed)
+        return FailureCounter(max_failures, scope, failures, reader.is_resumed)
 
     shared = counter_of(config.max_failures, "the pipeline")
     sizes = [config.queue_size(number) for number in range(1, len(config.stages) + 1)]
@@ -356,7 +348,7 @@ def _make_flow(
     for number, stage in enumerate(config.stages, start=1):
         around = (number, queues[number], queues[number + 1], clock)
         if isinstance(stage, Aggregate):
-            stages.append(AggregateStage(*around, stage.size, drop_last=stage.drop_last))
+            stages.append(AggregateStage(*around, size=stage.size, drop_last=stage.drop_last))
             continue
         own = counter_of(stage.max_failures, f"stage '{stage.name}'")
         judged = (own, shared if stage is pipes[-1] else None)

@@ -108,7 +108,7 @@ class _Thread(BackgroundThread):
                 if op.lifecycle not in self._contexts:
                     self._contexts[op.lifecycle] = op.lifecycle.set_up()
             except BaseException as error:  # noqa: BLE001 - raised to the consumer
-                return epoch.failed_to_set_up(job, error)
+                return epoch.failed_for_good(job, error, in_setup=True)
             context = (self._contexts[op.lifecycle],)
         job.began_ns = time.monotonic_ns()
         try:
@@ -241,12 +241,15 @@ class FuturesExecutor(BackgroundThread):
 
     def _next(self) -> "Job | _Future | None":
         check = self._executor.check
-        with self.resting():
-            while True:
-                try:
+        while True:
+            try:
+                return self._queue.get_nowait()
+            except queue.Empty:
+                pass
+            try:
+                with self.resting():
                     return self._queue.get(timeout=None if check is None else CHECK_S)
-                except queue.Empty:
-                    pass
+            except queue.Empty:
                 if check is not None and self._jobs:
                     check()  # fails the futures of an executor that is gone
 

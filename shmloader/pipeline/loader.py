@@ -5,9 +5,8 @@ from typing import Any, Self
 
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.pipeline.builder import PipelineBuilder
-from shmloader.pipeline.config import Executor, OutputOrder, kind_of
+from shmloader.pipeline.config import Executor, OutputOrder, Source, kind_of
 from shmloader.pipeline.pipeline import Pipeline, PipelineIterator
-from shmloader.pipeline.source import Source
 from shmloader.sampling.checks import flag, whole_number
 
 

@@ -114,16 +114,18 @@ class LoopExecutor(BackgroundThread):
     async def _serve(self, job: Job) -> Job | None:
         epoch, lifecycle = job.epoch, job.op.lifecycle
         context: tuple[object, ...] = ()
-        fail = epoch.failed_to_set_up
+        is_set_up = False
         try:
             if lifecycle is not None:
                 context = (await self._context_of(lifecycle),)
-            fail = epoch.failed
+            is_set_up = True
             return await self._execute(job, context)
         except BaseException as error:
             if self._is_ending and isinstance(error, asyncio.CancelledError):
                 raise
-            return fail(job, error)
+            if not is_set_up:
+                return epoch.failed_for_good(job, error, in_setup=True)
+            return epoch.failed(job, error)
 
     async def _context_of(self, lifecycle: Lifecycle) -> Any:
         """Return the stage's context. Raises what ``setup`` raises.

@@ -20,9 +20,16 @@ from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_ch
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.runtime import Executors
-from shmloader.pipeline.source import Resumes, SourceReader, fresh, how_it_resumes
+from shmloader.pipeline.source import (
+    Resumes,
+    SourceReader,
+    check_state,
+    fresh,
+    how_it_resumes,
+    save_state,
+    why_not_resumable,
+)
 from shmloader.pipeline.stages import END, Checkpoint
-from shmloader.pipeline.states import check_state, save_state
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
 from shmloader.threads.uninterruptible import uninterruptible
@@ -131,7 +138,7 @@ class Pipeline:
                 "again (an object with __iter__), or build a pipeline for each epoch"
             )
         stage_ops = self._executors.make()
-        start = None if config.why_not_resumable() else self._next_start()
+        start = None if why_not_resumable(config) else self._next_start()
         reader = SourceReader(source, start, config.snapshot_every, is_resumed=is_resumed)
         epoch = self._epoch = Epoch(config, stage_ops, self.failures, reader)
         self._resume_at = None
@@ -214,15 +221,13 @@ class Pipeline:
             item = self._take(epoch, timeout)
             if item is not END:
                 return item
-        except EOFError as error:
-            if is_interruption(error):
+        except BaseException as error:
+            self._give_up_if_lost(epoch, error)
+            if not isinstance(error, EOFError) or is_interruption(error):
                 raise
             raise RuntimeError(
                 f"an op raised EOFError, which would look like the end of the epoch: {error}"
             ) from error
-        except BaseException as error:
-            self._give_up_if_lost(epoch, error)
-            raise
         raise EOFError("the pipeline's epoch is over")
 
     def _take(self, epoch: Epoch, timeout: float | None) -> Any:
@@ -230,9 +235,6 @@ class Pipeline:
         was_over = epoch.is_over
         try:
             return epoch.take(self._config.timeout_s if timeout is None else timeout)
-        except BaseException as error:
-            self._give_up_if_lost(epoch, error)
-            raise
         finally:
             if epoch.is_over and not was_over and self._epoch is epoch:
                 if epoch.over_because:
@@ -242,7 +244,7 @@ class Pipeline:
 
     def _give_up_if_lost(self, epoch: Epoch, error: BaseException) -> None:
         """Leave the epoch if an exception from outside has lost an item."""
-        if epoch.loses(error):
+        if epoch.in_transit:
             epoch.let_go()
             epoch.undo_delivery()
             why = f"it was interrupted by {type(error).__name__} while an item was on its way"
@@ -405,7 +407,6 @@ class PipelineIterator:
         self._pipeline = pipeline
         self._epoch = epoch
         self._timeout = timeout
-        self._is_ended = False
         self._has_left = False
 
     def __iter__(self) -> Self:
@@ -414,8 +415,6 @@ class PipelineIterator:
 
     def __next__(self) -> Any:
         """Return the next item."""
-        if self._is_ended:
-            raise StopIteration
         self._pipeline._check_process()
         try:
             item = self._pipeline._take(self._epoch, self._timeout)
@@ -426,7 +425,6 @@ class PipelineIterator:
             if self._epoch.is_over:
                 self._leave()
             raise
-        self._is_ended = True
         self._leave()
         raise StopIteration
 

@@ -243,7 +243,7 @@ class ProcessExecutor(BackgroundThread):
         job = sent.pop(engine.delivery.seq)
         if type(result) is FailedSetup:
             failed = result.error.rebuilt("It was raised in a worker process.")
-            self._continue_with(job.epoch.failed_to_set_up(job, failed))
+            self._continue_with(job.epoch.failed_for_good(job, failed, in_setup=True))
             return True
         if engine.delivery.times is not None:
             job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op

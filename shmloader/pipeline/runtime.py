@@ -50,8 +50,8 @@ class Executors:
         The caller calls :meth:`end` if this raises, or if another thread has called it meanwhile.
         """
         for index, stage in enumerate(self._config.stages):
-            if isinstance(stage, Pipe) and stage.runs_on is RunsOn.DEVICE:
-                self._destinations.setdefault(index, Destination([stage.device]))
+            if isinstance(stage, Pipe) and stage.device and index not in self._destinations:
+                self._destinations[index] = Destination([stage.device])
         processes = self._make_processes()
         stage_ops = self._stage_ops
         if stage_ops is None:
@@ -143,6 +143,7 @@ class Executors:
             source, kind = SourceReader.iterate, OpKind.GENERATOR
             iterates = self._start(ThreadExecutor("shmloader_source", 1))
         stage_ops: list[StageOp | None] = [StageOp("the source", source, kind, iterates)]
+        users: dict[int, FuturesExecutor] = {}
         transfer: DeviceStage | None = None
         for index, stage in enumerate(config.stages):
             if isinstance(stage, Aggregate):
@@ -155,7 +156,10 @@ class Executors:
                 executor: Any = processes[index]
             elif stage.runs_on is RunsOn.EXECUTOR:
                 assert stage.executor is not None
-                executor = self._start(FuturesExecutor(stage.executor))
+                executor = users.get(id(stage.executor))
+                if executor is None:
+                    executor = self._start(FuturesExecutor(stage.executor))
+                    users[id(stage.executor)] = executor
             elif stage.runs_on is RunsOn.DEVICE:
                 executor = self._start(DeviceExecutor(self._destinations[index]))
                 op, transfer = executor.copy, executor.stage

@@ -1,4 +1,4 @@
-"""Iterates a source, and makes the checkpoints from which an epoch can be resumed.
+"""Iterates a source, and makes the checkpoints and the states from which an epoch can be resumed.
 
 A source can be resumed
 
@@ -12,13 +12,19 @@ A source can be resumed
 import copy
 import enum
 import itertools
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+import reprlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from shmloader.grammar import described_type
+from shmloader.loader.states import is_whole, sealed
+from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn, Source
 from shmloader.pipeline.stages import Checkpoint
 from shmloader.sampling.own_state import has_own_state
 
-Source = Iterable[Any] | AsyncIterable[Any]
+_VERSION = 1
+_KEYS = {"pipeline", "source", "read", "results"}
+_NAMES = {"resumes": "how the source is resumed"}
 
 
 class Resumes(enum.Enum):
@@ -148,3 +154,114 @@ def _check_read(found: int, expected: int) -> None:
             "from there when the state was saved: its data has changed, or its load_state_dict() "
             "does not restore what its state_dict() returned"
         )
+
+
+def why_not_resumable(config: PipelineConfig) -> str:
+    """Return why a pipeline has no state, and what to do; "" if it has one."""
+    if how_it_resumes(config.source) is Resumes.NEVER:
+        return (
+            f"the pipeline's source, {described_type(config.source)}, cannot be resumed: give "
+            "add_source a sequence (a list, a range), or an object with state_dict() and "
+            "load_state_dict()"
+        )
+    for stage in config.stages:
+        if isinstance(stage, Pipe) and not stage.keeps_order:
+            return (
+                f"stage '{stage.name}' of the pipeline passes results on as they are ready, so a "
+                "position does not tell which items came before: give the stage "
+                "output_order='input'"
+            )
+    return ""
+
+
+def check_resumable(config: PipelineConfig) -> None:
+    """Raise RuntimeError if a pipeline has no state."""
+    why = why_not_resumable(config)
+    if why:
+        raise RuntimeError(why)
+
+
+def save_state(config: PipelineConfig, checkpoint: Callable[[], Checkpoint]) -> dict[str, Any]:
+    """Return a pipeline's state.
+
+    Args:
+        config: The pipeline's configuration.
+        checkpoint: Returns the checkpoint where the resumed epoch begins.
+
+    Raises:
+        RuntimeError: If the pipeline cannot be resumed.
+        Exception: The exception of the source's ``state_dict()``, or of copying its state.
+    """
+    check_resumable(config)
+    found = checkpoint()
+    if isinstance(found.saved, Unsaved):
+        raise found.saved.error
+    return sealed(
+        {
+            "version": _VERSION,
+            "pipeline": _facts(config),
+            "source": found.saved,
+            "read": found.read,
+            "results": [list(one) for one in found.results],
+        }
+    )
+
+
+def check_state(config: PipelineConfig, state: object) -> Checkpoint:
+    """Check a state, and return the checkpoint where the resumed epoch begins.
+
+    Args:
+        config: The configuration of the pipeline that loads the state.
+        state: What the user passed to ``load_state_dict()``.
+
+    Raises:
+        TypeError: If the state is not a dict.
+        ValueError: If the state was not saved by a pipeline, is damaged, or does not fit.
+        RuntimeError: If the pipeline cannot be resumed.
+    """
+    check_resumable(config)
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
+        )
+    if not state.keys() >= _KEYS or not isinstance(state["pipeline"], dict):
+        raise ValueError(
+            "the state was not saved by a pipeline of shmloader; its keys: "
+            f"{', '.join(map(repr, state)) or 'none'}"
+        )
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            f"the state has version {reprlib.repr(state.get('version'))}, but this release of "
+            f"shmloader reads version {_VERSION} of a pipeline's state"
+        )
+    if not is_whole(state):
+        raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
+    found = state["pipeline"]
+    wrong = [
+        f"{_NAMES.get(key, key)}: {found.get(key)!r} in the state, {fact!r} in this pipeline"
+        for key, fact in _facts(config).items()
+        if found.get(key) != fact
+    ]
+    if wrong:
+        raise ValueError(f"the state does not fit this pipeline ({'; '.join(wrong)})")
+    results = tuple((number, count) for number, count in state["results"])
+    return Checkpoint(state["source"], state["read"], results)
+
+
+def _facts(config: PipelineConfig) -> dict[str, Any]:
+    """Return what a state and the pipeline that takes it must have in common."""
+    how, source = how_it_resumes(config.source), config.source
+    by_index = how is Resumes.BY_INDEX
+    return {
+        "resumes": how.value,
+        "length": len(source) if by_index and isinstance(source, Sequence) else None,
+        "stages": [_fact(stage) for stage in config.stages],
+    }
+
+
+def _fact(stage: Pipe | Aggregate) -> str:
+    """Describe how many results a stage makes of an item."""
+    if isinstance(stage, Aggregate):
+        return f"aggregate({stage.size}{', drop_last=True' if stage.drop_last else ''})"
+    makes_many = stage.kind in {OpKind.GENERATOR, OpKind.ASYNC_GENERATOR}
+    return "many results" if makes_many and stage.runs_on is not RunsOn.DEVICE else "one result"

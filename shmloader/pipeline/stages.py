@@ -17,7 +17,7 @@ time since then. If changes are rarer than that, the sums are exact.
 import collections
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from shmloader.insight.histogram import Histogram
@@ -146,11 +146,10 @@ class JobResults(Protocol):
     def failed(self, job: "Job", error: BaseException) -> "Job | None":
         """Note that a job's op has raised."""
 
-    def failed_for_good(self, job: "Job", error: BaseException) -> "Job | None":
-        """Note a failure that is raised even if ``max_failures`` allows some."""
-
-    def failed_to_set_up(self, job: "Job", error: BaseException) -> "Job | None":
-        """Note that ``setup`` of a job's stage has raised."""
+    def failed_for_good(
+        self, job: "Job", error: BaseException, *, in_setup: bool = False
+    ) -> "Job | None":
+        """Note that an executor or ``setup`` has failed, which ``max_failures`` never allows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +216,7 @@ class StageQueue:
         self.is_ended = False
 
 
+@dataclass(eq=False)
 class Stage:
     """A stage whose jobs an executor runs, such as the source.
 
@@ -243,34 +243,27 @@ class Stage:
         judged: The counters that may raise an exception at the stage's end.
     """
 
-    def __init__(
-        self,
-        number: int,
-        before: StageQueue,
-        after: StageQueue,
-        clock: Clock,
-        capacity: int,
-        *,
-        in_order: bool,
-        concurrency: int | None = None,
-        start: Checkpoint | None = None,
-        counter: FailureCounter | None = None,
-        judged: Sequence[FailureCounter] = (),
-    ) -> None:
-        self.number = number
-        self.before = before
-        self.after = after
-        self.counter = counter
-        self._judged = judged
-        self.meter = Meter(capacity if concurrency is None else concurrency)
-        self.working: dict[Job, None] = {}
-        self._clock = clock
-        self._start = None if start is None else start.upto(number)
-        self._dropped = 0 if start is None else dict(start.results).get(number, 0)
-        self._in_order = in_order
-        self._capacity = self.free = capacity
-        self.held: collections.deque[Job] = collections.deque()
-        self.is_cut = False
+    number: int
+    before: StageQueue
+    after: StageQueue
+    clock: Clock
+    capacity: int = 1
+    _: KW_ONLY
+    in_order: bool = True
+    concurrency: int | None = None
+    start: Checkpoint | None = None
+    counter: FailureCounter | None = None
+    judged: Sequence[FailureCounter] = ()
+    working: dict[Job, None] = field(init=False, default_factory=dict)
+    held: collections.deque[Job] = field(init=False, default_factory=collections.deque)
+    is_cut: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.concurrency or self.capacity)
+        self.free = self.capacity
+        self._before_item = None if self.start is None else self.start.upto(self.number)
+        results = () if self.start is None else self.start.results
+        self._dropped = dict(results).get(self.number, 0)
 
     def cut(self) -> None:
         """Start no further job, and drop the items that wait before the stage or still come."""
@@ -279,34 +272,42 @@ class Stage:
         self.before.is_ended = True
 
     def take_in(self, ready: list[Job]) -> bool:
-        """Start jobs as far as items and capacity go. Returns whether any item was taken in."""
+        """Take items as far as capacity goes. Returns whether any was taken.
+
+        Args:
+            ready: Gets the jobs that start.
+        """
         items = self.before.items
-        has_taken = False
         if self.is_cut:
             items.clear()
+        has_taken = bool(items and self.free)
         while items and self.free:
-            self.free -= 1
             item, after = items.popleft()
-            has_taken = True
             if type(item) is Raised:
                 self._hold((item, None))
-                continue
-            job = Job(self.number, item, after, self._start, self._dropped)
-            self._start, self._dropped = after, 0
-            self.meter.in_count += 1
-            if self._in_order:
-                self.held.append(job)
-            job.ready_ns = self._clock.now_ns
-            self.working[job] = None
-            ready.append(job)
+            else:
+                self.meter.in_count += 1
+                self._take(item, after, ready)
         return has_taken
+
+    def _take(self, item: object, after: Checkpoint | None, ready: list[Job]) -> None:
+        """Start the job of an item."""
+        self.free -= 1
+        job = Job(self.number, item, after, self._before_item, self._dropped)
+        self._before_item, self._dropped = after, 0
+        if self.in_order:
+            self.held.append(job)
+        job.ready_ns = self.clock.now_ns
+        self.working[job] = None
+        ready.append(job)
 
     def _hold(self, output: Entry) -> None:
         """Hold a result that no op has made, until it is passed on."""
+        self.free -= 1
         self.held.append(Job(self.number, None, outputs=collections.deque([output]), is_done=True))
 
     def _resume(self, job: Job, ready: list[Job]) -> None:
-        job.ready_ns, job.began_ns = self._clock.now_ns, 0
+        job.ready_ns, job.began_ns = self.clock.now_ns, 0
         self.working[job] = None
         ready.append(job)
 
@@ -315,7 +316,7 @@ class Stage:
         if job not in self.working:
             return
         del self.working[job]
-        now_ns = self._clock.now_ns
+        now_ns = self.clock.now_ns
         job.work_ns += now_ns - job.ready_ns
         if job.began_ns:
             job.op_ns += now_ns - job.began_ns
@@ -324,13 +325,13 @@ class Stage:
         """Take a result of a job. Returns whether it was passed on at once."""
         after = self.after
         has_space = len(after.items) < after.capacity and not job.outputs
-        if has_space and (not self.held or (self._in_order and self.held[0] is job)):
+        if has_space and (not self.held or (self.in_order and self.held[0] is job)):
             after.items.append(output)
             self.meter.out_count += 1
             return True
         if job.outputs is None:
             job.outputs = collections.deque()
-        if not self._in_order and not job.outputs:
+        if not self.in_order and not job.outputs:
             self.held.append(job)
         job.outputs.append(output)
         return False
@@ -343,7 +344,7 @@ class Stage:
             self.meter.work_ns += job.work_ns
         job.is_done = True
         job.item = None
-        if not self._in_order and not job.outputs:
+        if not self.in_order and not job.outputs:
             self.free += 1
 
     def pass_on(self, ready: list[Job]) -> bool:
@@ -370,7 +371,7 @@ class Stage:
                 held.popleft()
                 self.free += 1
                 has_moved = True
-            elif self._in_order:
+            elif self.in_order:
                 break
             else:
                 held.popleft()
@@ -381,12 +382,11 @@ class Stage:
         after = self.after
         if after.is_ended or not self.before.is_ended or self.before.items:
             return False
-        if self.free < self._capacity or self.held:
+        if self.free < self.capacity or self.held:
             return False
-        for counter in () if self.is_cut else self._judged:
+        for counter in () if self.is_cut else self.judged:
             error = counter.end()
             if error is not None:  # the stage is empty, and takes nothing more in
-                self.free -= 1
                 self._hold((Raised(error), None))
                 self.is_cut = True
                 return True
@@ -401,9 +401,9 @@ class Stage:
             waited_ns: For how much of the period the consumer waited.
         """
         meter, working = self.meter, len(self.working)
-        most = min(self._capacity, meter.concurrency)  # items that are on their way do not count
+        most = min(self.capacity, meter.concurrency)  # items that are on their way do not count
         working = min(working, most)
-        held = min(self._capacity - self.free, most) - working
+        held = min(self.capacity - self.free, most) - working
         is_blocked = held and self.held and self.held[0].outputs
         blocked = held if is_blocked else 0
         meter.working_ns += working * elapsed_ns
@@ -413,6 +413,7 @@ class Stage:
         meter.queued_ns += len(self.before.items) * elapsed_ns
 
 
+@dataclass(eq=False, kw_only=True)
 class AggregateStage(Stage):
     """A stage that makes lists of items, and has no jobs.
 
@@ -421,53 +422,29 @@ class AggregateStage(Stage):
         drop_last: Whether a shorter last list is left out.
     """
 
-    def __init__(
-        self,
-        number: int,
-        before: StageQueue,
-        after: StageQueue,
-        clock: Clock,
-        size: int,
-        *,
-        drop_last: bool,
-    ) -> None:
-        super().__init__(number, before, after, clock, 1, in_order=True)
-        self._size = size
-        self._drop_last = drop_last
+    size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._items: list[object] = []
         # The checkpoint after the newest item that was taken in.
         self._newest: Checkpoint | None = None
 
-    def take_in(self, ready: list[Job]) -> bool:  # noqa: ARG002 - no job starts
-        """Collect items. Returns whether any was taken."""
-        items = self.before.items
-        has_taken = False
-        if self.is_cut:
-            items.clear()
-        while items and self.free:
-            item, after = items.popleft()
-            has_taken = True
-            if type(item) is Raised:
-                self._items = []
-                self.free = 0
-                self._hold((item, None))
-                break
-            self._items.append(item)
-            self._newest = after
-            self.meter.in_count += 1
-            if len(self._items) == self._size:
-                self._fill()
-        return has_taken
+    def _take(self, item: object, after: Checkpoint | None, ready: list[Job]) -> None:  # noqa: ARG002 - no job starts
+        self._items.append(item)
+        self._newest = after
+        if len(self._items) == self.size:
+            self._hold((self._items, after))
 
-    def _fill(self) -> None:
-        self.free = 0
-        self._hold((self._items, self._newest))
+    def _hold(self, output: Entry) -> None:
+        super()._hold(output)
         self._items = []
 
     def end(self) -> bool:
         """End the queue after this stage if all is done. Returns whether anything has changed."""
         is_last = self.before.is_ended and not self.before.items and not self.held
-        if is_last and self._items and not self._drop_last:
-            self._fill()
+        if is_last and self._items and not self.drop_last:
+            self._hold((self._items, self._newest))
             return True
         return super().end()

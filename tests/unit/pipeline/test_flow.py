@@ -48,7 +48,9 @@ def make_flow(*stages: Any, sink: int = 1) -> Flow:
     for number, stage in enumerate(stages, start=1):
         before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
         if stage[-1] == "group":
-            made.append(AggregateStage(number, before, after, clock, stage[0], drop_last=stage[1]))
+            made.append(
+                AggregateStage(number, before, after, clock, size=stage[0], drop_last=stage[1])
+            )
         else:
             capacity, in_order, *counters = stage
             made.append(
