@@ -17,8 +17,7 @@ class PipelineDataLoader(Pipeline):
     Steps that are None are left out. Each epoch is one run through the source, so there are further
     epochs if the source can be iterated again. Threads and worker processes start with the first
     epoch, and persist until :meth:`close`, the end of a ``with`` block, or until the loader is
-    garbage. Iteration raises the same errors as that of a :class:`Pipeline`, and the number of
-    items in flight is bounded in the same way.
+    garbage. It is a :class:`Pipeline`, with the same methods, errors and bounds.
 
     Args:
         src: An iterable, which is iterated on a thread of its own, or an async iterable.
@@ -36,7 +35,7 @@ class PipelineDataLoader(Pipeline):
             of processes.
         timeout: Longest wait for a batch in seconds; None waits without a limit.
         output_order: "completion" passes items and batches on as they are ready, "input" in the
-            order of the source.
+            order of the source. With ``num_threads`` above 1, ``state_dict()`` needs "input".
         executor: What calls ``preprocessor`` and ``aggregator``, unless they are coroutine
             functions: "thread", "process" (results in shared-memory slots), or an ``Executor`` of
             ``concurrent.futures``. See :meth:`PipelineBuilder.pipe`.
