@@ -4,9 +4,6 @@ Guarantees:
     * No op, nor any other function of the user's, is called while the lock is held.
     * :meth:`Epoch.leave` takes no lock, because the garbage collector may call it anywhere. If an
       epoch was left, results that still come to it are dropped.
-
-The module is long because it contains everything that takes the lock: what executors report, what
-the consumer takes, and every way in which an epoch ends.
 """
 
 import contextlib

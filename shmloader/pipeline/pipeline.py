@@ -1,6 +1,8 @@
 """A built pipeline, and its iterator.
 
 Used from one thread at a time, but any thread may call ``stop`` and ``stats``.
+
+The module is long because nearly half of it documents the methods.
 """
 
 import atexit

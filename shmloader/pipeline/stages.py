@@ -12,6 +12,8 @@ once for the time in which the consumer waited.
 Summing up at each change would cost more than passing the items on. So the state is measured only
 before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
 time since then. If changes are rarer than that, the sums are exact.
+
+The module is long because nearly half of it documents attributes.
 """
 
 import collections
