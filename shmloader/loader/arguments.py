@@ -217,10 +217,10 @@ def check_auto(
             "flight there"
         )
     if not is_seeded:
-        warn_of_random_numbers(dataset, "num_workers='auto'", stacklevel=6)
+        warn_of_random_numbers(dataset, "num_workers='auto'", stacklevel=5)
 
 
-def warn_of_random_numbers(dataset: object, given: str, *, stacklevel: int = 4) -> None:
+def warn_of_random_numbers(dataset: object, given: str, *, stacklevel: int = 3) -> None:
     """Warn that samples' random numbers depend on their worker; called by a constructor.
 
     Args:
@@ -313,7 +313,7 @@ def check_last_batch(
             warnings.warn(
                 f"last_batch={last_batch!r} has no effect: the batch_sampler makes the batches, "
                 f"and its drop_last is {drops}",
-                stacklevel=4,  # past the constructor and its decorator
+                stacklevel=3,  # past the constructor
             )
         return
     if batch_sampler is not None or batch_size is None:
@@ -351,7 +351,7 @@ def warn_of_empty_epochs(order: SeededOrder | SamplerOrder, samples: object, wha
             warnings.warn(
                 f"each epoch is empty: samples that do not fill {what} are discarded, and there "
                 f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
-                stacklevel=4,  # past the constructor and its decorator
+                stacklevel=3,  # past the constructor
             )
 
 

@@ -86,7 +86,7 @@ class TorchIterator(_BaseDataLoaderIter):
         if first_iter:
             super()._reset(loader, first_iter)
         else:
-            loader._begin(functools.partial(self._go_on, loader), draws_seed=False)
+            loader.begin_epoch(functools.partial(self._go_on, loader), draws_seed=False)
 
     def _go_on(self, loader: Any) -> Self:
         began_ns = time.monotonic_ns()

@@ -5,6 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import contextlib
+import importlib
 import inspect
 import itertools
 import operator
@@ -398,7 +399,9 @@ class DataLoader(MeasuredLoader[_T_co]):
             if executor is not None and seed is None and not self._may_shard:
                 warn_of_random_numbers(dataset, "executor=")
         check_not_async(self)
-        if multiprocessing_context is not None:
+        if self.num_workers:
+            # It takes some 50 ms, for which nobody should wait while workers make the first batch.
+            importlib.import_module("shmloader.loader.in_workers")
             check_context(self)
         if shuffle or sampler is not None or batch_sampler is not None:
             given = (bool(shuffle), sampler is not None, batch_sampler is not None)
@@ -539,10 +542,10 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
-        return self._begin(self._make_iterator, draws_seed=True)
+        return self.begin_epoch(self._make_iterator, draws_seed=True)
 
-    def _begin(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
-        """Begin an epoch, and return its iterator, which ``make`` returns.
+    def begin_epoch(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
+        """Begin an epoch, and return its iterator; called by iterators with persistent workers.
 
         Args:
             make: Makes a new iterator, or has one with persistent workers begin the epoch.

@@ -192,7 +192,7 @@ class EngineIterator(CountingIterator):
         """
         stand_in = getattr(self, "_stand_in", loader)
         if stand_in is loader:
-            loader._begin(functools.partial(self._go_on, loader, first_iter), draws_seed=False)
+            loader.begin_epoch(functools.partial(self._go_on, loader, first_iter), draws_seed=False)
         else:
             stand_in.begin(loader, self)
 
