@@ -66,6 +66,7 @@ from sklearn.datasets import load_sample_images
 
 from shmloader import DataLoader
 from shmloader.cluster import RayExecutor
+from shmloader.messages import unpack
 
 _HERE = Path(__file__).parent
 _STORE_BYTES = 1 << 30
@@ -290,6 +291,13 @@ class _Watched(concurrent.futures.Executor):
         return self.futures[-1]
 
 
+def _busy_ns(result: tuple[Any, ...]) -> int:
+    """Return how long the process of a task took to load, collate and pack its batch."""
+    *_, message, _ = result
+    _, fetch_ns, collate_ns, encode_ns, _ = unpack(message).times
+    return fetch_ns + collate_ns + encode_ns
+
+
 def run_main(kind: str, round_: int, size: Size) -> Cells:
     """Measure the CPU time of this process, with our loader and with a bare loop, in turns."""
     in_flight, count = 4, size.main_batches
@@ -302,7 +310,7 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         results = [future.result(60) for future in watched.futures]
         *_, message, contents = results[-1]
         contents_bytes = 0 if contents is None else contents.nbytes
-        busy_ns = round(statistics.median(ended - began for _, _, _, began, ended, *_ in results))
+        busy_ns = round(statistics.median(map(_busy_ns, results)))
         bare = pack_bare(len(own), len(message), contents_bytes, busy_ns)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)
