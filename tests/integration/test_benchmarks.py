@@ -137,10 +137,6 @@ def test_the_benchmark_of_a_seed_s_cost_has_a_row_for_each_kind_of_dataset():
         for workers in (0, 2):
             row = rf"^\| {kind} \| {workers} \| ([\d.,]+ \([^|]+ \| ){{3}}-?[\d.,]+ \("
             assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    for loader in ("torch", "shmloader", "shmloader, seed=0", "ShardedDataLoader"):
-        for workers in (0, 2):
-            row = rf"^\| {loader} \| {workers} \| [\d.,]+ \([^|]+ \| [\d.,]+ \("
-            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
