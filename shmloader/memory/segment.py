@@ -23,6 +23,7 @@ import mmap
 import multiprocessing.context
 import os
 import secrets
+from collections.abc import Callable
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Self
@@ -114,13 +115,14 @@ class Segment(mmap.mmap):
             writer.append(view[TOKEN_BYTES:], is_aligned=False)
             return writer.finish()
 
-    def __del__(self) -> None:
+    # When the interpreter exits, this may be called after the module's names are gone.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         """Close the descriptor; the memory is unmapped after this."""
         # The number is forgotten first: in a child that another thread forks meanwhile, a second
         # close might close another file of this number.
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
@@ -203,10 +205,10 @@ class SealedSegment:
         """Close the descriptor; may be called again."""
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, close: Callable[[int], None] = os.close) -> None:
         fd, self.fd = self.fd, -1  # the number is forgotten first, as in a Segment
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     def __del__(self) -> None:
         """Close the descriptor."""

@@ -137,10 +137,11 @@ class Waker:
         self._setting = ctypes.byref(_Setting(0, 0, *divmod(_SOON_NS, _NS_PER_S)))
         self.is_due = False
 
-    def __del__(self) -> None:
+    # When the interpreter exits, this may be called after the module's names are gone.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for fd in (self._event, self._timer):
             if fd >= 0:
-                os.close(fd)
+                close(fd)
 
     def register(self, poll: "select.poll") -> None:
         """Add both descriptors to a poll."""
