@@ -194,11 +194,14 @@ class SamplerCheckpoint:
         self._generators: list[torch.Generator] = []
         # These draw one seed from torch's global generator, and everything else from that seed.
         self._seeding: list[RandomSampler] = []
-        draws = False
+        draws = sets_generators = False
         for sampler in self._chain:
             self._is_known = self._is_known and is_known(sampler)
+            # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+            # generators that depend only on that sampler's seed and epoch.
+            sets_generators = sets_generators or isinstance(sampler, EpochSampler)
             own = probe(sampler, "generator")
-            if own is None:
+            if own is None and not sets_generators:
                 if type(sampler) is RandomSampler:
                     self._seeding.append(sampler)
                 draws = draws or type(sampler) in _DRAWING

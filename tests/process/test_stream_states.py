@@ -339,7 +339,10 @@ def test_a_loader_goes_on_though_a_thread_is_ahead(stage) -> None:
 @pytest.mark.parametrize("method", AFRESH)
 def test_a_loader_goes_on_with_workers_started_afresh(method) -> None:
     def make() -> DataLoader:
-        return DataLoader(Heavy([7]), batch_size=2, num_workers=1, multiprocessing_context=method)
+        return DataLoader(
+            Heavy([7]), batch_size=2, num_workers=1, multiprocessing_context=method,
+            snapshot_every_n_steps=1,
+        )  # fmt: skip
 
     seen, states = saved_everywhere(make())
     other = make()
