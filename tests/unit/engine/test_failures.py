@@ -1,18 +1,15 @@
 """Counting bad samples: when there are too many, which are listed, what is logged."""
 
 import gc
-import logging
 import weakref
-from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.batch.failures import LISTED, BadSample, SampleReport
+from shmloader.batch.failures import BadSample, SampleReport
 from shmloader.engine.failures import FailureLimit, FailureList, FailureWatch
-from shmloader.errors import TooManyFailures
 
 HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
 
@@ -118,55 +115,6 @@ def make_watch(listed=None, most=None, *, keep_size=False, replaces=False) -> Fa
     return FailureWatch(listed, most, keep_size=keep_size, replaces=replaces)
 
 
-def test_failures_are_listed_in_order_the_newest_100_of_them_and_all_are_counted():
-    listed = FailureList()
-    watch = make_watch(listed)
-    assert (len(listed), listed.total, list(listed)) == (0, 0, [])
-    for batch in range(3):
-        indices = range(50 * batch, 50 * (batch + 1))
-        assert watch.note(report(60, *indices), f"batch {batch}", 1, 99) is None
-    assert (len(listed), listed.total, LISTED) == (100, 150, 100)
-    assert [failed.index for failed in listed] == list(range(50, 150))
-    assert [failed.worker for failed in listed] == [1] * 100
-    assert isinstance(listed, Sequence)
-    assert (listed[0].index, listed[-1].index) == (50, 149)
-    assert [failed.index for failed in listed[-2:]] == [148, 149]
-    assert listed[3] in listed
-    with pytest.raises(IndexError):
-        listed[100]
-    with pytest.raises(AttributeError):
-        listed[0].index = 1
-
-
-def test_an_error_has_one_line_with_the_traceback_beside_it_and_holds_no_frame():
-    listed = FailureList()
-    make_watch(listed).note(report(4, 17), "batch 3", 1, 99)
-    error = listed[0].error
-    assert type(error) is ValueError
-    assert str(error) == "sample 17 is bad"
-    traceback = listed[0].traceback
-    assert traceback.startswith("Traceback (most recent call last):\n")
-    assert traceback.endswith("\nValueError: sample 17 is bad\n")
-    assert error.__notes__ == [
-        "Worker 1 (pid 99) was loading index 17 of batch 3.",
-        traceback.rstrip(),
-    ]
-    assert repr(listed[0]) == (
-        "FailedSample(index=17, error=ValueError('sample 17 is bad'), worker=1)"
-    )
-    assert (error.__traceback__, error.__context__, error.__cause__) == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("who", "text"),
-    [((), "This process"), ((1, 99), "Worker 1 (pid 99)"), ((1, None), "Worker thread 1")],
-)
-def test_an_error_s_note_says_whose_it_is(who, text):
-    listed = FailureList()
-    make_watch(listed).note(report(4, 17), "batch 3", *who)
-    assert listed[0].error.__notes__[0] == f"{text} was loading index 17 of batch 3."
-
-
 def test_an_error_noted_while_another_is_handled_does_not_hold_that():
     class Held(Exception):  # noqa: N818 - what matters is who holds it
         pass
@@ -181,66 +129,3 @@ def test_an_error_noted_while_another_is_handled_does_not_hold_that():
     gc.collect()
     assert listed[0].error.__context__ is None
     assert seen() is None
-
-
-def test_too_many_failures_say_how_many_and_have_the_last_as_their_cause():
-    listed = FailureList()
-    watch = make_watch(listed, 2)
-    assert watch.note(report(64, 1, 2), "batch 0", 0, 98) is None
-    error = watch.note(report(64, 70, 90), "batch 1", 1, 99)
-    assert type(error) is TooManyFailures
-    assert "4 of the 128 samples tried in this epoch failed" in str(error)
-    assert "max_failures=2" in str(error)
-    assert "index 90 in worker 1" in str(error)
-    assert error.__cause__ is listed[-1].error
-
-
-def test_a_share_is_told_at_the_end_of_a_short_epoch():
-    watch = make_watch(most=TENTH)
-    assert watch.note(report(9, 8), "batch 0") is None
-    error = watch.end_epoch()
-    assert "1 of the 9 samples" in str(error)
-    assert "max_failures=1/10" in str(error)
-    assert "index 8 in this process" in str(error)
-
-
-def test_a_limit_holds_for_an_epoch_and_the_list_for_the_loader():
-    listed = FailureList()
-    watch = make_watch(listed, 1)
-    for epoch in range(3):
-        watch.start_epoch()
-        assert watch.note(report(4, epoch), "batch 0") is None
-        assert watch.end_epoch() is None
-    assert [failed.index for failed in listed] == [0, 1, 2]
-
-
-def test_an_empty_batch_is_too_much_where_its_size_is_kept():
-    assert make_watch().left_out("batch 5 (indices 1, 2)") is None
-    watch = make_watch(keep_size=True)
-    watch.note(report(2, 1, 2), "batch 5")
-    error = watch.left_out("batch 5 (indices 1, 2)")
-    assert type(error) is TooManyFailures
-    assert "all samples of batch 5 (indices 1, 2) failed" in str(error)
-    assert "sample 2 is bad" in str(error.__cause__)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({}, "left out"), ({"keep_size": True}, "replaced"), ({"replaces": True}, "replaced")],
-)
-def test_the_first_failure_of_an_epoch_is_logged_in_one_line(options, words, caplog):
-    watch = make_watch(**options)
-    with caplog.at_level(logging.DEBUG, "shmloader"):
-        for epoch in range(2):
-            watch.start_epoch()
-            watch.note(report(4), "batch 0", 1, 99)
-            assert len(caplog.records) == epoch
-            watch.note(report(4, 3, 4), "batch 1", 1, 99)
-            watch.note(report(4, 5), "batch 2", 1, 99)
-            assert len(caplog.records) == epoch + 1
-    for record in caplog.records:
-        assert (record.name, record.levelname) == ("shmloader", "WARNING")
-        text = record.getMessage()
-        assert f"index 3 failed and is {words} (worker 1, on_error)" in text
-        assert "ValueError: sample 3 is bad" in text
-        assert "\n" not in text

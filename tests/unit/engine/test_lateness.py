@@ -1,7 +1,5 @@
 """Whom a timeout asks, in which order, and what it says of them."""
 
-import pytest
-
 from shmloader.engine.lateness import late_batch
 from shmloader.engine.scheduler import Scheduler
 from shmloader.pools.status_page import AtWork, Phase
@@ -39,27 +37,6 @@ def told(pool: Threads, answered: set[int], *, in_order: bool) -> list[str]:
 
 
 IDLE = AtWork(Phase.IDLE, 0, 0, 3.0)
-
-
-@pytest.mark.parametrize("worker_id", [0, 1, 2])
-def test_who_has_what_is_waited_for_comes_first(worker_id):
-    at_work = [IDLE] * 3
-    at_work[worker_id] = loading(0)
-    head, first, *others = told(Threads(*at_work), {1}, in_order=True)
-    assert f"Batch 0 (index 0) is with worker thread {worker_id}. No batch is lost" in head
-    assert first == f"Worker thread {worker_id} has been loading batch 0 (index 0) for 1.0 s."
-    idle = [number for number in range(3) if number != worker_id]
-    assert others == [f"Worker thread {number} has been idle for 3.0 s." for number in idle]
-
-
-def test_out_of_order_all_that_have_not_come_are_waited_for():
-    pool = Threads(IDLE, loading(2), loading(0))
-    head, *work = told(pool, {1}, in_order=False)
-    for seq, place in ((0, "is with worker thread 2"), (2, "is with worker thread 1")):
-        assert f"Batch {seq} (index {seq}) {place}. " in head
-    assert "Batch 3 (index 3) waits for a worker. " in head
-    assert "Batch 1" not in head
-    assert [line.split()[2] for line in work] == ["2", "1", "0"]
 
 
 def test_a_batch_of_another_epoch_is_told_by_its_number_alone():
