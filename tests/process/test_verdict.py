@@ -9,12 +9,7 @@ has the rules on written-down measurements.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import itertools
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +20,6 @@ from torch.utils.data import Sampler
 
 import shmloader
 from shmloader import DataLoader, LoaderStats
-from shmloader.insight.core_time import core_time_here
 from shmloader.insight.verdict import Finding
 from tests.late import switched_on
 from tests.made_up import System
@@ -37,10 +31,6 @@ pytestmark = pytest.mark.timeout(120)
 LONG_S = 0.03
 # Long beside what a busy machine takes to wake somebody, which is told as a want of cores.
 LONGER_S = 0.1
-
-needs_schedstat = pytest.mark.skipif(
-    core_time_here() is None, reason="the kernel does not tell how long a thread waits for a core"
-)
 
 
 def slow(index: int) -> int:
@@ -77,25 +67,6 @@ def check(stats: LoaderStats, finding: Finding, *words: str) -> None:
         assert word in stats.verdict
 
 
-@contextlib.contextmanager
-def one_core() -> Iterator[int]:
-    """Inside, this process and those it starts have one core."""
-    before = os.sched_getaffinity(0)
-    core = min(before)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield core
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def burn(index: int) -> int:
-    until = time.thread_time() + 0.005
-    while time.thread_time() < until:
-        pass
-    return index
-
-
 def test_too_few_workers() -> None:
     stats = second_epoch(DataLoader(Calls(slow, 8), num_workers=1, persistent_workers=True))
     check(stats, Finding.TOO_FEW_WORKERS, "__getitem__", "The consumer waited ")
@@ -106,72 +77,6 @@ def test_too_few_workers() -> None:
     assert fewer.verdict.endswith(
         "wait more than they compute: add workers, even more than the 1 core."
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"seed": 0}, {"in_order": False}, {"thread_pool": True}, {"seed": 0, "shuffle": True}],
-)
-def test_too_few_workers_whichever_way_batches_come(options) -> None:
-    stats = second_epoch(
-        DataLoader(Calls(slow, 12), num_workers=2, persistent_workers=True, **options)
-    )
-    check(stats, Finding.TOO_FEW_WORKERS, "__getitem__")
-    places = stats.wait.places
-    assert places.send + places.queue + places.fetch > 0.8 * stats.wait.total_s
-    assert sum(places) == pytest.approx(stats.wait.total_s)
-
-
-def test_threads_are_told_that_they_take_turns() -> None:
-    stats = second_epoch(
-        DataLoader(Calls(brief, 8), num_workers=1, persistent_workers=True, thread_pool=True)
-    )
-    more = dataclasses.replace(stats, machine=dataclasses.replace(stats.machine, cores=16))
-    check(more, Finding.TOO_FEW_WORKERS, "(1 of 16 cores are used)", "leave out thread_pool=True")
-
-
-def brief(index: int) -> int:
-    time.sleep(LONG_S)
-    return index
-
-
-def test_bursts() -> None:
-    """Workers could keep up, if they were not held up while the consumer works."""
-    taken = itertools.count()
-    stats = second_epoch(
-        DataLoader(Calls(brief, 12), num_workers=2, persistent_workers=True),
-        lambda _: time.sleep(12 * LONG_S if next(taken) % 12 == 5 else 0),
-    )
-    check(stats, Finding.BURSTS, "raise prefetch_factor")
-
-
-@pytest.mark.slow
-@needs_schedstat
-def test_too_many_workers() -> None:
-    with one_core():
-        stats = second_epoch(
-            DataLoader(Calls(burn, 120), batch_size=2, num_workers=4, persistent_workers=True),
-            needs_cores=True,
-        )
-    check(stats, Finding.TOO_MANY_WORKERS, "4 workers compete for 1 core", "lower num_workers")
-
-
-@pytest.mark.slow
-@needs_schedstat
-def test_cores_that_others_take() -> None:
-    with one_core():
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-        try:
-            stats = second_epoch(
-                DataLoader(Calls(burn, 40), batch_size=2, num_workers=1, persistent_workers=True),
-                needs_cores=True,
-            )
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-    check(stats, Finding.CORES_TAKEN, "Stop other programs on this machine (1 core)")
 
 
 def slow_collate(samples: list[int]) -> torch.Tensor:
@@ -229,18 +134,6 @@ def test_slow_device_copy() -> None:
     check(stats, Finding.DEVICE_COPY, "the next batch was being copied to the device")
 
 
-def now_and_then(index: int) -> int:
-    time.sleep(0.2 if index % 8 == 0 else 0.004)
-    return index
-
-
-def test_stragglers() -> None:
-    stats = second_epoch(
-        DataLoader(Calls(now_and_then, 32), num_workers=2, persistent_workers=True)
-    )
-    check(stats, Finding.STRAGGLERS, "in_order=False")
-
-
 @pytest.mark.slow
 def test_slots_that_the_consumer_holds() -> None:
     kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
@@ -273,20 +166,6 @@ def test_start_up() -> None:
     )
 
 
-def test_start_up_of_workers_that_are_kept() -> None:
-    with DataLoader(
-        Calls(quick, 8),
-        num_workers=1,
-        worker_init_fn=lambda _: time.sleep(0.3),
-        persistent_workers=True,
-    ) as loader:
-        for _ in loader:
-            pass
-        stats = loader.stats()
-    check(stats, Finding.START_UP, "this is paid once")
-    assert "persistent_workers=" not in stats.verdict
-
-
 def test_memory_near_the_cap() -> None:
     part = torch.zeros(1_000_000, dtype=torch.uint8)
     with DataLoader(
@@ -307,51 +186,9 @@ def test_memory_near_the_limit_of_the_control_group(tmp_path) -> None:
         check(loader.stats(), Finding.MEMORY, "limit of the control group /job")
 
 
-@pytest.mark.slow
-def test_nothing_to_gain() -> None:
-    stats = second_epoch(
-        DataLoader(Calls(quick, 20), num_workers=1, persistent_workers=True),
-        lambda _: time.sleep(2 * LONG_S),
-    )
-    check(stats, Finding.NOTHING_TO_GAIN, "The loader is not the limit")
-
-
 def test_no_workers() -> None:
     stats = second_epoch(DataLoader(Calls(slow, 4)))
     check(stats, Finding.IN_PROCESS, "num_workers=", "__getitem__")
-
-
-@pytest.mark.parametrize(
-    ("options", "where"),
-    [
-        ({"device": "cpu", "device_transform": Heavy.pin_memory}, "`device_transform`"),
-        ({"pin_memory": True}, "pinning"),
-    ],
-)
-def test_no_workers_where_these_would_not_do_it(options, where) -> None:
-    with switched_on():
-        stats = second_epoch(DataLoader(Calls(quick, 4), collate_fn=Heavy, **options))
-    check(stats, Finding.IN_PROCESS, where, "make that cheaper")
-    assert "num_workers" not in stats.verdict
-
-
-class Rebuilt:
-    """Takes its time to be unpickled."""
-
-    def __setstate__(self, state: object) -> None:
-        time.sleep(LONG_S / 3)
-
-    def __getstate__(self) -> object:
-        return {"one": 1}
-
-
-def test_handing_over() -> None:
-    stats = second_epoch(
-        DataLoader(
-            Calls(lambda _: Rebuilt(), 40), batch_size=None, num_workers=2, persistent_workers=True
-        )
-    )
-    check(stats, Finding.DELIVERY, "use a larger batch_size")
 
 
 def test_handing_over_what_is_drawn_slowly() -> None:
