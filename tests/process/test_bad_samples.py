@@ -116,15 +116,6 @@ def test_workers_that_are_spawned_skip_and_replace():
 
 
 @BOTH
-def test_a_sampler_of_batches_of_any_length(workers):
-    loader = load(
-        Numbers(10, 2, 7), workers, batch_size=1, batch_sampler=[(7, 2), (2,), (1, 2, 3), (2, 0)]
-    )
-    assert list(loader) == [[1, 3], [0]]
-    assert listed(loader) == [7, 2, 2, 2, 2]
-
-
-@BOTH
 def test_more_empty_batches_than_may_be_in_flight(workers):
     loader = load(Numbers(100, *range(2, 97)), workers, batch_size=1)
     assert list(loader) == [[0], [1], [97], [98], [99]]
@@ -359,26 +350,6 @@ def test_a_stop_out_of_the_users_functions_does_not_end_the_epoch(workers, who):
     seen = steps(load(Numbers(8, 0, 4), workers, **options))
     assert [type(step) for step in seen] == [RuntimeError, RuntimeError]
     assert all("StopIteration" in str(step) for step in seen)
-
-
-@pytest.mark.sampled(1)
-@BOTH
-def test_what_the_iterator_of_an_iterable_dataset_raises_is_raised(workers):
-    def stream() -> Any:
-        yield 0
-        raise Bad("in the stream")
-
-    loader = load(Streams(stream), min(workers, 1), batch_size=1, on_error="raise")
-    first, error = steps(loader)
-    assert (first, type(error)) == ([0], Bad)
-    assert loader.failures.total == 0
-
-
-@BOTH
-def test_a_good_iterable_dataset_ends_well(workers):
-    stream = Streams(lambda: iter(range(4)))
-    loader = load(stream, min(workers, 1), batch_size=2, on_error="raise")
-    assert list(loader) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.sampled(1)

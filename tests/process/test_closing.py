@@ -358,20 +358,6 @@ def test_an_in_process_loader_inside_a_dataset_works() -> None:
     assert [batch.tolist() for batch in loader] == [[[0, 1], [1, 2]], [[2, 3], [3, 4]]]
 
 
-def test_a_loader_that_is_used_in_a_thread_gives_the_same_and_ends_there() -> None:
-    seen: list[Any] = []
-
-    def go() -> None:
-        loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
-        seen.extend(numbers(batch) for _ in range(2) for batch in loader)
-
-    thread = threading.Thread(target=go)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
-
-
 def test_two_loaders_in_two_threads_start_and_end_side_by_side() -> None:
     failed: list[BaseException] = []
 

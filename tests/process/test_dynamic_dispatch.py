@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-import weakref
 
 import pytest
 import torch
 
 from shmloader import (
-    ClosedLoaderError,
     DataLoader,
     LoaderTimeoutError,
     WorkerDiedError,
@@ -29,7 +25,6 @@ from tests.process.support import (
     Calls,
     Gate,
     Switch,
-    assert_refused_in_child,
     only,
     wait_for_end,
     wait_until,
@@ -141,14 +136,6 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
     seen.extend(int(batch[0]) for batch in batches)
     assert sorted(seen) == list(range(40))
     assert not in_order or seen == sorted(seen)
-
-
-def test_what_is_kept_is_lent_four_times_and_then_copied() -> None:
-    loader = make(large, 20)
-    kept = list(loader)
-    assert [set(batch.tolist()) for batch in kept] == [{index} for index in range(20)]
-    loader.close()
-    assert [int(batch[-1]) for batch in kept] == list(range(20))
 
 
 def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
@@ -264,36 +251,6 @@ def test_round_robin_has_no_thread() -> None:
         assert len(list(iterator)) == 8
 
 
-def test_an_error_comes_at_its_place_and_the_rest_goes_on() -> None:
-    def sample(index):
-        if index in (3, 4):
-            raise KeyError(index)
-        return index
-
-    batches, seen = iter(make(sample, 12)), []
-    while (one := next_or_error(batches)) is not None:
-        seen.append(one)
-    assert seen == [0, 1, 2, KeyError, KeyError, 5, 6, 7, 8, 9, 10, 11]
-
-
-def next_or_error(batches):
-    try:
-        return next(batches, None)
-    except Exception as error:
-        return type(error)
-
-
-def test_a_batch_of_which_nothing_is_left_is_made_good_by_a_further_ticket() -> None:
-    def sample(index):
-        if index % 3 == 0:
-            raise ValueError(index)
-        return index
-
-    loader = make(sample, 30, on_error="skip")
-    assert list(loader) == [index for index in range(30) if index % 3]
-    assert loader.failures.total == 10
-
-
 # Deaths -----------------------------------------------------------------------------------
 
 
@@ -362,45 +319,6 @@ def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeyp
     gate.close()
 
 
-def test_without_restarts_a_death_raises_at_its_place_and_the_others_load_the_rest() -> None:
-    gate, loads = Gate(), Loads(20)
-    die = dying(2, Switch(is_on=True), gate)
-
-    def sample(index):
-        loads.note(index)
-        return die(index)
-
-    batches = iter(make(sample, 20))
-    wait_until(lambda: len(loads.begun) == 8)
-    pid = loads.pids[2]
-    gate.open()
-    wait_for_end(pid)
-    assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\).*was loading batch 2 \(index 2\)"):
-        next(batches)
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
-    gate.close()
-
-
-def test_the_death_of_an_idle_worker_raises() -> None:
-    loads = Loads(20)
-
-    def sample(index):
-        loads.note(index)
-        return index
-
-    batches = iter(make(sample, 20))
-    wait_until(lambda: len(loads.begun) == 8)
-    workers = batches._engine._scheduler.workers
-    wait_until(lambda: not any(worker.in_flight for worker in workers))
-    pid = batches._workers[1].pid
-    os.kill(pid, signal.SIGKILL)
-    wait_for_end(pid)
-    with pytest.raises(WorkerDiedError, match=rf"\(pid {pid}\) is killed by signal: Killed"):
-        list(batches)
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_when_all_workers_die_nobody_waits(in_order) -> None:
     batches = iter(make(lambda index: os._exit(3), 20, in_order=in_order))
@@ -425,32 +343,7 @@ def test_a_replacement_takes_its_part_of_the_rest() -> None:
     assert list(loads.counts) == [2, 2] + [1] * 18
 
 
-def test_a_batch_that_kills_twice_raises_at_its_place(caplog) -> None:
-    batches = iter(make(dying(5, Switch(is_on=True)), 20, worker_restarts=5))
-    seen = []
-    with pytest.raises(WorkerDiedError, match="This batch has killed a worker before"):
-        seen.extend(batches)
-    assert seen == [0, 1, 2, 3, 4]
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-
-
 # Ends and epochs --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
-    loader = make(large, 30, persistent_workers=True, in_order=in_order)
-    pids = set()
-    for take in (30, 3, 0, 30, 1, 30):
-        batches = iter(loader)
-        pids |= {worker.pid for worker in batches._workers}
-        seen = [int(next(batches)[0]) for _ in range(take)]
-        if take == 30:
-            assert next(batches, None) is None
-            assert sorted(seen) == list(range(30))
-        assert not in_order or seen == list(range(take))
-    assert len(pids) == 2
-    loader.close()
 
 
 def test_tickets_without_a_worker_are_dropped_with_their_epoch() -> None:
@@ -485,69 +378,6 @@ def test_tickets_without_a_worker_are_dropped_with_their_epoch() -> None:
     gate.close()
 
 
-def test_close_from_another_thread_ends_a_next_that_waits() -> None:
-    gate = Gate()
-
-    def sample(index):
-        gate.pass_through()
-        return index
-
-    loader = make(sample, 20)
-    batches = iter(loader)
-    closer = threading.Timer(0.1, loader.close)
-    closer.start()
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
-    closer.join()
-    gate.close()
-
-
-def test_close_while_workers_load_and_nobody_asks() -> None:
-    with make(large, 1000) as loader:
-        batches = iter(loader)
-        assert int(next(batches)[0]) == 0
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
-
-
-def test_an_iterator_that_is_dropped_ends_though_the_sampler_holds_the_loader() -> None:
-    class Sampler:
-        loader = None
-
-        def __iter__(self):
-            return iter(range(1000))
-
-    sampler = Sampler()
-    loader = sampler.loader = make(large, 1000, sampler=sampler, persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    workers, seen = [worker.pid for worker in batches._workers], weakref.ref(batches)
-    del loader, batches, sampler
-    gc.collect()
-    assert seen() is None
-    for pid in workers:
-        wait_for_end(pid)
-
-
-def test_workers_are_forked_while_such_threads_run() -> None:
-    first = iter(make(large, 200))
-    seen = []
-    for _ in range(5):
-        seen.extend(int(next(first)[0]) for _ in range(3))
-        assert [int(batch[0]) for batch in make(large, 10)] == list(range(10))
-    seen.extend(int(batch[0]) for batch in first)
-    assert seen == list(range(200))
-
-
-def test_in_a_forked_child_the_iterator_belongs_to_another_process() -> None:
-    batches = iter(make(large, 40))
-    next(batches)
-    # One is ready: it would be given twice.
-    wait_until(lambda: batches._source.owner.thread.results.first)
-    assert_refused_in_child(batches)
-    assert [int(batch[0]) for batch in batches] == list(range(1, 40))
-
-
 # Timeouts and Ctrl-C ----------------------------------------------------------------------
 
 
@@ -575,28 +405,6 @@ def test_a_timeout_says_what_waits_for_a_worker(in_order) -> None:
         with contextlib.suppress(LoaderTimeoutError):
             seen.append(next(batches))
     assert sorted(seen) == list(range(8))
-    gate.close()
-
-
-def test_a_ctrl_c_while_next_waits_loses_nothing() -> None:
-    gate, hold = Gate(), Switch(is_on=True)
-
-    def sample(index):
-        if index == 2 and hold:
-            gate.pass_through()
-        return index
-
-    batches = iter(make(sample, 20))
-    assert [next(batches), next(batches)] == [0, 1]
-    here = threading.get_ident()
-    timer = threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    timer.join()
-    hold.turn(on=False)
-    gate.open()
-    assert list(batches) == list(range(2, 20))
     gate.close()
 
 

@@ -37,7 +37,6 @@ from shmloader import (
     empty,
     sample_rng,
 )
-from shmloader.batch.portable import PortablePayload
 from shmloader.cluster import RayExecutor, _call
 from shmloader.insight.verdict import Finding
 from shmloader.pools.executor_task import Own, make_batch
@@ -177,10 +176,6 @@ def test_a_sharded_loader_gives_its_steps(pool) -> None:
         local = list(ShardedDataLoader(Mixed(), **given))
         there = ShardedDataLoader(Mixed(), executor=pool, **given)
         assert_same(list(there), local)
-
-
-def test_any_order_has_each_batch_once(pool) -> None:
-    assert sorted(numbers(pool, in_order=False)) == list(range(24))
 
 
 def test_a_state_goes_from_local_workers_to_the_executor_and_back(pool) -> None:
@@ -417,25 +412,6 @@ def test_a_late_batch_is_named_and_not_lost(pool) -> None:
         except LoaderTimeoutError:
             continue
     loader.close()
-    gate.close()
-
-
-def test_an_interruption_of_a_wait_loses_nothing(pool) -> None:
-    gate, main = Gate(), threading.main_thread().ident
-    loader = numbers(pool, lambda index: gate.pass_through() or index)
-    iterator = iter(loader)
-
-    def press() -> None:
-        wait_until(lambda: iterator._pool.is_waiting)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    thread.join()
-    gate.open(24)
-    assert list(iterator) == list(range(24))
     gate.close()
 
 
@@ -868,14 +844,6 @@ print([one.value for one in batches])
         timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n", done.stderr
-
-
-def test_a_payload_closes_its_segment() -> None:
-    payload = PortablePayload([np.zeros(10_000)])
-    assert payload.nbytes > 80_000
-    assert payload.handle.digest == PortablePayload([np.zeros(10_000)]).handle.digest
-    payload.close()
-    payload.close()
 
 
 # Arguments ---------------------------------------------------------------------------------

@@ -165,22 +165,6 @@ def test_a_worker_that_a_signal_ends_is_replaced_and_the_log_names_it(number, ca
     assert "loads its unfinished batches again: 3" in text
 
 
-def test_a_worker_that_dies_in_collate_is_replaced() -> None:
-    deaths = Deaths()
-
-    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-        batch = torch.utils.data.default_collate(samples)  # the slot has been written to
-        if samples[0][1] == 7:
-            deaths.take()
-        return batch
-
-    loader = DataLoader(
-        Calls(row, 20), batch_size=2, num_workers=2, worker_restarts=1, collate_fn=collate
-    )
-    assert hashes(loader) == rows(20, 2)
-    assert deaths.left == 0
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_all_tickets_of_a_dead_worker_are_loaded_again(in_order, caplog) -> None:
     deaths = Deaths()
@@ -197,31 +181,6 @@ def test_all_tickets_of_a_dead_worker_are_loaded_again(in_order, caplog) -> None
     (text,) = told(caplog)
     # In any order the others were no one's yet.
     assert f"unfinished batches again: 2{', 4, 6, 8, 10' if in_order else '. '}" in text
-
-
-def test_both_workers_may_die_at_once(caplog) -> None:
-    gate = Gate()
-    switches = [Switch(is_on=True), Switch(is_on=True)]
-
-    def sample(index: int) -> torch.Tensor:
-        if index in (4, 5) and switches[index - 4]:
-            switches[index - 4].turn(on=False)
-            gate.pass_through()
-            os._exit(3)
-        return row(index)
-
-    batches = iter(DataLoader(Calls(sample, 12), num_workers=2, worker_restarts=2))
-    before = pids(batches)
-    seen = [hashed(next(batches)) for _ in range(4)]
-    wait_until(lambda: not any(switches))
-    gate.open(2)
-    for pid in before:
-        wait_for_end(pid)
-    assert seen + hashes(batches) == rows(12)
-    texts = told(caplog)
-    assert len(texts) == 2
-    assert all(any(f"pid {pid})" in text for text in texts) for pid in before)
-    gate.close()
 
 
 def test_a_worker_that_dies_idle_is_replaced_and_nothing_is_loaded_again(caplog) -> None:
@@ -242,19 +201,6 @@ def answered(batches: Any) -> list[Any]:
     for worker_id in range(len(batches._workers)):
         engine._pool.poll(worker_id, engine)
     return [ticket for ticket in engine._scheduler.tickets if ticket.answer is not None]
-
-
-def test_a_worker_that_dies_in_worker_init_fn_is_replaced(caplog) -> None:
-    deaths = Deaths(2)
-
-    def start(worker: int) -> None:
-        if worker == 1:
-            deaths.take()
-
-    loader = DataLoader(Calls(row, 6), num_workers=2, worker_restarts=2, worker_init_fn=start)
-    assert hashes(loader) == rows(6)
-    assert deaths.left == 0
-    assert all("worker 1 and loads its unfinished batches again: 1, 3" in t for t in told(caplog))
 
 
 def test_dying_before_a_batch_is_in_work_does_not_count_against_it(caplog) -> None:
@@ -334,13 +280,6 @@ def test_past_the_limit_a_death_raises_and_says_so(caplog) -> None:
     assert text.endswith("No restart is left in this epoch (worker_restarts=2).")
     assert len(told(caplog)) == 2
     assert hashes(loader) == rows(12)
-
-
-def test_without_the_option_the_first_death_raises_and_nothing_is_logged(caplog) -> None:
-    with pytest.raises(WorkerDiedError) as raised:
-        list(DataLoader(dying(2, Deaths()), num_workers=2))
-    assert "replaced" not in str(raised.value)
-    assert told(caplog) == []
 
 
 def test_long_index_lists_are_sent_again(caplog) -> None:
@@ -466,27 +405,6 @@ def test_a_replacement_that_cannot_be_started_is_an_error_that_names_the_limit(s
     assert hashes(loader) == rows(20, 2)
 
 
-def test_the_users_own_exceptions_stay_at_their_place() -> None:
-    deaths = Deaths()
-
-    def sample(index: int) -> int:
-        if index == 2:
-            raise KeyError("mine")
-        if index == 4:
-            deaths.take()
-        return index
-
-    batches = iter(
-        DataLoader(
-            Calls(sample, 8), num_workers=2, prefetch_factor=4, worker_restarts=1, collate_fn=only
-        )
-    )
-    assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(KeyError, match="mine"):
-        next(batches)
-    assert list(batches) == [3, 4, 5, 6, 7]
-
-
 def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker() -> None:
     deaths = Deaths()
 
@@ -543,17 +461,6 @@ def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
     assert (starts.left, deaths.left) == (0, 0)
     assert "batches again: 0, 1" in told(caplog)[0]
     assert "batches again: 3, 4" in told(caplog)[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", AFRESH)
-def test_an_iterable_dataset_goes_on_in_a_worker_started_afresh(method) -> None:
-    dataset = Dying([8], 5, Deaths())
-    loader = DataLoader(
-        dataset, batch_size=2, num_workers=1, worker_restarts=1, multiprocessing_context=method
-    )
-    assert hashes(loader) == rows(8, 2)
-    assert dataset.deaths.left == 0
 
 
 # ---------------------------------------------------------------- iterable datasets
@@ -752,59 +659,6 @@ def test_a_worker_that_dies_while_the_epoch_is_left_is_replaced(kind) -> None:
     loader.close()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", STREAMS)
-def test_a_worker_that_dies_while_it_leaves_the_epoch_is_replaced(kind) -> None:
-    """It has the message to do so, and the batches before it, when it dies."""
-    gate, hold = Gate(), Switch(is_on=False)
-
-    def wait_and_die() -> None:
-        if hold:
-            hold.turn(on=False)
-            gate.pass_through()
-            os._exit(3)
-
-    dataset: Any
-    if kind == "map-style":
-
-        def sample(index: int) -> torch.Tensor:
-            if index == 6:
-                wait_and_die()
-            return row(index)
-
-        dataset = Calls(sample, 12)
-    else:
-
-        def stream() -> Iterator[torch.Tensor]:
-            for number in range(12):
-                if number == 6:
-                    wait_and_die()
-                yield row(number)
-
-        dataset = Streams(stream)
-    loader = DataLoader(
-        dataset, num_workers=1, batch_size=2, worker_restarts=1, persistent_workers=True
-    )
-    whole = hashes(loader)
-    hold.turn(on=True)
-    batches = iter(loader)
-    assert [hashed(next(batches)) for _ in range(2)] == whole[:2]
-    workers = batches._pool._workers
-    send = workers.send
-
-    def send_then_open(*args: Any) -> None:
-        send(*args)
-        gate.open()
-
-    wait_until(lambda: not hold)
-    workers.send = send_then_open
-    batches = iter(loader)
-    workers.send = send
-    assert hashes(batches) == whole
-    loader.close()
-    gate.close()
-
-
 # ---------------------------------------------------------------- with a thread of our own
 
 
@@ -892,17 +746,6 @@ def test_a_stage_that_waited_for_the_user_to_start_a_worker_goes_on(stage, caplo
         assert len(told(caplog)) == 1
         del batches
         loader.close()
-    gate.close()
-
-
-def test_a_loader_is_closed_while_its_stage_waits_for_the_user_to_start_a_worker() -> None:
-    gate, hold = Gate(), Switch(is_on=True)
-    with staged("device") as options:
-        loader = DataLoader(held(gate, hold), num_workers=2, worker_restarts=1, **options)
-        batches = iter(loader)
-        stage_waits_for_the_user(batches)
-        loader.close()
-        del batches
     gate.close()
 
 
@@ -1157,54 +1000,6 @@ def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_ord
         assert f"has been loading batch {number} (index {number}) for " in line
     gate.open(6)
     assert sorted(however_late(batches)) == list(range(6))
-    gate.close()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("stage", ["device", "pin"])
-def test_a_timeout_behind_a_stage_tells_of_each_worker_and_the_epoch_goes_on(stage) -> None:
-    gate, hold = Gate(), Switch(is_on=True)
-    with staged(stage) as options:
-        loader = DataLoader(held(gate, hold), num_workers=2, timeout=0.3, **options)
-        batches = iter(loader)
-        seen = to_hashes([next(batches)], options)
-        lines = late(batches)
-        assert "Batch 1 (index 1) is with worker 1" in lines[0]
-        assert [line[:8] for line in of_workers(lines)] == ["Worker 1", "Worker 0"]
-        hold.turn(on=False)
-        gate.open()
-        seen += to_hashes(list(however_late(batches)), options)
-        assert seen == rows(12)
-        del batches
-    gate.close()
-
-
-def test_a_worker_that_was_replaced_may_be_late(caplog) -> None:
-    """The death is made good, the batch comes late, and nothing is lost."""
-    gate, deaths, hold = Gate(), Deaths(), Switch(is_on=True)
-
-    def sample(index: int) -> int:
-        if index == 2:
-            deaths.take()
-            if hold:
-                gate.pass_through()
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 8), num_workers=2, timeout=0.3, worker_restarts=1, collate_fn=only
-    )
-    batches = iter(loader)
-    old = pids(batches)[0]
-    assert [next(batches), next(batches)] == [0, 1]
-    wait_for_end(old)
-    lines = late(batches)
-    assert len(told(caplog)) == 1
-    (new, _) = pids(batches)
-    assert new != old
-    assert of_workers(lines)[0].startswith(f"Worker 0 (pid {new}) has been ")
-    hold.turn(on=False)
-    gate.open()
-    assert list(however_late(batches)) == list(range(2, 8))
     gate.close()
 
 

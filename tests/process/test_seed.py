@@ -176,16 +176,6 @@ def test_bad_samples_move_no_other_s_streams(workers, on_error, in_process) -> N
     assert {failed.index for failed in loader.failures} == {3, 13, 23, 33, 43}
 
 
-def test_an_error_names_the_indices_and_no_place() -> None:
-    def sample(index: int) -> Any:
-        raise ValueError(index)
-
-    loader = DataLoader(Calls(sample, 6), 3, seed=5, num_workers=1)
-    with loader, pytest.raises(ValueError, match="ValueError") as caught:
-        next(iter(loader))
-    assert any("batch 0 (indices 0 to 2)" in note for note in caught.value.__notes__)
-
-
 # ---------------------------------------------------------------- ranks and shards
 
 
@@ -373,23 +363,6 @@ def test_what_default_collate_lets_samples_draw_is_the_batchs_own(options) -> No
     found = batches_of(num_workers=2)
     assert str(found) == str(batches_of())
     assert "drawn" in str(found)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rollover_loses_and_repeats_nothing(workers) -> None:
-    loader = loader_of(last_batch="rollover", num_workers=workers, collate_fn=list)
-    lengths = []
-    with loader:
-        epochs = []
-        for _ in range(3):
-            epochs.append(list(loader))
-            lengths.append(len(loader))
-    assert [len(epoch) for epoch in epochs] == [6, 7, 6]
-    assert lengths == [7, 6, 7]
-    indices = [index for epoch in epochs for batch in epoch for index, _ in batch]
-    counts = [indices.count(index) for index in range(LENGTH)]
-    assert set(counts) == {2, 3}
-    assert sum(counts) == 3 * LENGTH - 7
 
 
 def test_a_dataset_that_grows_shows() -> None:
@@ -689,11 +662,6 @@ def test_an_iterable_dataset_draws_by_worker_and_position(workers, persistent) -
         assert epochs_of(stream_of(), 1) == [first]
 
 
-def test_workers_of_an_iterable_dataset_draw_different_numbers() -> None:
-    (epoch,) = epochs_of(stream_of(num_workers=2), 1)
-    assert len({tuple(drawn) for _, drawn in by_index(epoch).values()}) == 20
-
-
 def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
     unbroken = epochs_of(stream_of(num_workers=2), 1)
     alive = Switch(is_on=True)
@@ -723,16 +691,6 @@ def test_an_iterable_dataset_that_cannot_be_iterated_says_so_at_each_batch() -> 
         for _ in range(2):
             with pytest.raises(LookupError, match="no such file"):
                 next(batches)
-
-
-def test_an_iterable_dataset_s_length_is_as_torch_has_it() -> None:
-    class Sized(Streams):
-        def __len__(self) -> int:
-            return 20
-
-    assert len(DataLoader(Sized(numbered), 3, seed=5)) == 7
-    with pytest.raises(TypeError):
-        len(stream_of())
 
 
 # ---------------------------------------------------------------- workers
@@ -868,16 +826,6 @@ def test_a_copy_of_a_loader_in_work_gives_the_epoch_that_comes() -> None:
         assert (other.seed, other.epoch) == (5, 1)
     given = [[batch[0].tolist() for batch in other] for other in [*copies[:2], loader]]
     assert given[0] == given[1] == given[2]
-
-
-def test_none_is_the_default_and_all_is_torch_s() -> None:
-    loader = DataLoader(range(8), 2, shuffle=True)
-    assert loader.seed is None
-    torch.manual_seed(3)
-    mine = [batch.tolist() for batch in loader]
-    torch.manual_seed(3)
-    theirs = [b.tolist() for b in torch.utils.data.DataLoader(range(8), 2, shuffle=True)]
-    assert mine == theirs
 
 
 @pytest.mark.parametrize("seed", [-1, 1.0, True, "5"])
@@ -1093,27 +1041,6 @@ def test_an_error_while_a_resumed_epoch_passes_over_what_was_delivered_repeats_n
     assert delivered == [[number] for number in range(7)]
 
 
-def test_without_a_seed_such_an_error_is_told_as_long_as_the_epoch_cannot_be_begun() -> None:
-    def load() -> DataLoader:
-        return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list)
-
-    loader = load()
-    batches = iter(loader)
-    assert steps(itertools.islice(batches, 7)) == [[number] for number in range(7)]
-    with pytest.raises(LookupError):
-        next(batches)
-    assert next(batches) == [8]
-    state = loader.state_dict()
-    again = load()
-    again.load_state_dict(state)
-    resumed = iter(again)
-    with pytest.raises(LookupError):
-        next(resumed)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="could not be begun: LookupError: the sampler's own"):
-            next(resumed)
-
-
 class Late:
     """A sampler that cannot be iterated yet in its second epoch."""
 
@@ -1134,15 +1061,3 @@ def test_a_sampler_that_cannot_be_iterated_yet_costs_no_sample_that_was_carried_
     loader = DataLoader(range(7), 4, sampler=Late(), seed=0, last_batch="rollover", collate_fn=list)
     assert steps(iter(loader)) == [[0, 1, 2, 3]]
     assert steps(iter(loader)) == ["error", [4, 5, 6, 0], [1, 2, 3, 4]]
-
-
-def test_an_epoch_ends_with_a_step_that_cannot_be_counted() -> None:
-    loader = ShardedDataLoader(
-        range(9), batch_sampler=[[0], np.array(1), [2]], collate_fn=list, seed=0, rank=0,
-        world_size=1,
-    )  # fmt: skip
-    batches = iter(loader)
-    assert next(batches) == [0]
-    with pytest.raises(TypeError):
-        next(batches)
-    assert list(batches) == []

@@ -29,7 +29,6 @@ from tests.process.support import (
     Gate,
     Program,
     Streams,
-    Switch,
     however_late,
     only,
     stack_of,
@@ -441,43 +440,6 @@ def test_a_death_is_told_after_the_batches_before_it(kind) -> None:
         next(batches)
     assert stage_threads() == []
     assert numbers(kind, make(kind, 3)) == [0, 1, 2]
-
-
-class DiesOnce:
-    def __init__(self, at) -> None:
-        self.at = at
-        self.armed = Switch(is_on=True)
-
-    def __call__(self, index):
-        if index == self.at and self.armed:
-            self.armed.turn(on=False)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample(index)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("at", [0, 5, 23])
-def test_a_dead_worker_is_replaced_while_the_stage_works(kind, at) -> None:
-    loader = make(kind, Calls(DiesOnce(at), 24), worker_restarts=1)
-    batches = iter(loader)
-    pids = {worker.pid for worker in batches._workers}
-    assert numbers(kind, batches) == list(range(24))
-    assert len(pids) == 2
-
-
-@pytest.mark.sampled(1)
-def test_a_worker_that_cannot_be_replaced_is_told(kind, monkeypatch) -> None:
-    loader = make(kind, Calls(DiesOnce(5), 24), worker_restarts=1)
-    batches = iter(loader)
-
-    def refuse(self, worker_id):
-        raise OSError("no process left")
-
-    monkeypatch.setattr("shmloader.pools.worker_processes.WorkerProcesses.replace", refuse)
-    with pytest.raises(OSError, match="no process left"):
-        numbers(kind, batches)
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
 
 
 # Time and interruptions ------------------------------------------------------------------

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 import weakref
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import DistributedSampler, get_worker_info
+from torch.utils.data import get_worker_info
 
 import shmloader.engine.base
 import shmloader.engine.engine
@@ -35,7 +34,6 @@ from shmloader import (
     ClosedLoaderError,
     DataLoader,
     LoaderTimeoutError,
-    TooManyFailures,
     empty,
 )
 from shmloader.threads import fork_safety
@@ -365,31 +363,7 @@ def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
         assert len(batches._engine._scheduler.tickets) == 12
 
 
-def test_a_thread_takes_the_oldest_ticket() -> None:
-    held = Held()
-    assert list(make(Calls(held, 30), num_workers=1)) == held.seen == list(range(30))
-
-
 # Errors in their places --------------------------------------------------------------------
-
-
-def test_errors_of_dataset_and_collate_come_in_their_places() -> None:
-    def fail(index: int) -> int:
-        if index in (3, 4, 9):
-            raise ValueError(f"sample {index}")
-        return index
-
-    def collate(samples: list[int]) -> int:
-        if samples == [5]:
-            raise KeyError("collate")
-        return samples[0]
-
-    want = [*range(3), "ValueError ValueError: sample 3", "ValueError ValueError: sample 4",
-            "KeyError KeyError: 'collate'", *range(6, 9), "ValueError ValueError: sample 9",
-            10, 11]  # fmt: skip
-    assert outcomes(make(Calls(fail, 12), collate_fn=collate)) == want
-    found = outcomes(make(Calls(fail, 12), collate_fn=collate, in_order=False))
-    assert sorted(map(str, found)) == sorted(map(str, want))
 
 
 def test_an_error_has_the_form_that_it_has_out_of_a_process() -> None:
@@ -433,47 +407,6 @@ def test_what_would_end_something_here_arrives_as_runtime_error(kind_of_error) -
     with pytest.raises(RuntimeError, match=f"Caught {kind_of_error.__name__} in DataLoader"):
         next(batches)
     assert list(batches) == [2, 3]
-
-
-class FailingSampler(torch.utils.data.Sampler):
-    def __init__(self, at: int, length: int) -> None:
-        self.at = at
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Any:
-        for place in range(self.length):
-            if place == self.at:
-                raise ValueError("sampler")
-            yield place
-
-
-@pytest.mark.sampled(3)
-@STAGES
-@pytest.mark.parametrize("at", [4, 7])
-def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, staged) -> None:
-    ours_too = {"thread_pool": True, **(kind.options if staged else {})}
-    found = []
-    for loader_type, options in ((DataLoader, ours_too), (TorchLoader, {})):
-        loader = loader_type(
-            Calls(torch.tensor, 12), sampler=FailingSampler(at, 12), num_workers=1,
-            collate_fn=only, **options,
-        )  # fmt: skip
-        read = kind.read if staged and options else lambda batch: batch
-        batches = iter(loader)
-        this: list[Any] = []
-        while True:
-            try:
-                this.append(int(read(next(batches))))
-            except StopIteration:
-                break
-            except ValueError as error:
-                this.append(str(error))
-        found.append(this)
-        del batches
-    assert found[0] == found[1]
 
 
 # worker_init_fn ----------------------------------------------------------------------------
@@ -546,49 +479,6 @@ def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
     loader.close()
 
 
-def test_bad_samples_are_replaced_in_the_thread() -> None:
-    def instead(index: int, error: Exception) -> str:
-        return f"{type(error).__name__} {index} {threading.current_thread().name[:-1]}"
-
-    loader = make(Numbers(6, 1, 4), batch_size=3, collate_fn=list, on_error=instead)
-    assert list(loader) == [[0, "Bad 1 shmloader_", 2], [3, "Bad 4 shmloader_", 5]]
-
-
-@STAGES
-@pytest.mark.parametrize("most", [2, Fraction(1, 100)])
-def test_too_many_bad_samples_end_the_iterator(kind, most, staged) -> None:
-    loader = make(
-        Numbers(400, 1, 2, 140, 150), batch_size=1, num_workers=2, on_error="skip",
-        collate_fn=None, max_failures=most, **(kind.options if staged else {}),
-    )  # fmt: skip
-    batches = iter(loader)
-    for _ in range({2: 138, Fraction(1, 100): 97}[most]):
-        next(batches)
-    with pytest.raises(TooManyFailures, match="max_failures") as caught:
-        next(batches)
-    assert caught.value.__cause__ is loader.failures[-1].error
-    with pytest.raises(ClosedLoaderError, match="max_failures"):
-        next(batches)
-    assert ours() == []
-    assert loader.failures.total == {2: 3, Fraction(1, 100): 2}[most]
-
-
-def test_an_epoch_in_which_all_failed_raises() -> None:
-    loader = make(Numbers(3, 0, 1, 2), on_error="skip")
-    with pytest.raises(TooManyFailures, match="all 3 samples of the epoch failed"):
-        list(loader)
-
-
-def test_in_ranks_a_batch_keeps_its_size_or_raises() -> None:
-    dataset = Numbers(16, 0, 8, 10, 12, 14)
-    sampler = DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=False)
-    loader = make(dataset, sampler=sampler, batch_size=4, collate_fn=list, on_error="skip")
-    batches = iter(loader)
-    assert next(batches) == [2, 2, 4, 6]
-    with pytest.raises(TooManyFailures, match=r"batch 1 \(indices 8, 10, 12, 14\)"):
-        next(batches)
-
-
 # Time --------------------------------------------------------------------------------------
 
 
@@ -645,20 +535,6 @@ def test_a_timeout_out_of_order_names_all_that_is_in_flight(held) -> None:
         assert f"Batch {index} (index {index}) waits for a worker." in text
     all_of_them.go.set()
     assert sorted(islice(however_late(batches), 4)) == [0, 1, 2, 3]
-
-
-def test_a_timeout_tells_of_a_worker_init_fn_that_takes_long(held) -> None:
-    begins = held()
-    loader = make(4, timeout=0.1, worker_init_fn=lambda number: begins.wait_here())
-    batches = iter(loader)
-    assert begins.entered.wait(20)
-    with pytest.raises(LoaderTimeoutError) as caught:
-        next(batches)
-    assert "Batch 0 (index 0) waits for a worker." in str(caught.value)
-    assert "Worker thread 0 has been preparing (dataset, worker_init_fn)" in str(caught.value)
-    assert "in wait_here" in str(caught.value)
-    begins.go.set()
-    assert list(islice(however_late(batches), 4)) == [0, 1, 2, 3]
 
 
 def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselves(held) -> None:
@@ -825,19 +701,6 @@ def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs(kind, st
             next(batches)
 
 
-@STAGES
-@pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_that_are_left_begin_anew(kind, staged, persistent) -> None:
-    options = {"persistent_workers": persistent, **(kind.options if staged else {})}
-    read = kind.read if staged else lambda batch: batch
-    loader = make(Calls(torch.tensor, 12), **options)
-    for stop in (0, 1, 5, 11, 12):
-        batches = iter(loader)
-        assert [int(read(next(batches))) for _ in range(stop)] == list(range(stop))
-    assert [int(read(batch)) for batch in loader] == list(range(12))
-    loader.close()
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_sample_of_the_epoch_before_holds_up_nobody_and_reaches_nobody(held, in_order) -> None:
     hold = held(1000)
@@ -857,15 +720,6 @@ def test_a_sample_of_the_epoch_before_holds_up_nobody_and_reaches_nobody(held, i
     assert in_their_order(loader) == [[10, 11], [12, 13], [14, 15]]
     loader.close()
     assert 1 not in hold.seen  # a batch that nobody wants is left after the sample
-
-
-def test_several_iterators_do_not_meet() -> None:
-    loader = make(12)
-    first, second = iter(loader), iter(loader)
-    found = [(next(first), next(second)) for _ in range(6)]
-    del first
-    assert found == [(index, index) for index in range(6)]
-    assert list(second) == list(range(6, 12))
 
 
 # Ends --------------------------------------------------------------------------------------
@@ -893,19 +747,6 @@ def test_closing_ends_the_threads_and_may_be_done_again(held) -> None:
                 next(batches)
     with pytest.raises(ClosedLoaderError):
         iter(loader)
-
-
-def test_leaving_a_with_block_ends_the_threads() -> None:
-    def use_and_fail() -> None:
-        with make(9) as loader:
-            assert next(iter(loader)) == 0
-            batches = iter(loader)
-            assert next(batches) == 0
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        use_and_fail()
-    assert ours() == []
 
 
 @STAGES
@@ -1371,16 +1212,6 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
     assert list(loader) == [(index, "MainThread") for index in range(4)]
 
 
-def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
-    kind, held, monkeypatch
-) -> None:
-    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
-    second = held(1, make=torch.tensor)
-    batches = iter(make(Calls(second, 8), **kind.options))
-    assert int(kind.read(next(batches))) == 0
-    close_meanwhile(batches, "_wait_for_result", second)
-
-
 # Arguments ---------------------------------------------------------------------------------
 
 
@@ -1405,19 +1236,6 @@ def test_with_a_stage_closing_from_another_thread_ends_a_next_that_waits(
 def test_arguments_that_do_not_fit_are_refused(options, error, text) -> None:
     with pytest.raises(error, match=text):
         DataLoader(**{"dataset": [1], "num_workers": 2, "thread_pool": True, **options})
-
-
-def test_a_data_pipe_is_refused() -> None:
-    class Pipe(torch.utils.data.MapDataPipe):
-        def __getitem__(self, index: int) -> int:
-            return index
-
-        def __len__(self) -> int:
-            return 4
-
-    assert len(DataLoader(Pipe(), num_workers=1)) == 4
-    with pytest.raises(ValueError, match="needs a map-style dataset"):
-        DataLoader(Pipe(), num_workers=1, thread_pool=True)
 
 
 def test_the_option_is_an_attribute_that_copies_keep() -> None:
@@ -1445,8 +1263,3 @@ def test_more_threads_than_cores_are_no_reason_to_warn() -> None:
         assert list(make(8, num_workers=100)) == list(range(8))
     with pytest.warns(UserWarning, match="will create 100 worker processes"):
         make(8, num_workers=100, thread_pool=False)
-
-
-def test_prefetch_factor_0_is_refused_as_by_torch() -> None:
-    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
-        iter(make(4, prefetch_factor=0))
