@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from tests.parity.data import Made, Squares, only
 from tests.parity.objects import floats
 
 pytestmark = pytest.mark.timeout(90)
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -72,42 +67,6 @@ def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None
         epochs=1,
     )
     assert [step.event for step in steps] == ["iter", "batch", "batch", "batch", "end"]
-
-
-@pytest.mark.slow
-def test_classes_of_a_main_program_without_a_file_reach_spawned_workers() -> None:
-    """As in a notebook: __main__ has no file that a worker could import."""
-    program = """
-        import torch
-        from shmloader import DataLoader, ShardedDataLoader
-
-        class Words:
-            def __len__(self):
-                return 4
-            def __getitem__(self, index):
-                return Word(f"word {index}", torch.tensor(index))
-
-        class Word:
-            def __init__(self, text, number):
-                self.text, self.number = text, number
-
-        loader = DataLoader(
-            Words(), batch_size=2, num_workers=1, multiprocessing_context="spawn",
-            collate_fn=lambda words: words,
-        )
-        for words in loader:
-            assert all(type(word) is Word for word in words)
-            print(*(f"{word.text}={word.number.item()}" for word in words))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=80,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.stdout.splitlines() == ["word 0=0 word 1=1", "word 2=2 word 3=3"], done.stderr
 
 
 class Unpicklable:

@@ -226,17 +226,6 @@ def test_an_iterator_whose_worker_died_is_garbage_when_it_is_dropped() -> None:
     assert reference() is None
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_exhausted_iterator_stays_exhausted(persistent) -> None:
-    loader = DataLoader(Calls(large, 4), batch_size=2, num_workers=2, persistent_workers=persistent)
-    batches = iter(loader)
-    assert len(list(batches)) == 2
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(batches)
-    loader.close()
-
-
 def test_an_exhausted_iterator_that_is_kept_does_not_harm_the_next_one() -> None:
     loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
     kept = []
@@ -339,23 +328,6 @@ def test_close_from_another_thread_ends_a_next_that_waits() -> None:
     assert ended == ["ClosedLoaderError"]
     gate.close()
     told.close()
-
-
-def test_a_loader_inside_a_dataset_is_refused_as_torch_refuses_it() -> None:
-    def sample(index: int) -> int:
-        return len(list(DataLoader([1, 2], num_workers=1)))
-
-    batches = iter(DataLoader(Calls(sample, 2), num_workers=1))
-    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
-        next(batches)
-
-
-def test_an_in_process_loader_inside_a_dataset_works() -> None:
-    def sample(index: int) -> torch.Tensor:
-        return torch.cat(list(DataLoader([index, index + 1], batch_size=2)))
-
-    loader = DataLoader(Calls(sample, 4), batch_size=2, num_workers=2)
-    assert [batch.tolist() for batch in loader] == [[[0, 1], [1, 2]], [[2, 3], [3, 4]]]
 
 
 def test_two_loaders_in_two_threads_start_and_end_side_by_side() -> None:

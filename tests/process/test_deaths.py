@@ -247,20 +247,6 @@ def test_a_worker_that_dies_in_worker_init_fn_is_told_with_the_first_batch() -> 
         next(batches)
 
 
-def test_an_exception_in_worker_init_fn_is_the_users_own() -> None:
-    def fail(worker: int) -> None:
-        raise ZeroDivisionError(f"in {worker}")
-
-    batches = iter(
-        DataLoader(Calls(lambda n: n, 4), num_workers=2, collate_fn=only, worker_init_fn=fail)
-    )
-    for worker in (0, 1, 0, 1):
-        with pytest.raises(ZeroDivisionError, match=f"in {worker}"):
-            next(batches)
-    with pytest.raises(StopIteration):
-        next(batches)
-
-
 def test_a_worker_killed_after_its_stream_ended_changes_nothing() -> None:
     gate = Gate()
 

@@ -27,17 +27,6 @@ def plane(index: int) -> torch.Tensor:
     return torch.full((ROWS,), float(index))
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * ctx.saved_tensors[0]
-
-
 def saved_by_autograd(batch: torch.Tensor) -> Any:
     weight = torch.ones(1, requires_grad=True)
     out = weight * batch  # saves batch
@@ -127,26 +116,6 @@ def test_a_kept_label_does_not_keep_its_image_s_memory(collate) -> None:
     assert torch.cat(labels).tolist() == list(range(40))
     slots = loader.stats().slots
     assert (slots.lent, slots.copied) == (20, 0)
-
-
-def test_batches_are_whole_after_the_end_of_the_epoch_and_after_close() -> None:
-    loader = DataLoader(Calls(plane, 8), num_workers=2, persistent_workers=True)
-    first = list(loader)
-    second = list(loader)
-    loader.close()
-    third = list(DataLoader(Calls(plane, 8), num_workers=2))
-    for epoch in (first, second, third):
-        assert [float(batch.mean()) for batch in epoch] == list(range(8))
-
-
-def test_a_batch_may_be_written_by_its_owner() -> None:
-    loader = DataLoader(Calls(plane, 40), num_workers=2, persistent_workers=True)
-    for _ in range(2):
-        for number, batch in enumerate(loader):
-            assert float(batch.mean()) == number
-            batch.mul_(-1).add_(1000)
-            assert float(batch.mean()) == 1000 - number
-    loader.close()
 
 
 def test_the_dataset_does_not_see_what_the_user_writes_into_a_batch() -> None:

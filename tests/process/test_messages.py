@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
-from tests.process.support import Calls, Streams, only
+from tests.process.support import Calls, only
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -233,26 +233,6 @@ class FailsToRebuild:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        (lambda: {"good": torch.zeros(3), "deep": [1, threading.Lock()]}, "['deep'][1]"),
-        (lambda: [1, (2, FailsToReduce())], "[1][1]"),
-        (lambda: {"x": types.SimpleNamespace(a=1, b=threading.Lock())}, "['x'].b"),
-        (lambda: (n for n in [1]), "batch is a builtins.generator"),
-        (lambda: {"f": lambda: 1}, "['f']"),
-    ],
-)
-def test_the_part_of_a_batch_that_cannot_be_pickled_is_named(bad, named) -> None:
-    seen = events(
-        DataLoader(Calls(lambda n: bad() if n == 1 else n, 4), num_workers=2, collate_fn=only)
-    )
-    assert [seen[0], *seen[2:]] == [0, 2, 3]
-    assert isinstance(seen[1], TypeError)
-    assert named in str(seen[1])
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("collate", [None, only])
 @pytest.mark.parametrize("kind", ["a lambda", "a local class", "failing"])
 def test_a_dict_key_that_cannot_be_pickled_is_an_error_at_its_place(kind, collate) -> None:
@@ -279,45 +259,3 @@ def test_a_dict_key_that_main_cannot_rebuild_is_an_error_at_its_place(collate) -
     seen = events(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=collate, timeout=3))
     assert isinstance(seen[1], ZeroDivisionError)
     assert [int(seen[0]), *map(int, seen[2:])] == [0, 2, 3, 4, 5]
-
-
-def test_a_batch_that_main_cannot_rebuild_is_an_error_at_its_place() -> None:
-    def sample(n: int) -> Any:
-        return [torch.full((50_000,), float(n)), FailsToRebuild() if n % 3 == 1 else n]
-
-    seen = events(DataLoader(Calls(sample, 30), num_workers=2, collate_fn=only))
-    for n, event in enumerate(seen):
-        if n % 3 == 1:
-            assert isinstance(event, ZeroDivisionError)
-        else:
-            assert float(event[0].mean()) == event[1] == n
-    assert len(seen) == 30
-
-
-def test_an_iterable_that_raises_ends_where_torch_ends() -> None:
-    def stream() -> Any:
-        yield 0
-        raise LookupError("in the stream")
-
-    seen = events(DataLoader(Streams(stream), num_workers=1, collate_fn=only))
-    assert seen[0] == 0
-    assert isinstance(seen[1], LookupError)
-    assert len(seen) == 2
-
-
-def test_a_sampler_that_raises_in_mid_epoch_raises_in_next() -> None:
-    def keys() -> Any:
-        yield from range(6)
-        raise LookupError("the sampler's own")
-
-    class Keys:
-        def __iter__(self) -> Any:
-            return keys()
-
-        def __len__(self) -> int:
-            return 8
-
-    seen = events(DataLoader(Calls(lambda n: n, 8), sampler=Keys(), batch_size=None, num_workers=2))
-    assert sum(isinstance(event, LookupError) for event in seen) == 1
-    values = [event for event in seen if not isinstance(event, Exception)]
-    assert values == sorted(values)

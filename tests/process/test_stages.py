@@ -23,7 +23,7 @@ from shmloader.device import exchange
 from shmloader.device.device import DeviceStage
 from shmloader.device.pin import PinStage
 from shmloader.threads import fork_safety
-from tests.process.interrupts import in_thread, interrupted
+from tests.process.interrupts import in_thread
 from tests.process.support import (
     Calls,
     Gate,
@@ -499,30 +499,6 @@ def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
         next(batches)
     gate.open()
     assert numbers(kind, batches) == list(range(1, 8))
-
-
-@pytest.mark.slow
-def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(kind) -> None:
-    nth, closed, went_on = 0, 0, 0
-    while True:
-        nth += 1
-        loader = make(kind, 8, num_workers=1)
-        batches = iter(loader)
-        assert number(kind, next(batches)) == 0
-        files = {shmloader.device.staged_engine.__file__, shmloader.device.thread.__file__}
-        found = interrupted(batches.__next__, files, nth)
-        if found:
-            assert number(kind, found[0]) == 1
-            break
-        try:
-            assert numbers(kind, batches) == list(range(1, 8))
-            went_on += 1
-        except ClosedLoaderError:
-            closed += 1
-        loader.close()
-    loader.close()
-    assert closed > 5
-    assert went_on > 3
 
 
 # Closing ---------------------------------------------------------------------------------

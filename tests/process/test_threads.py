@@ -590,31 +590,6 @@ FILES = {
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("in_order", [False, True])
-def test_a_ctrl_c_at_any_line_of_next_loses_nothing_or_closes(held, in_order) -> None:
-    nth, closed, went_on = 0, 0, 0
-    while True:
-        nth += 1
-        loader = make(8, num_workers=1, in_order=in_order)
-        batches = iter(loader)
-        assert next(batches) == 0
-        found = interrupted(batches.__next__, FILES, nth)
-        if found:
-            assert found == [1]
-            break
-        try:
-            assert list(batches) == list(range(1, 8))
-            went_on += 1
-        except ClosedLoaderError:
-            closed += 1
-        loader.close()
-        assert ours() == []
-    loader.close()
-    assert closed > 5
-    assert went_on > 3
-
-
 def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> None:
     nth, closed, went_on = 0, 0, 0
     while True:
