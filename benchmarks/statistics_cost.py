@@ -49,7 +49,7 @@ def run_alone() -> dict[str, float]:
         began_ns = now()
         looked_ns, offered_ns, seen_ns, handed_ns = now(), now(), now(), now()
         times = BatchTimes(0, offered_ns, offered_ns, work, looked_ns, seen_ns, handed_ns, 4096, 1)
-        record.note_batch(times, began_ns, now(), None)
+        record.add(began_ns, now(), 0, times, None, 0)
 
     def least(function: Callable[[], object]) -> float:
         return min(timeit.repeat(function, number=_SHORT, repeat=_SHORT_RUNS)) / _SHORT * 1e6

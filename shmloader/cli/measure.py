@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from shmloader.cli.target import UsageError
+from shmloader.insight.figures import Machine
 from shmloader.insight.record import Record
-from shmloader.insight.snapshot import LoaderStats, Machine, snapshot
+from shmloader.insight.snapshot import LoaderStats, snapshot
 from shmloader.insight.statistics import Statistics
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
@@ -68,14 +69,11 @@ class Run:
             )
             self._statistics.begin(record, self)
             iterator = iter(self._loader)
-            record.note_begun()
+            record.begin()
             is_empty = True
-            while (batch := _next(iterator, record)) is not _END:
+            while _take(iterator, record, batch_size):
                 is_empty = False
                 self.taken += 1
-                record.batches += 1
-                record.samples += samples_of(batch, batch_size)
-                del batch
                 if self._step_s:
                     time.sleep(self._step_s)
                 yield
@@ -90,9 +88,11 @@ class Run:
         return snapshot(record, self.epochs, Machine(usable_cores(Path("/"))))
 
 
-def _next(iterator: Iterator[Any], record: Record) -> Any:
-    """Return the next batch, or ``_END``, and record how long that took."""
+def _take(iterator: Iterator[Any], record: Record, batch_size: int) -> bool:
+    """Take the next batch, and record how long that took. Returns whether there was one."""
     began_ns = time.monotonic_ns()
     batch = next(iterator, _END)
-    record.note_wait(began_ns, time.monotonic_ns())
-    return batch
+    ended_ns = time.monotonic_ns()
+    about = "other" if batch is _END else samples_of(batch, batch_size)
+    record.add(began_ns, ended_ns, 0, None, about, 0)
+    return batch is not _END

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
 from shmloader.insight.measurements import PLACES, STAGES
-from shmloader.insight.text import PLACES_IN_WORDS, seconds
+from shmloader.insight.text import seconds
 
 # A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
 # of several. This limit keeps the page fast.
@@ -214,7 +214,7 @@ def _places_of(values: object) -> list[tuple[str, str, float]]:
     if not isinstance(values, list) or len(values) != len(PLACES):
         raise ValueError("the places of the wait are not a list with a value for each place")
     spent = dict(zip(PLACES, map(_amount, values), strict=True))
-    return [(name, PLACES_IN_WORDS[name], spent_s) for name, spent_s in spent.items() if spent_s]
+    return [(name, PLACES[name], spent_s) for name, spent_s in spent.items() if spent_s]
 
 
 def _read_calls(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -338,7 +338,7 @@ def _data_of(run: TracedRun) -> dict[str, Any]:
     """Return what the page's script reads."""
     least_s = max((spent_s for _, _, spent_s in run.places), default=0.0) / 1000
     return {
-        "stages": STAGES,
+        "stages": list(STAGES),
         "left_out": max(0, len(run.batches) - _MAX_BATCHES),
         "batches": [_rounded(dataclasses.asdict(batch)) for batch in run.batches[:_MAX_BATCHES]],
         "begins": _rounded(run.begins[:_MAX_BATCHES]),

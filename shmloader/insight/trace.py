@@ -11,16 +11,16 @@ end, since Perfetto leaves out other arrows.
 """
 
 import bisect
+import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shmloader.insight.measurements import BatchTimes, WorkTimes
-
-if TYPE_CHECKING:
-    from shmloader.insight.record import Record
+from shmloader.insight.record import Part
+from shmloader.insight.sums import ITER, Call
 
 _CONSUMER, _ENGINE, _STAGE, _FIRST_WORKER = 1, 2, 3, 10
 # Distance from the track numbers of one iterator to those of the next.
@@ -42,10 +42,8 @@ class Traced(NamedTuple):
         times: The times of the batch; None if the consumer's thread loaded it, or if the call
             returned no batch whose times are known.
         stage: Name of the stage after the engine, and when that began and ended; or None.
-        here: Times of a batch that the consumer's thread loaded, and the name of the stage after
-            collate; or None.
-        lane: Number of the iterator among those at work at the same time.
-        name: Name of what was called.
+        here: Times of a batch that the consumer's thread loaded; or None.
+        name: Name of what was called; for a batch in ``here``, of the stage after collate.
     """
 
     epoch: int | None
@@ -53,9 +51,18 @@ class Traced(NamedTuple):
     taken_ns: int
     times: BatchTimes | None = None
     stage: tuple[str, int, int] | None = None
-    here: tuple[tuple[int, int, int, int, int], str] | None = None
-    lane: int = 0
+    here: WorkTimes | None = None
     name: str = "next()"
+
+    @classmethod
+    def of(cls, call: Call, epoch: int | None, *, is_local: bool) -> "Traced":
+        """Return a call of an epoch."""
+        asked_ns, taken_ns, _, times, about, _ = call
+        if times is None:
+            return cls(epoch, asked_ns, taken_ns, name=ITER if about == ITER else "next()")
+        if is_local:
+            return cls(epoch, asked_ns, taken_ns, here=WorkTimes(*times), name=about)
+        return cls(epoch, asked_ns, taken_ns, BatchTimes(*times), about)
 
     @property
     def is_batch(self) -> bool:
@@ -69,21 +76,15 @@ class Traced(NamedTuple):
 
 
 class Trace:
-    """Keeps calls in memory until they are written to a file: about half a kilobyte per batch.
+    """The parts of epochs that are recorded for a file.
 
     Attributes:
-        begun_ns: When the trace began.
-        parts: The sums of what was recorded, one record for each epoch.
+        parts: One part for each epoch.
     """
 
-    def __init__(self) -> None:
-        self.parts: list[Record] = []
-        self.begun_ns = time.monotonic_ns()
-        self._calls: list[Traced] = []
-
-    def note(self, call: Traced) -> None:
-        """Record a call. Runs on the consumer's thread."""
-        self._calls.append(call)
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self._begun_ns = time.monotonic_ns()
 
     def write(self, path: Path, about: dict[str, Any]) -> None:
         """Write the trace.
@@ -104,16 +105,20 @@ class Trace:
             json.dump(trace, file, separators=(",", ":"))
 
     def _events(self) -> Iterator[Event]:
-        calls = list(self._calls)
-        base_ns = min((_first_ns(call) for call in calls), default=self.begun_ns)
-        yield from _names(calls)
         lanes: dict[int, list[Traced]] = {}
-        for call in calls:
-            lanes.setdefault(call.lane, []).append(call)
+        for part in self.parts:
+            record, is_local = part.record, part.record.kind == "in-process"
+            lanes.setdefault(record.lane, []).extend(
+                Traced.of(call, record.epoch, is_local=is_local) for call in part.calls
+            )
+        calls = itertools.chain.from_iterable(lanes.values())
+        base_ns = min(map(_first_ns, calls), default=self._begun_ns)
+        yield from _names(lanes)
         number = 0
         for lane, own_calls in lanes.items():
             edges = _edges(own_calls)
-            for call, following in zip(own_calls, [*own_calls[1:], None], strict=True):
+            for call, following in itertools.pairwise([*own_calls, None]):
+                assert call is not None
                 for event in _events_of(call, number, following, edges):
                     event["ts"] = (event["ts"] - base_ns) / 1e3
                     if "dur" in event:
@@ -124,11 +129,11 @@ class Trace:
                 number += call.is_batch
 
 
-def _names(calls: Iterable[Traced]) -> Iterator[Event]:
+def _names(lanes: dict[int, list[Traced]]) -> Iterator[Event]:
     tracks = {}
-    for call in calls:
-        lane = call.lane * _LANE
-        which = f" (iterator {call.lane + 1})" if call.lane else ""
+    for number, call in ((number, call) for number, calls in lanes.items() for call in calls):
+        lane = number * _LANE
+        which = f" (iterator {number + 1})" if number else ""
         tracks[_CONSUMER + lane] = f"consumer{which}"
         if call.times is not None:
             tracks[_ENGINE + lane] = f"engine{which}"
@@ -194,7 +199,7 @@ def _events_of(
         about["batch"], name = number, f"next() → batch {number}"
     yield _slice(_CONSUMER, name, call.asked_ns, call.taken_ns, **about)
     if call.here is not None:
-        yield from _loaded_here(call.here, call.taken_ns)
+        yield from _loaded_here(call.here, call.name, call.taken_ns)
     if call.is_batch and following is not None and following.epoch == call.epoch:
         yield _slice(_CONSUMER, f"use batch {number}", call.taken_ns, following.asked_ns)
     times = call.times
@@ -226,10 +231,7 @@ def _events_of(
     yield _count("slots lent", times.handed_ns, lent=times.lent_count)
 
 
-def _loaded_here(
-    here: tuple[tuple[int, int, int, int, int], str], taken_ns: int
-) -> Iterator[Event]:
-    work, stage = WorkTimes(*here[0]), here[1]
+def _loaded_here(work: WorkTimes, stage: str, taken_ns: int) -> Iterator[Event]:
     fetched_ns = work.began_ns + work.fetch_ns
     collated_ns = fetched_ns + work.collate_ns
     yield _slice(_CONSUMER, "fetch", work.began_ns, fetched_ns)

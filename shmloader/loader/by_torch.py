@@ -79,7 +79,7 @@ class TorchIterator(_BaseDataLoaderIter):
             begin_ns=began_ns,
         )
         self._parts.statistics.begin(self._record, self)
-        self._record.note_begun()
+        self._record.begin()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch; torch calls this, for the first epoch in the constructor."""
@@ -106,17 +106,16 @@ class TorchIterator(_BaseDataLoaderIter):
         try:
             batch = super().__next__()
         except Exception as error:
-            record.note_wait(began_ns, time.monotonic_ns())
+            record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
             if isinstance(error, StopIteration):
                 record.end()
                 self._progress.is_ended = True
             else:
                 record.failures += 1
             raise
-        record.note_wait(began_ns, time.monotonic_ns())
-        record.batches += 1
-        record.samples += samples_of(batch, self._batch_size)
-        record.nbytes += bytes_of(batch)
+        ended_ns = time.monotonic_ns()
+        samples = samples_of(batch, self._batch_size)
+        record.add(began_ns, ended_ns, 0, None, samples, bytes_of(batch))
         return batch
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.wording import describe_interruption
 from shmloader.errors import CLOSED_MEANWHILE, ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.insight.local import LocalEpoch
+from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
 from shmloader.loader.calls import REPLACED, CountingIterator
 from shmloader.loader.common import begin_by_torch, no_transform, transform_here
@@ -141,10 +141,10 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
         self._checkpoint = parts.checkpoints = self._maker.checkpoint
-        self._record = LocalEpoch(plan.epoch, begin_ns)
+        self._record = Record(plan.epoch, "in-process", 0, begin_ns=begin_ns)
         parts.statistics.begin(self._record, self)
         self._sampler_iter = plan.draw(self._sampler_iter, as_arrays=config.fetch.takes_arrays)
-        self._record.begun()
+        self._record.begin()
 
     def _find_transform(self, config: LoaderConfig) -> tuple[str, Callable[[Any], Any]]:
         """Return what pins, moves and transforms a batch, and the stage whose time that is."""
@@ -228,7 +228,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         report, watch, error = self._maker.take_report(), self._watch, None
         assert watch is not None
         if report is not None:
-            self._record.failed(report.failed_count)
+            self._record.failures += report.failed_count
             error = watch.note(report, f"batch {self._seq}")
         if error is None and left_out is not None:
             error = watch.left_out(f"batch {self._seq} ({describe_indices(left_out)})")
@@ -254,7 +254,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_times(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
-        self._record.add(work, began_ns, time.monotonic_ns(), nbytes, self._step, self._draw_ns)
+        ended_ns = time.monotonic_ns()
+        self._record.add(began_ns, ended_ns, self._draw_ns, work, self._step, nbytes)
 
     def _note_done(self, *, has_failed: bool = False) -> None:
         self._progress.done_until(self._seq)
@@ -273,12 +274,13 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
         is_end = isinstance(error, StopIteration)
-        self._record.add(began_ns, time.monotonic_ns(), "end" if is_end else "other")
+        place = "end" if is_end else "other"
+        self._record.add(began_ns, time.monotonic_ns(), 0, None, place, 0)
         if is_end:
             return
         if not self._is_closed:
             if self._is_loading:
-                self._record.failed()
+                self._record.failures += 1
                 self._note_done(has_failed=True)
         elif (
             (self._is_drawing or self._is_loading)

@@ -116,7 +116,7 @@ class EngineIterator(CountingIterator):
             super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
             self._begin_draws()
             self._source.start(self._sampler_iter)
-            self._record.note_begun(self._source.draw_ns)
+            self._record.begin(self._source.draw_ns)
         except BaseException:
             if hasattr(self, "_finalizer"):
                 self.close()
@@ -210,7 +210,7 @@ class EngineIterator(CountingIterator):
         self._source.restart(self._sampler_iter)
         if self._engine.beginnings is not None:
             self._checkpoints = self._parts.checkpoints = self._engine.beginnings
-        self._record.note_begun(self._source.draw_ns)
+        self._record.begin(self._source.draw_ns)
         return self
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
@@ -329,9 +329,7 @@ class EngineIterator(CountingIterator):
         source = self._source
         delivery = source.delivery
         if delivery is not None and delivery.times is not None:
-            self._record.note_batch(
-                delivery.times, began_ns, ended_ns, source.staged, source.draw_ns
-            )
+            self._record.add(began_ns, ended_ns, source.draw_ns, delivery.times, source.staged, 0)
             for note in delivery.notes:
                 if type(note.snapshot) is bytes:
                     batch_ns = sum(delivery.times.work[1:4]) - note.state_ns
@@ -341,7 +339,7 @@ class EngineIterator(CountingIterator):
                 busy_ns = sum(delivery.times.work[1:4])
                 self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
         else:
-            self._record.note_wait(began_ns, ended_ns)
+            self._record.add(began_ns, ended_ns, 0, None, "other", 0)
 
     def _begin_adapting(self, adapter: Adapter) -> None:
         """Begin an epoch with ``num_workers="auto"``."""
@@ -358,7 +356,7 @@ class EngineIterator(CountingIterator):
     def _note_raised(self, error: BaseException, began_ns: int) -> None:
         record, source = self._record, self._source
         place = "end" if isinstance(error, StopIteration) else "other"
-        record.note_wait(began_ns, time.monotonic_ns(), place)
+        record.add(began_ns, time.monotonic_ns(), 0, None, place, 0)
         if isinstance(error, StopIteration):
             record.end()
         elif source.raised_id == id(error) and source.delivery is not None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from shmloader.insight.snapshot import LoaderStats, Machine, snapshot
-from shmloader.insight.trace import Trace
+from shmloader.insight.figures import Machine
+from shmloader.insight.snapshot import LoaderStats, snapshot
 from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools.cores import usable_cores
@@ -85,13 +85,11 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             raise RuntimeError("a trace of this loader is being recorded already")
         with target.open("w"):
             pass
-        trace = Trace()
-        statistics.trace_with(trace)
+        trace = statistics.begin_trace()
         try:
             yield
         finally:
-            statistics.trace_with(None)
-            stats = snapshot(*statistics.traced(trace), self._machine())
+            stats = snapshot(*statistics.end_trace(), self._machine())
             about = {"verdict": stats.verdict, "table": str(stats)}
             trace.write(target, {**about, "stats": dataclasses.asdict(stats)})
 

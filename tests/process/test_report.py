@@ -275,7 +275,7 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options, begun) -> None:
     assert wait["startup_s"] * 1e3 == pytest.approx(sum(firsts))
     working = options["num_workers"] > 0
     for name in ("fetch", "collate"):
-        spent_s = stats["stages"][STAGES.index(name)]["total_s"]
+        spent_s = stats["stages"][list(STAGES).index(name)]["total_s"]
         assert spent_s * 1e3 == pytest.approx(sum(b.stage_ms[name] for b in run.batches))
     if working:
         assert sum(worker["batches"] for worker in stats["workers"]) == count

@@ -29,7 +29,7 @@ from shmloader import (
     LoaderStats,
     ShardedDataLoader,
 )
-from shmloader.insight.record import Record
+from shmloader.insight.record import Totals
 from shmloader.insight.verdict import Finding
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
@@ -260,15 +260,15 @@ def test_an_epoch_that_was_given_up_is_over(kind) -> None:
 
 def test_who_asks_while_epochs_are_summed_up_counts_each_epoch_once(monkeypatch) -> None:
     asked: list[int] = []
-    merge = Record.merge
+    merge = Totals.merge
 
-    def ask_and_merge(record: Record, later: Record) -> None:
+    def ask_and_merge(totals: Totals, later: Totals) -> None:
         if not asked:
             asked.append(0)
             asked[0] = loader.stats("total").batches
-        merge(record, later)
+        merge(totals, later)
 
-    monkeypatch.setattr(Record, "merge", ask_and_merge)
+    monkeypatch.setattr(Totals, "merge", ask_and_merge)
     with loader_of() as loader:
         given = 0
         while not asked:
@@ -424,7 +424,8 @@ def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> No
         try:
             sizes = []
             for _ in range(4):
-                for _ in range(500):
+                # Calls are summed up after each thousand.
+                for _ in range(2_002):
                     next(batches)
                 assert loader.stats().batches
                 gc.collect()

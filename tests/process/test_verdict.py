@@ -42,23 +42,20 @@ def quick(index: int) -> int:
     return index
 
 
-def second_epoch(
-    loader: DataLoader, use: Callable[[Any], object] = id, *, needs_cores: bool = False
-) -> LoaderStats:
+def second_epoch(loader: DataLoader, use: Callable[[Any], object] = id) -> LoaderStats:
     """What is said of an epoch that finds its workers ready.
 
-    Samples that sleep need no cores. What their workers lack of them is another program's doing,
-    such as another test's, and is left out.
+    Samples and consumers that sleep need no cores. What they lack of them is another program's
+    doing, such as another test's, and is left out.
     """
     with loader:
         for _ in range(2):
             for batch in loader:
                 use(batch)
         stats = loader.stats()
-    if needs_cores:
-        return stats
     workers = tuple(dataclasses.replace(worker, stalled_s=0.0) for worker in stats.workers)
-    return dataclasses.replace(stats, workers=workers)
+    consumer = dataclasses.replace(stats.consumer, stalled_s=0.0)
+    return dataclasses.replace(stats, workers=workers, consumer=consumer)
 
 
 def check(stats: LoaderStats, finding: Finding, *words: str) -> None:

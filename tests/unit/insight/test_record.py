@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.insight.core_time import ConsumerUsage, CoreTime, core_time_here
+from shmloader.insight.core_time import core_time_here
 from shmloader.insight.measurements import BatchTimes, WorkTimes
-from shmloader.insight.record import Record
+from shmloader.insight.record import ConsumerUsage, Record
 
 # The times of a batch: drawn at 10, sent at 20, begun at 30, fetched until 50, collated until 65,
 # encoded until 70, noticed and handed over at 80.
@@ -30,7 +30,9 @@ def record_of(worker_count: int = 2) -> Record:
 
 
 def waited(record: Record) -> dict[str, int]:
-    return {place: spent_ns for place, spent_ns in record.places().items() if spent_ns}
+    return {
+        place: spent_ns for place, spent_ns in record.totals().sums.places().items() if spent_ns
+    }
 
 
 ALL = {"send": 10, "queue": 10, "fetch": 20, "collate": 15, "encode": 5, "transport": 10}
@@ -55,29 +57,28 @@ def test_a_wait_is_divided_among_the_places_of_its_batch(
 ) -> None:
     record = record_of()
     first = times_of(work=WorkTimes(-9, 1, 1, 1, 1), handed_ns=0)
-    record.note_batch(first, 0, 0, None)  # its worker's first is another matter
-    record.note_batch(times_of(), asked_ns, taken_ns, stage, draw_ns)
+    record.add(0, 0, 0, first, None, 0)  # its worker's first is another matter
+    record.add(asked_ns, taken_ns, draw_ns, times_of(), stage, 0)
     assert waited(record) == expected
 
 
 def test_until_a_worker_begins_its_first_batch_it_starts() -> None:
     record = record_of()
-    record.note_batch(times_of(), 10, 80, None)
+    record.add(10, 80, 0, times_of(), None, 0)
     assert waited(record) == {"start": 20, "fetch": 20, "collate": 15, "encode": 5, "transport": 10}
 
 
 def test_iter_and_calls_without_a_batch_have_places() -> None:
     record = record_of()
-    record.note_begun(draw_ns=3)
-    record.note_wait(100, 107, "end")
-    record.note_wait(100, 102)
-    assert (record.waited["draw"], record.waited["end"], record.waited["other"]) == (3, 7, 2)
-    assert record.waited["start"] == record.iter_ns - 3
+    record.begin(draw_ns=3, ended_ns=20)
+    record.add(100, 107, 0, None, "end", 0)
+    record.add(100, 102, 0, None, "other", 0)
+    assert waited(record) == {"draw": 3, "start": 17, "end": 7, "other": 2}
 
 
 def test_without_workers_the_places_are_what_the_thread_did() -> None:
     record = Record(0, "in-process", 0, begin_ns=0)
-    record.note_local_batch(WORK, 0, 100, 1, "pin", draw_ns=30)
+    record.add(0, 100, 30, WORK, "pin", 1)
     assert waited(record) == {"draw": 30, "fetch": 20, "collate": 15, "pin": 5, "build": 30}
 
 
@@ -97,27 +98,39 @@ def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
         stage = ("device", at[7], at[8]) if has_stage else None
         asked_ns = taken_ns + steps[0]
         taken_ns = max(asked_ns, at[9])
-        record.note_batch(times, asked_ns, taken_ns, stage, draw_ns)
-        assert all(spent_ns >= 0 for spent_ns in record.waited.values())
-    assert sum(record.places().values()) == record.waits.total_ns
+        record.add(asked_ns, taken_ns, draw_ns, times, stage, 0)
+    sums = record.totals().sums
+    assert all(spent_ns >= 0 for spent_ns in sums.waited.values())
+    assert sum(sums.places().values()) == sums.waits.total_ns
 
 
 def test_a_worker_is_idle_between_its_batches_and_perhaps_awaited() -> None:
     """The second worker has done its batch at 40, and gets another at 100; the first needs 90."""
     record = record_of()
-    record.note_batch(times_of(0, WorkTimes(1, 89, 0, 0, 1), handed_ns=91), 10, 91, None)
-    record.note_batch(times_of(1, WorkTimes(1, 39, 0, 0, 1), handed_ns=92), 92, 92, None)
-    record.note_batch(times_of(1, WorkTimes(100, 10, 0, 0, 1), handed_ns=110), 95, 110, None)
-    worker = record.copy().workers[1]
-    assert worker.idle_ns == 60
+    record.add(10, 91, 0, times_of(0, WorkTimes(1, 89, 0, 0, 1), handed_ns=91), None, 0)
+    record.add(92, 92, 0, times_of(1, WorkTimes(1, 39, 0, 0, 1), handed_ns=92), None, 0)
+    record.add(95, 110, 0, times_of(1, WorkTimes(100, 10, 0, 0, 1), handed_ns=110), None, 0)
+    workers = record.totals().sums.workers
+    assert workers[1].idle_ns == 60
     # From 40 until the slow batch was loaded at 90; and from 95 on it was asked for another.
-    assert worker.idle_awaited_ns == 50 + 5
-    total = record_of()
-    for _ in range(2):
-        total.merge(record.copy())
-    assert total.copy().workers[1].idle_ns == 120
-    assert total.copy().workers[1].idle_awaited_ns == 110
-    assert record.copy().workers[0].idle_ns == 0
+    assert workers[1].idle_awaited_ns == 50 + 5
+    assert workers[0].idle_ns == 0
+    total = record.totals()
+    total.merge(record.totals())
+    assert total.sums.workers[1].idle_ns == 120
+    assert total.sums.workers[1].idle_awaited_ns == 110
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_calls_that_were_summed_up_early_count_the_same(in_order) -> None:
+    early, late = (Record(0, "processes", 2, begin_ns=0, in_order=in_order) for _ in range(2))
+    early.most_calls = 1
+    for number, asked_ns in enumerate(range(10, 400, 45)):
+        work = WorkTimes(asked_ns + 5 - 20 * (number % 3), 20 + number, 3, 2, 1)
+        times = times_of(number % 2, work, seen_ns=asked_ns + 60, handed_ns=asked_ns + 62)
+        for record in (early, late):
+            record.add(asked_ns, asked_ns + 70, 3, times, None, 0)
+    assert early.totals().sums == late.totals().sums
 
 
 def test_what_the_consumer_uses_counts_until_the_epoch_ends() -> None:
@@ -126,23 +139,25 @@ def test_what_the_consumer_uses_counts_until_the_epoch_ends() -> None:
     while time.thread_time_ns() < until_ns:
         pass
     with ThreadPoolExecutor(1) as other:
-        seen = other.submit(lambda: record.copy().consumer()).result()
+        seen = other.submit(lambda: record.totals().consumer).result()
     assert seen.process_cpu_ns >= 5_000_000
     if core_time_here() is not None:
-        assert seen.core_time is not None
-        assert 0 < seen.core_time.cpu_ns <= seen.process_cpu_ns + 10_000_000  # ticks of the clock
+        assert seen.cpu_ns is not None
+        assert 0 < seen.cpu_ns <= seen.process_cpu_ns + 10_000_000  # ticks of the clock
     record.end()
-    assert record.consumer().process_cpu_ns >= seen.process_cpu_ns
-    assert record.consumer() == record.consumer() == record.copy().consumer()
+    after = record.totals().consumer
+    assert after.process_cpu_ns >= seen.process_cpu_ns
+    assert after == record.totals().consumer
 
 
 def test_what_the_consumer_used_in_two_epochs_is_added() -> None:
-    one = ConsumerUsage(5, CoreTime(4, 2))
-    assert one.and_then(ConsumerUsage(7, CoreTime(1, 3))) == ConsumerUsage(12, CoreTime(5, 5))
-    assert one.and_then(ConsumerUsage(7)) == ConsumerUsage(12, CoreTime(4, 2))
+    one = ConsumerUsage(5, 4, 2)
+    assert one.plus(ConsumerUsage(7, 1, 3)) == ConsumerUsage(12, 5, 5)
+    assert one.plus(ConsumerUsage(7)) == ConsumerUsage(12, 4, 2)
+    assert one.plus(ConsumerUsage(1, 1, 1), -1) == ConsumerUsage(4, 3, 1)
     first, second = record_of(), record_of()
     first.end()
     second.end()
-    total = first.copy()
-    total.merge(second.copy())
-    assert total.consumer() == first.consumer().and_then(second.consumer())
+    total = first.totals()
+    total.merge(second.totals())
+    assert total.consumer == first.totals().consumer.plus(second.totals().consumer)

@@ -16,8 +16,8 @@ from shmloader.insight import (
     WaitStats,
     WorkerStats,
 )
-from shmloader.insight.measurements import PLACES
-from shmloader.insight.text import PLACES_IN_WORDS, counted, seconds, size
+from shmloader.insight.measurements import PLACES, STAGES
+from shmloader.insight.text import counted, seconds, size
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,8 @@ def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
 
 
 def test_each_place_has_words() -> None:
-    assert tuple(PLACES_IN_WORDS) == WaitPlaces._fields == PLACES
+    assert tuple(PLACES) == WaitPlaces._fields
+    assert tuple(STAGES) == Stages._fields
 
 
 def test_a_notebook_shows_text_as_text() -> None:

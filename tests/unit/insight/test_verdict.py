@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from shmloader.insight import (
     WaitStats,
     WorkerStats,
 )
-from shmloader.insight.snapshot import Machine, Stages
+from shmloader.insight.figures import Machine, Stages
+from shmloader.insight.record import Record
+from shmloader.insight.snapshot import snapshot
 from shmloader.insight.verdict import LITTLE_SHARE, Finding
 
 # Two workers that are busy all the time, in an epoch of ten seconds.
@@ -268,3 +271,39 @@ def test_more_and_fewer_workers_are_never_advised_for_similar_epochs() -> None:
             worker = {"cpu_s": 10 * (cpu + more), "stalled_s": 10 * max(0.0, stalled - less)}
             found.add(stats_of(worker, fetch=5, workers=4, cores=cores).finding)
         assert not {Finding.TOO_FEW_WORKERS, Finding.TOO_MANY_WORKERS} <= found, (cpu, stalled)
+
+
+MS = 1_000_000
+
+
+def run(load_ms: int, build_ms: int, use_ms: Callable[[int], int], count: int = 36) -> LoaderStats:
+    """Statistics of an epoch with two workers that have two batches each ahead, without a clock."""
+    record = Record(0, "processes", 2, begin_ns=MS)
+    now_ns, free_ns, taken = MS, [0, 0], [MS] * 4
+    for number in range(count):
+        worker_id, asked_ns, sent_ns = number % 2, now_ns, taken[-4]
+        began_ns = max(sent_ns, free_ns[worker_id])
+        end_ns = free_ns[worker_id] = began_ns + load_ms * MS
+        here_ns = max(asked_ns, end_ns)
+        now_ns = here_ns + build_ms * MS
+        work = (began_ns, load_ms * MS, 0, 0, 1)
+        times = (worker_id, sent_ns, sent_ns, work, asked_ns, here_ns, here_ns, 1, 0)
+        record.add(asked_ns, now_ns, 0, times, None, 0)
+        taken.append(now_ns)
+        now_ns += use_ms(number) * MS
+    return snapshot(record.totals(), 1, Machine(cores=4))
+
+
+def test_bursts() -> None:
+    """Workers could keep up, if they were not held up while the consumer works."""
+    stats = run(30, 0, lambda number: 400 if number % 12 == 5 else 0)
+    assert stats.finding is Finding.BURSTS, str(stats)
+    assert "raise prefetch_factor" in stats.verdict
+    assert run(30, 0, lambda _: 0).finding is Finding.TOO_FEW_WORKERS
+    assert run(30, 0, lambda _: 33).finding is Finding.NOTHING_TO_GAIN
+
+
+def test_handing_over() -> None:
+    stats = run(1, 10, lambda _: 0)
+    assert stats.finding is Finding.DELIVERY, str(stats)
+    assert "use a larger batch_size" in stats.verdict
