@@ -57,11 +57,11 @@ demo: $(STAMP)-examples
 	@$(BIN)/python examples/train_digits.py $(ARGS)
 
 test: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration -m 'not slow' \
+	@$(BIN)/python -m pytest --numprocesses=4 --dist=worksteal --ignore=tests/integration -m 'not slow' \
 		--durations=15 $(ARGS)
 
 test-full: $(STAMP)-test
-	@$(BIN)/python -m pytest --numprocesses=4 --ignore=tests/integration -m slow \
+	@$(BIN)/python -m pytest --numprocesses=4 --dist=worksteal --ignore=tests/integration -m slow \
 		--durations=15 $(ARGS)
 
 test-integration: $(STAMP)-test

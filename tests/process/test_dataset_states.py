@@ -251,23 +251,6 @@ def test_a_worker_that_is_replaced_has_its_predecessors_state() -> None:
     assert run(1) == run(0)
 
 
-def test_a_state_that_cannot_be_loaded_raises_to_the_user() -> None:
-    class Refuses(Counting):
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            raise KeyError("count")
-
-    with make(2) as loader:
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        state = loader.state_dict()
-    with (
-        resumed(state, 2, dataset=Refuses()) as other,
-        pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process"),
-    ):
-        next(iter(other))
-
-
 def test_a_sharded_loaders_datasets_have_states_too() -> None:
     def sharded() -> ShardedDataLoader[Any]:
         return ShardedDataLoader(Counting(), batch_size=2, num_workers=1)

@@ -154,17 +154,6 @@ def test_a_forked_child_never_sees_its_batch_change() -> None:
     results.close()
 
 
-@pytest.mark.slow
-def test_memory_stays_bounded_while_a_child_is_forked_for_each_batch(slots) -> None:
-    loader = DataLoader(Calls(plane, 40), num_workers=2)
-    for number, batch in enumerate(loader):
-        pid = os.fork()
-        if pid == 0:
-            os._exit(int(float(batch.mean()) != number))
-        assert os.waitpid(pid, 0)[1] == 0
-        assert len(slots.maps()) <= 2 * 2 + 4
-
-
 def test_a_batch_that_is_kept_over_many_forks_costs_no_memory(slots) -> None:
     batches = iter(DataLoader(Calls(plane, 60), num_workers=1, prefetch_factor=1))
     for number in range(30):
@@ -241,39 +230,6 @@ def test_views_of_a_batch_outlive_its_move_to_torchs_shared_memory(collate) -> N
     loader.close()
 
 
-@pytest.mark.slow
-def test_views_of_a_batch_outlive_its_way_through_a_queue(tmp_path) -> None:
-    program = """
-        import numpy as np, torch
-        from shmloader import DataLoader
-
-        class Data:
-            def __len__(self):
-                return 40
-            def __getitem__(self, index):
-                return {"large": torch.full((30_000,), index), "small": torch.tensor(index)}
-
-        for strategy in ("file_descriptor", "file_system"):
-            torch.multiprocessing.set_sharing_strategy(strategy)
-            queue = torch.multiprocessing.Queue()
-            views = []
-            for number, batch in enumerate(DataLoader(Data(), num_workers=2)):
-                views.append([part.numpy() for part in batch.values()])
-                queue.put(batch)
-                got = queue.get(timeout=30)
-                assert all(part.is_shared() for part in batch.values())
-                assert [int(part.flatten()[-1]) for part in got.values()] == [number, number]
-                del batch, got
-                if number >= 4 and number % 2:
-                    views[number - 4] = None
-            seen = [pair and [int(view.flat[-1]) for view in pair] for pair in views]
-            assert sum(pair is None for pair in seen) == 18
-            assert all(pair in (None, [n, n]) for n, pair in enumerate(seen)), seen
-            queue.close()
-        """
-    run_program(program, tmp_path / "program.py").assert_quiet()
-
-
 # ---------------------------------------------------------------- kept in the worker
 
 
@@ -317,18 +273,6 @@ def test_what_a_collate_function_keeps_is_never_written_again(make) -> None:
             assert batch["number"] == number
             assert float(batch["made"].mean()) == number
     loader.close()
-
-
-def test_a_collate_function_may_return_what_it_kept() -> None:
-    kept: list[torch.Tensor] = []
-
-    def collate(samples: list[torch.Tensor]) -> list[torch.Tensor]:
-        kept.append(by_empty(samples))
-        return [kept[0], kept[-1]]
-
-    loader = DataLoader(Calls(plane, 30), num_workers=1, collate_fn=collate)
-    for number, (first, last) in enumerate(loader):
-        assert [float(first.mean()), float(last.mean())] == [0, number]
 
 
 def test_a_sample_that_a_dataset_made_by_a_nested_collate_may_be_kept() -> None:

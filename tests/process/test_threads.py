@@ -570,16 +570,6 @@ def interrupt_where(name: str) -> Any:
     return in_thread(press)
 
 
-def test_a_ctrl_c_while_next_waits_loses_nothing(held, ctrl_c) -> None:
-    second = held(1)
-    batches = iter(make(Calls(second, 8)))
-    assert next(batches) == 0
-    with pytest.raises(KeyboardInterrupt), interrupt_where("wait"):
-        next(batches)
-    second.go.set()
-    assert list(batches) == list(range(1, 8))
-
-
 FILES = {
     shmloader.engine.base.__file__,
     shmloader.engine.engine.__file__,
@@ -1221,15 +1211,6 @@ def test_the_option_is_an_attribute_that_copies_keep() -> None:
         assert other.thread_pool is True
         assert [int(batch) for batch in other] == [1, 2]
     del batches
-
-
-def test_an_attribute_that_was_set_since_is_checked_when_an_epoch_begins() -> None:
-    loader = make(4)
-    loader.worker_restarts = 3
-    with pytest.raises(ValueError, match="cannot be combined with worker_restarts"):
-        iter(loader)
-    loader.worker_restarts = 0
-    assert list(loader) == [0, 1, 2, 3]
 
 
 def test_more_threads_than_cores_are_no_reason_to_warn() -> None:

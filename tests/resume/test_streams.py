@@ -121,18 +121,6 @@ def states_of(loader, epochs):
     return given, states
 
 
-def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over():
-    with make(WithoutState, 2) as loader:
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        loader.close()
-        state = loader.state_dict()
-        with pytest.raises(shmloader.ClosedLoaderError):
-            next(iterator)
-        assert loader.state_dict() == state
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("workers", [0, 1, 3])
