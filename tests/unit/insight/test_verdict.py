@@ -61,17 +61,17 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "all cores compute": (
         stats_of({"cpu_s": 9.0}, fetch=5, cores=2),
         Finding.CORES_BUSY,
-        "on all of 2 cores: make that cheaper",
+        "use most of 2 cores: make `__getitem__`",
     ),
     "more workers than cores": (
         stats_of(STALLED, fetch=5, workers=4, cores=2),
         Finding.TOO_MANY_WORKERS,
-        "4 workers compete for 2 cores; lower num_workers",
+        "4 workers compete for 2 cores, with the consumer",
     ),
     "more workers than cores, and others": (
         stats_of({"cpu_s": 2.0, "stalled_s": 7.0}, fetch=5, workers=4, cores=2),
         Finding.TOO_MANY_WORKERS,
-        "other programs use them too",
+        "and perhaps other programs, and often no core was free: lower num_workers",
     ),
     "others have the cores": (
         stats_of(STALLED, fetch=5, cores=2),
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "the consumer has one of the cores": (  # and no other program runs
         stats_of(STALLED, fetch=5, cores=2, consumer=ConsumerStats(process_cpu_s=8.0)),
         Finding.CORES_BUSY,
-        "the workers and the consumer use most of 2 cores; make `__getitem__`",
+        "the workers and the consumer use most of 2 cores: make `__getitem__`",
     ),
     "threads are part of the consumer's process": (
         stats_of(
@@ -153,19 +153,19 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "no core to take batches with": (
         stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 4.0)),
         Finding.CORES_TAKEN,
-        "no core was free for the consumer to take it",
+        "workers or the consumer often wanted to run when no core was free",
     ),
     "no core to take batches with, by the workers": (
         stats_of({"cpu_s": 9.0}, transport=4, cores=2, consumer=ConsumerStats(1.0, 1.0, 4.0)),
         Finding.CORES_BUSY,
-        "the workers and the consumer use most of 2 cores; make `__getitem__`",
+        "the workers and the consumer use most of 2 cores: make `__getitem__`",
     ),
     "no core to take batches with, by too many workers": (
         stats_of(
             {"cpu_s": 4.0}, transport=4, workers=4, cores=2, consumer=ConsumerStats(1.0, 1.0, 4.0)
         ),
         Finding.TOO_MANY_WORKERS,
-        "4 workers compete with it for 2 cores; lower num_workers",
+        "4 workers compete for 2 cores, with the consumer",
     ),
     "a core was wanted for training": (  # so little that it does not explain the delivery
         stats_of(transport=3, build=1, fetch=1, consumer=ConsumerStats(5.0, 5.0, 1.5)),
@@ -227,12 +227,12 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "an executor that is busy": (
         stats_of(kind="executor", queue=4, fetch=1),
         Finding.EXECUTOR_BUSY,
-        "for 80% of that, the next batch's task waited for the executor",
+        "task waited for the executor or was on its way",
     ),
     "an executor at work": (
         stats_of(kind="executor", queue=1, fetch=4),
         Finding.TOO_FEW_WORKERS,
-        "being made, mostly in `__getitem__`: give the executor more processes",
+        "mostly in `__getitem__`: give the executor more processes",
     ),
     "another": (stats_of(kind="other", other=5), Finding.OTHER_LOADER, "not one of shmloader's"),
     "hardly a wait": (stats_of(fetch=0.2, share=0.02), Finding.NOTHING_TO_GAIN, "waited 2.0%"),
