@@ -77,7 +77,7 @@ applies. A thread cannot be ended: it is left behind, and its ticket is put into
   oldest ticket from one queue, and the answer says which thread took it.
 * With ``executor=`` a worker is only a number, which stands for one task in flight; there are as
   many of them as the window has tickets. A task carries no dataset: the executor's process that
-  runs it keeps one. The result is written to a slot in this process
+  runs it keeps one. Batches come without slots: the executor's transport has made their memory
   (:mod:`shmloader.pools.executor`).
 
 With ``num_workers=0`` there is neither an engine nor a pool: ``next()`` draws an index batch and

@@ -142,6 +142,7 @@ class Engine(EngineBase):
             is_iterable=is_iterable,
             is_dynamic=is_dynamic,
             has_queue=self._has_queue,
+            has_slots=pool.memory is not None,
             present=present,
             sharers=sharers,
             read_loads=read_loads,
@@ -149,7 +150,9 @@ class Engine(EngineBase):
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
             self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
-        self._slots = None if self._has_queue else SlotBatches(self._slot_pool, self._scheduler)
+        self._slots: SlotBatches | None = None
+        if pool.memory is not None:
+            self._slots = SlotBatches(self._slot_pool, self._scheduler)
 
     @property
     def needs_thread(self) -> bool:

@@ -101,6 +101,7 @@ class Scheduler:
         is_iterable: bool = True,
         is_dynamic: bool = False,
         has_queue: bool = False,
+        has_slots: bool = True,
         present: int | None = None,
         sharers: int = 1,
         read_loads: Callable[[], Sequence[int] | None] | None = None,
@@ -120,8 +121,8 @@ class Scheduler:
             is_iterable: Whether the datasets are iterable.
             is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
             has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
-                in flight when an epoch is left, its workers do not die, and its batches have no
-                slots.
+                in flight when an epoch is left, and its workers do not die.
+            has_slots: Whether batches come in slots. Those of a pool with a queue do not.
             present: How many workers run at first, with dynamic dispatch; None for all.
             sharers: How many engines share the workers. Each has tickets for its share of them.
             read_loads: Returns how many tasks each worker has from the other engines, by worker
@@ -129,7 +130,7 @@ class Scheduler:
         """
         self.epoch = 0
         self.is_dynamic = is_dynamic
-        self._has_queue = has_queue
+        self._has_queue, self._has_slots = has_queue, has_slots and not has_queue
         self.task_limit = 1
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
@@ -195,7 +196,9 @@ class Scheduler:
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
         """Assign a ticket to a worker, to be sent unless the worker does not run."""
-        ticket.worker_id, ticket.slot_id = worker.worker_id, self.slots.take(worker.worker_id)
+        ticket.worker_id = worker.worker_id
+        if self._has_slots:
+            ticket.slot_id = self.slots.take(worker.worker_id)
         worker.in_flight += 1
         if worker.state is DEAD:
             # The death is delivered in the ticket's place in the order.
@@ -336,8 +339,8 @@ class Scheduler:
             self._arrived.append(ticket)
 
     def _move_slot(self, ticket: Ticket, state: SlotState) -> None:
-        """Change the state of a ticket's slot. A pool with a queue has no slots."""
-        if not self._has_queue:
+        """Change the state of a ticket's slot, if it has one."""
+        if self._has_slots:
             self.slots.move(ticket.slot_id, state)
 
     def stream_ended(

@@ -558,12 +558,13 @@ def check_executor(loader: Any) -> None:
         "thread_pool": loader.thread_pool,
         "multiprocessing_context": loader.multiprocessing_context is not None,
         "sample_timeout": loader.sample_timeout is not None,
+        "shm_size": loader.shm_size is not None,
     }
     for_own = [name for name, is_given in given.items() if is_given]
     if for_own:
         raise ValueError(
             f"executor cannot be combined with {', '.join(for_own)}: the executor starts and ends "
-            "its processes itself"
+            "its processes itself, and carries their batches"
         )
 
 

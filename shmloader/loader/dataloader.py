@@ -155,7 +155,8 @@ class DataLoader(MeasuredLoader[_T_co]):
             process makes the next batch, so give ``seed``. In Dask's workers, whose own threads
             draw from Python's ``random``, samples repeat only if they draw from
             :func:`shmloader.sample_rng`, numpy or torch. The executor is never shut down. Cannot be
-            combined with ``thread_pool``, ``multiprocessing_context`` or ``sample_timeout``.
+            combined with ``thread_pool``, ``multiprocessing_context``, ``sample_timeout`` or
+            ``shm_size``.
         fetch_concurrency: How many samples of a batch of a map-style dataset each worker (or this
             process, with ``num_workers=0``) loads at once. If ``__getitem__`` is an ``async def``,
             the samples are coroutines on an event loop that lasts as long as the worker. Otherwise

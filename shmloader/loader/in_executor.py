@@ -4,11 +4,10 @@ import secrets
 
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.unpicklable import explain, find_unpicklable
+from shmloader.engine.engine import Engine
 from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig
-from shmloader.loader.slot_iterator import SlotIterator
-from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.arena import uncapped_slot_bytes
+from shmloader.loader.iterator import EngineIterator
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.slot_memory import PageLocker
@@ -16,37 +15,43 @@ from shmloader.pools.slot_memory import PageLocker
 _NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 
 
-class ExecutorIterator(SlotIterator):
-    """Delivers batches that tasks of the user's executor make, through slots of this process."""
+class ExecutorIterator(EngineIterator):
+    """Delivers batches that tasks of the user's executor make."""
 
     _pool: ExecutorPool
 
-    def _open(self, locker: PageLocker | None) -> None:
-        config, slot_bytes = self._config, self._config.slot_bytes
-        most_bytes = uncapped_slot_bytes() if slot_bytes is None else slot_bytes
+    def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - there are no slots
+        config, parts = self._config, self._parts
         assert config.executor is not None
-        parts = self._parts
         if parts.process_numbers is None:
             parts.process_numbers = ProcessNumbers()
             parts.executor_key = secrets.token_bytes(16)
-        # This process alone writes to the slots.
-        memory = self._memory_config(1, config.most_window)
         self._pool = ExecutorPool(
             config.executor,
-            _make_payload(config, most_bytes),
+            _make_payload(config),
             loader=parts.executor_key,
             numbers=parts.process_numbers,
             base_seed=int(self._base_seed),
-            slot_bytes=most_bytes,
-            slot_count=config.most_window + config.lend_limit,
-            locker=locker,
-            admission=MemoryAdmission(memory),
         )
-        # To the engine, each batch in flight is a worker.
-        self._engine = self._make_engine(self._pool, config.most_window)
+        self._engine = Engine(
+            self._pool,
+            worker_count=config.most_window,  # to the engine, each batch in flight is a worker
+            window=config.most_window,
+            lend_limit=0,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            worker_restarts=config.worker_restarts,
+            is_iterable=False,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts),
+        )
+
+    def _begin_draws(self) -> None:
+        self._pool.dataset_epoch = self._parts.dataset_epoch.told
+        super()._begin_draws()
 
 
-def _make_payload(config: LoaderConfig, slot_bytes: int) -> PortablePayload:
+def _make_payload(config: LoaderConfig) -> PortablePayload:
     """Pickle the parts of the loader that the executor's processes get.
 
     Raises:
@@ -54,7 +59,7 @@ def _make_payload(config: LoaderConfig, slot_bytes: int) -> PortablePayload:
     """
     objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
     try:
-        return PortablePayload((*objects, tuple(config.fetch), config.num_workers, slot_bytes))
+        return PortablePayload((*objects, tuple(config.fetch), config.num_workers))
     except Exception as error:
         if is_interruption(error):
             raise

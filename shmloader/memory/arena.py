@@ -262,7 +262,7 @@ class Arena:
             "raise shm_size, which is divided equally among prefetch_factor * num_workers slots "
             "and those that may be lent"
         )
-        if needed_bytes is None or slot_count == 1:  # a process of an executor has one slot
+        if needed_bytes is None:
             return text
         enough = describe_shm_size(slot_count, needed_bytes)
         return f"{text}, {slot_count} in all: {enough} suffices for this"

@@ -9,7 +9,7 @@ pool                workers                                     batches arrive
 ``ProcessPool``     processes that this process started, or     in slots of shared memory
                     that all ranks of a host share
 ``ThreadPool``      threads of this process                     as ordinary objects
-``ExecutorPool``    numbers that stand for an executor's tasks  as buffers, copied to slots here
+``ExecutorPool``    numbers that stand for an executor's tasks  as ordinary objects
 ==================  ==========================================  ===================================
 
 Every pool keeps these rules:
@@ -130,6 +130,10 @@ class Pool(Protocol):
     counts: Counts
     readings: Readings
     has_queue: bool
+
+    @property
+    def memory(self) -> SlotMemory | None:
+        """The slots' memory, if batches come in slots."""
 
     @property
     def is_waiting(self) -> bool:

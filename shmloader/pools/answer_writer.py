@@ -1,9 +1,8 @@
 """Writes a worker's answers: into the message if they are short, otherwise into the slot.
 
-It runs where batches are made, on the thread that makes them: in a worker process, or in a process
-of an executor. The slot is the one that ``SlotWriter.open`` was last called with. A batch that does
-not fit into its slot fails. An error or report that does not fit is shortened, and a state that
-does not fit is left out.
+It runs in a worker process, on the thread that makes batches. The slot is the one that
+``SlotWriter.open`` was last called with. A batch that does not fit into its slot fails. An error or
+report that does not fit is shortened, and a state that does not fit is left out.
 """
 
 import pickle
@@ -28,6 +27,33 @@ from shmloader.messages import INLINE_BYTES, Spilled, TooLong
 
 # Once the user's code has kept memory of this many batches, it gets no more memory of slots.
 _KEPT_LIMIT = 4
+
+
+def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+    """Pickle a batch; see :func:`pickle_batch`.
+
+    Raises:
+        TypeError: If part of the batch cannot be pickled; names that part.
+        MemoryError: If there is no memory for that.
+    """
+    try:
+        return pickle_batch(batch, by_value=by_value)
+    except MemoryError:
+        raise
+    except Exception as error:
+        pickler = ByValuePickler if by_value else PlainPickler
+
+        def pickle_to(value: object, file: Any) -> None:
+            pickler(file, reduce_data, OutOfBand(), batch_reducers()).dump(value)
+
+        found = find_unpicklable([batch], ["batch"], pickle_to=pickle_to)
+        path, part = found or ("batch", batch)
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise TypeError(
+            f"a batch cannot be sent from its worker: {path} is {with_article(kind)} and "
+            f"cannot be pickled ({type(error).__name__}: {error}). Return something picklable "
+            "from the dataset or collate_fn."
+        ) from error
 
 
 class AnswerWriter:
@@ -70,7 +96,7 @@ class AnswerWriter:
             batch = self._shard_layouts.joined(batch, self._writer.slot)
         flat = batch if type(batch) is FlatLayout else None
         if flat is None:
-            pickled = self._pickled(batch)
+            pickled = pickle_or_explain(batch, by_value=self.by_value)
             layout = place(pickled, self._writer, spill_bytes=INLINE_BYTES // 2)
         elif flat is self._last_flat_layout:
             return None
@@ -81,30 +107,6 @@ class AnswerWriter:
         # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return sent
-
-    def _pickled(self, batch: object) -> tuple[bytes, OutOfBand]:
-        try:
-            return pickle_batch(batch, by_value=self.by_value)
-        except MemoryError:
-            raise
-        except Exception as error:
-            pickler = ByValuePickler if self.by_value else PlainPickler
-
-            def pickle_to(value: object, file: Any) -> None:
-                pickler(file, reduce_data, OutOfBand(), batch_reducers()).dump(value)
-
-            found = find_unpicklable([batch], ["batch"], pickle_to=pickle_to)
-            path, part = found or ("batch", batch)
-            kind = f"{type(part).__module__}.{type(part).__qualname__}"
-            raise TypeError(
-                f"a batch cannot be sent from its worker: {path} is {with_article(kind)} and "
-                f"cannot be pickled ({type(error).__name__}: {error}). Return something picklable "
-                "from the dataset or collate_fn."
-            ) from error
-
-    def repeat_layout(self) -> None:
-        """Send the next batch's layout even if it equals that of the last batch."""
-        self._last_layout, self._last_flat_layout = b"", None
 
     def put_error(self, error: RemoteError) -> bytes | Spilled:
         """Write an error, shortened if the slot has no room for it."""

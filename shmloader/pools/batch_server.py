@@ -1,7 +1,6 @@
 """Makes the batch of one task in a slot, and the message that answers the task.
 
-All of it runs where batches are made, on the thread that makes them: in a worker process, once for
-each of its channels, or in a process of an executor.
+All of it runs in a worker process, once for each of its channels, on the thread that makes batches.
 """
 
 import ctypes

@@ -9,26 +9,27 @@ So one batch is made at a time, and some settings that a worker process of ours 
 life are set only while a task runs: the worker info, one thread for torch's computations, and the
 states of the random number generators.
 
-The answer is the message that a worker process would send, and the contents of the slot that this
-message describes, as an array. Any executor can send an array, and Dask and Ray do so without
-pickling it.
+A batch is sent as a pickle and arrays. Any executor can send arrays, and Dask and Ray do so without
+pickling them.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import socket
-import struct
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from shmloader.batch.arrays import ArraysHere
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.maker import BatchMaker
 from shmloader.batch.portable import (
     MissingPayloadError,
     PayloadHandle,
@@ -37,12 +38,14 @@ from shmloader.batch.portable import (
 )
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
-from shmloader.memory.arena import Arena, Slot
+from shmloader.batch.timer import Timer
 from shmloader.memory.collate import install
-from shmloader.messages import BatchFailed, Spilled, Task, pack
-from shmloader.pools.batch_server import BatchServer
+from shmloader.memory.slot_writer import SlotWriter
+from shmloader.pools.answers import Answer, Batch, Empty, Failure
+from shmloader.pools.object_answers import make_answer, pack_batch
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
+from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import GlobalState
 
 #: The most loaders whose datasets a process keeps.
@@ -56,64 +59,19 @@ _MMAP_BYTES = 32 << 20
 
 
 class Shared(NamedTuple):
-    """What all tasks of an iterator have in common. It is pickled once.
+    """What all tasks of an iterator have in common. It travels as a plain tuple.
 
     Attributes:
         loader: Identifies the loader.
-        payload: The handle of the pickled dataset and functions.
+        payload: The fields of the ``PayloadHandle`` of the pickled dataset and functions.
         home: The token of the process that has the loader.
         base_seed: Seeds a process's random generators for this loader, together with its number.
     """
 
     loader: bytes
-    payload: PayloadHandle
+    payload: "tuple[Any, ...]"
     home: bytes
     base_seed: int
-
-    def dumps(self) -> bytes:
-        """Pickle the fields, as plain tuples."""
-        plain = (self.loader, tuple(self.payload), self.home, self.base_seed)
-        return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def loads(cls, data: bytes) -> "Shared":
-        """Return what :meth:`dumps` has written."""
-        loader, payload, home, base_seed = pickle.loads(data)
-        return cls(loader, PayloadHandle(*payload), home, base_seed)
-
-
-class Own(NamedTuple):
-    """The part of a task that differs from other tasks of the iterator.
-
-    Attributes:
-        number: The worker number that the process gets, if it has none for this payload.
-        seq: Number of the batch in its epoch.
-        epoch: Number of the epoch within the iterator.
-        slot_id: Number of the batch's slot in the main process.
-        dataset_epoch: The number for the dataset's ``set_epoch()``; -1 for no call.
-        indices: The pickled indices.
-    """
-
-    number: int
-    seq: int
-    epoch: int
-    slot_id: int
-    dataset_epoch: int
-    indices: bytes
-
-    def dumps(self) -> bytes:
-        """Pack the fields. A struct takes a fraction of the time that a second pickle would."""
-        return _NUMBERS.pack(*self[:-1]) + self.indices
-
-    @classmethod
-    def loads(cls, data: bytes) -> "Own":
-        """Return what :meth:`dumps` has written."""
-        number, seq, epoch, slot_id, dataset_epoch = _NUMBERS.unpack_from(data)
-        return cls(number, seq, epoch, slot_id, dataset_epoch, data[_NUMBERS.size :])
-
-
-# The numbers of a task, before its indices.
-_NUMBERS = struct.Struct("<5q")
 
 
 class Result(NamedTuple):
@@ -123,15 +81,49 @@ class Result(NamedTuple):
         pid: Id of the process that ran it, on its machine.
         refusal: Why the process cannot make batches; "" if it can.
         number: The worker number of that process; -1 if it made no batch.
-        message: The packed message for the main process; b"" if the process has no payload.
-        contents: The slot's contents, of shape (bytes,); None if nothing was written to the slot.
+        outcome: The fields of an :class:`Outcome`; None if the process has no payload.
     """
 
     pid: int
     refusal: str = ""
     number: int = -1
-    message: bytes = b""
-    contents: "np.ndarray[Any, np.dtype[np.uint8]] | None" = None
+    outcome: "tuple[Any, ...] | None" = None
+
+
+class Outcome(NamedTuple):
+    """The answer to a task, as values that any executor can send.
+
+    Attributes:
+        error: The pickled error; None for none.
+        report: The pickled report on the samples; None if bad samples raise.
+        packed: What ``pack_batch`` returned; None if there is no batch.
+        times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by that process's
+            clock.
+        nbytes: Bytes of the batch's tensors and arrays.
+    """
+
+    error: bytes | None = None
+    report: bytes | None = None
+    packed: "tuple[Any, ...] | None" = None
+    times: "tuple[int, ...] | None" = None
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, answer: Answer) -> "Outcome":
+        """Return the values of an answer whose batch is packed."""
+        report = None if answer.report is None else answer.report.dumps()
+        if isinstance(answer, Batch):
+            return cls(None, report, answer.content, answer.times, answer.nbytes)
+        return cls(answer.error.dumps() if isinstance(answer, Failure) else None, report)
+
+    def answer(self) -> Answer:
+        """Return the answer. A batch is still packed."""
+        report = None if self.report is None else SampleReport.loads(self.report)
+        if self.error is not None:
+            return Failure(RemoteError.loads(self.error), report=report)
+        if self.packed is None:
+            return Empty(report)
+        return Batch(self.packed, report, self.times, self.nbytes)
 
 
 def this_version() -> str:
@@ -141,36 +133,40 @@ def this_version() -> str:
 
 def make_batch(
     version: str,
-    shared: bytes,
-    own: bytes,
-    attempt: int,  # noqa: ARG001 - or else Dask would not run a task that equals an earlier one
+    shared: "tuple[Any, ...]",
+    number: int,
+    dataset_epoch: int | None,
+    indices: bytes,
     contents: Any = None,
 ) -> tuple[Any, ...]:
     """Make the batch of a task. This function is submitted to the executor.
 
     Args:
         version: Version of shmloader in the main process.
-        shared: A packed :class:`Shared`.
-        own: A packed :class:`Own`.
-        attempt: Number of the call.
+        shared: The fields of a :class:`Shared`.
+        number: The worker number that the process gets, if it has none for this payload.
+        dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
+        indices: The pickled indices.
         contents: The payload, for a process that cannot open it by its handle; else None.
 
     Returns:
-        The fields of a :class:`Result`. An exception of the user's code is in its message.
+        The fields of a :class:`Result`. An exception of the user's code is in its outcome.
     """
     pid = os.getpid()
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {socket.gethostname()}, and the loader "
         text += f"has {version}: install the same version there"
         return (*Result(pid, text),)
-    common = Shared.loads(shared)
+    common = Shared(*shared)
     if common.home == PROCESS.tasks.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         text += "whose threads make batches without copies"
         return (*Result(pid, text),)
     with PROCESS.tasks.lock, _one_thread():
-        number, message, array = _make(common, Own.loads(own), contents)
-    return (*Result(pid, "", number, message, array),)
+        maker = _find_maker(common, number, contents)
+        if not isinstance(maker, _Maker):
+            return (*Result(pid, outcome=maker),)
+        return (*Result(pid, "", maker.number, tuple(maker.make(indices, dataset_epoch))),)
 
 
 def _keep_freed_memory() -> None:
@@ -188,30 +184,31 @@ def _keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
 
 
-def _make(
-    common: Shared, own: Own, contents: Any
-) -> "tuple[int, bytes, np.ndarray[Any, np.dtype[np.uint8]] | None]":
-    """Make a task's batch. Returns the fields ``number``, ``message`` and ``contents``."""
-    kept = PROCESS.tasks.makers
-    maker = kept.get(common.loader)
-    if maker is None or maker.digest != common.payload.digest:
+def _find_maker(common: Shared, number: int, contents: Any) -> "_Maker | tuple[Any, ...] | None":
+    """Return what makes the batches of a loader in this process.
+
+    Returns:
+        The maker; None if this process cannot open the payload; the fields of an ``Outcome`` if
+        making it raised an exception.
+    """
+    kept, payload = PROCESS.tasks.makers, PayloadHandle(*common.payload)
+    maker: _Maker | None = kept.get(common.loader)
+    if maker is None or maker.digest != payload.digest:
         kept.pop(common.loader, None)
         _keep_freed_memory()
         where = f"in a process of the executor (pid {os.getpid()} on {socket.gethostname()})"
         try:
-            maker = _Maker(common, own.number, where, contents)
+            maker = _Maker(payload, common.base_seed, number, where, contents)
         except MissingPayloadError:
-            return -1, b"", None
+            return None
         except Exception:  # noqa: BLE001 - it is the answer
             # The failed maker is not kept: the next task tries again.
-            error = RemoteError.caught(where)
-            message = BatchFailed(own.seq, own.epoch, own.slot_id, error.dumps())
-            return -1, pack(message), None
+            return (*Outcome(RemoteError.caught(where).dumps()),)
         kept[common.loader] = maker
         while len(kept) > KEPT:
             kept.popitem(last=False)[1].close()
     kept.move_to_end(common.loader)
-    return (maker.number, *maker.make(own))
+    return maker
 
 
 @contextlib.contextmanager
@@ -227,15 +224,18 @@ def _one_thread() -> Iterator[None]:
             torch.set_num_threads(count)
 
 
-class _BatchServer(BatchServer):
-    """Makes batches where files and modules of the main process may be missing."""
+class _PrivateMemory:
+    """Gives collate functions ordinary memory, and not torch's shared memory as in a worker."""
 
-    def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
-        try:
-            return super()._load(slot, indices)
-        except (FileNotFoundError, ModuleNotFoundError) as error:
-            explain_missing(error)
-            raise
+    may_allocate = True
+
+    def fits(self, *_: object) -> bool:
+        """Return True. Called by the functions of :mod:`shmloader.memory.collate`."""
+        return True
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 class _Maker:
@@ -246,7 +246,8 @@ class _Maker:
         number: Number of this process among those that make batches for the loader.
 
     Args:
-        common: What the loader's tasks have in common.
+        payload: The handle of the dataset and the functions.
+        base_seed: Seeds the random generators, together with the number.
         number: Number of this process.
         where: Where this runs, in words, for the texts of errors.
         contents: The payload, if it was sent.
@@ -256,23 +257,33 @@ class _Maker:
         Exception: What loading the user's objects raises, or ``worker_init_fn``.
     """
 
-    def __init__(self, common: Shared, number: int, where: str, contents: Any) -> None:
-        handle = common.payload
-        self.digest, self.number = handle.digest, number
-        self._touched_bytes = 0
+    def __init__(
+        self, payload: PayloadHandle, base_seed: int, number: int, where: str, contents: Any
+    ) -> None:
+        self.digest, self.number = payload.digest, number
+        self._where, self._by_value = where, payload.by_value
         self._info: torch_worker.WorkerInfo | None = None
         self._rng: GlobalState | None = None
         with self._as_worker():
-            objects = load_portable(handle, contents)
-            dataset, collate_fn, init_fn, on_error, config, worker_count, slot_bytes = objects
-            self._arena = Arena.create(slot_bytes, 1)
-            seed = seed_worker(common.base_seed, number)
-            introduce(number, worker_count, seed, dataset, init_fn)
+            objects = load_portable(payload, contents)
+            self._dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
+            seed = seed_worker(base_seed, number)
+            introduce(number, worker_count, seed, self._dataset, init_fn)
             self._info = torch_worker._worker_info
-            self._server = _BatchServer(
-                FetchConfig(*config), number, where, self._arena, _publish_nothing
+            config = FetchConfig(*fields)
+            self._told_epoch = config.told_epoch
+            self._concurrent_fetcher = config.make_concurrent_fetcher()
+            self._maker = BatchMaker(
+                config,
+                self._dataset,
+                collate_fn,
+                on_error,
+                where=where,
+                timer=Timer(),
+                worker_id=number,
+                find_gatherer=ArraysHere(self._dataset).find_gatherer,
+                concurrent_fetcher=self._concurrent_fetcher,
             )
-            self._server.open(dataset, collate_fn, on_error, by_value=handle.by_value)
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
@@ -281,42 +292,34 @@ class _Maker:
         if self._rng is not None:
             self._rng.restore()
         torch_worker._worker_info = self._info
+        install(cast("SlotWriter", _PrivateMemory()))
         try:
             yield
         finally:
+            PROCESS.slot_writer = None
             torch_worker._worker_info = info
             self._rng = GlobalState()
             own.restore()
 
-    def make(self, own: Own) -> tuple[bytes, "np.ndarray[Any, np.dtype[np.uint8]] | None"]:
-        """Make a task's batch. Returns the packed answer, and the contents of the slot."""
-        slot, server = self._arena.slots[0], self._server
-        _, seq, epoch, slot_id, told, indices = own
-        dataset_epoch = None if told < 0 else told
-        install(server.writer)
-        # For the main process, the last layout of a worker may be that of another process.
-        server.answers.repeat_layout()
-        try:
-            with self._as_worker():
-                task = Task(seq, epoch, slot_id, indices, self._touched_bytes, dataset_epoch)
-                answer = server.serve(task, slot)
-            return pack(answer), self._contents(slot)
-        finally:
-            self._touched_bytes = max(self._touched_bytes, server.writer.touched_bytes)
-            server.writer.close()
+    def make(self, indices: bytes, dataset_epoch: int | None) -> Outcome:
+        """Make a task's batch."""
+        make = functools.partial(self._make, indices, dataset_epoch)
+        self._maker.timer.begin()
+        with self._as_worker():
+            return Outcome.of(make_answer(self._maker, make, self._where))
 
-    def _contents(self, slot: Slot) -> "np.ndarray[Any, np.dtype[np.uint8]] | None":
-        """Return a copy of the slot's contents, since the next task overwrites the slot."""
-        nbytes = self._server.writer.touched_bytes
-        if not nbytes:
-            return None
-        self._arena.reach(slot, nbytes)  # the user's code may have kept the mapping
-        return np.frombuffer(slot.memory, np.uint8, nbytes).copy()
+    def _make(self, indices: bytes, dataset_epoch: int | None) -> tuple[Any, ...]:
+        if dataset_epoch not in (None, self._told_epoch):
+            self._told_epoch = dataset_epoch
+            set_dataset_epoch(self._dataset, dataset_epoch)
+        try:
+            batch = self._maker.make(pickle.loads(indices))
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            explain_missing(error)
+            raise
+        return pack_batch(batch, by_value=self._by_value)
 
     def close(self) -> None:
-        """Free the slot."""
-        self._arena.close()
-
-
-def _publish_nothing(number: int, deadline_ns: int) -> None:
-    """Show the main process nothing: it cannot see this process."""
+        """End the threads that load samples."""
+        if self._concurrent_fetcher is not None:
+            self._concurrent_fetcher.close()

@@ -60,6 +60,7 @@ class ThreadPool:
     """
 
     has_queue = True
+    memory = None
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
 
-It runs where batches are made, on the thread that makes them: in a worker process, or in a process
-of an executor. If the user's code raises an exception while the dataset is made ready or resumed,
-this exception answers every task of the epoch, in the order of the tasks.
+It runs in a worker process, on the thread that makes batches. If the user's code raises an
+exception while the dataset is made ready or resumed, this exception answers every task of the
+epoch, in the order of the tasks.
 """
 
 import contextlib

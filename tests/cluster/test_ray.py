@@ -25,7 +25,7 @@ from shmloader import (
     WorkerDiedError,
 )
 from shmloader.cluster import RayExecutor
-from shmloader.pools.executor import ExecutorPool
+from shmloader.pools import object_answers
 from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Overtaken, Pids
@@ -189,17 +189,19 @@ def test_a_dataset_that_is_larger_than_the_store_reaches_it(connected) -> None:
     assert executor.submit(np.sum, reference).result(60) == STORE_BYTES + 1
 
 
-def test_a_batch_is_written_to_its_slot_from_ray_s_store(connected, monkeypatch) -> None:
-    """Without a copy between: what is written there is a view of the store's own memory."""
+def test_a_batch_is_copied_once_from_ray_s_store(connected, monkeypatch) -> None:
+    """Arrays in the store are not writable, and the store's memory is not held by a batch."""
     seen = []
-    write = ExecutorPool._write
+    copy_if_needed = object_answers._writable
 
-    def look(self: Any, slot_id: int, contents: Any) -> None:
-        seen.append((contents.flags.writeable, _file_at(contents.ctypes.data)))
-        write(self, slot_id, contents)
+    def look(array: Any) -> Any:
+        seen.append((array.flags.writeable, _file_at(array.ctypes.data)))
+        return copy_if_needed(array)
 
-    monkeypatch.setattr(ExecutorPool, "_write", look)
-    assert len(list(DataLoader(Large(6), 1, num_workers=2, executor=RayExecutor()))) == 6
+    monkeypatch.setattr(object_answers, "_writable", look)
+    for batch in DataLoader(Large(6), 1, num_workers=2, executor=RayExecutor()):
+        assert "plasma" not in _file_at(batch.data_ptr())
+        batch.add_(1)
     assert len(seen) == 6
     for is_writeable, file in seen:
         assert not is_writeable

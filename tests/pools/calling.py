@@ -17,6 +17,7 @@ class CallingPool:
     """Makes a batch when a thread waits for one."""
 
     has_queue = True
+    memory = None
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.counts, self.readings = Counts(), Readings()

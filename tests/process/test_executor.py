@@ -39,7 +39,7 @@ from shmloader import (
 )
 from shmloader.cluster import RayExecutor, _call
 from shmloader.insight.verdict import Finding
-from shmloader.pools.executor_task import Own, make_batch
+from shmloader.pools.executor_task import make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
@@ -136,7 +136,7 @@ def test_what_samples_free_serves_the_next_ones_though_the_executor_wants_it_giv
         {"collate_fn": ragged, "batch_size": 3},
         {"batch_size": None},
         {"shuffle": True, "drop_last": True},
-        {"pin_memory": False, "shm_size": "64MiB", "prefetch_factor": 2},
+        {"pin_memory": False, "prefetch_factor": 2},
         {"persistent_workers": True},
         {"fetch_concurrency": 2, "collate_fn": lambda samples: [one["index"] for one in samples]},
     ],
@@ -552,10 +552,12 @@ class _Losing(Pool):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.seen: list[int] = []
+        self.numbers: dict[bytes, int] = {}
 
-    def submit(self, function: Any, version: str, shared: bytes, own: bytes, *others: Any) -> Any:
-        future = super().submit(function, version, shared, own, *others)
-        seq = Own.loads(own).seq
+    def submit(self, function: Any, *task: Any) -> Any:
+        future = super().submit(function, *task)
+        # Each batch has other indices.
+        seq = self.numbers.setdefault(task[4], len(self.numbers))
         if self.seen.count(seq) == self.lost.count(seq):
             return future
         self.seen.append(seq)
@@ -712,7 +714,7 @@ class _Far(Pool):
 
     def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
         if function is make_batch:
-            self.carried += args[4] is not None
+            self.carried += args[5] is not None
         return super().submit(function, *args, **named)
 
 
@@ -868,6 +870,7 @@ class _Client:
         ({"dataset": _Stream()}, ValueError, "needs a map-style dataset"),
         ({"thread_pool": True}, ValueError, "cannot be combined with thread_pool"),
         ({"sample_timeout": 3}, ValueError, "cannot be combined with sample_timeout"),
+        ({"shm_size": "64MiB"}, ValueError, "cannot be combined with shm_size"),
         (
             {"multiprocessing_context": "fork"},
             ValueError,

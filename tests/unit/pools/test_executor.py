@@ -51,17 +51,16 @@ class Watched(Store):
 @contextlib.contextmanager
 def opened(store: Any, numbers: ProcessNumbers | None = None) -> Iterator[ExecutorPool]:
     plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
-    payload = PortablePayload(([0, 1], list, None, "raise", tuple(plan), 1, 4096))
+    payload = PortablePayload(([0, 1], list, None, "raise", tuple(plan), 1))
     pool = ExecutorPool(
-        store, payload, loader=b"-", numbers=numbers or ProcessNumbers(), base_seed=1,
-        slot_bytes=4096, slot_count=3,
-    )  # fmt: skip
+        store, payload, loader=b"-", numbers=numbers or ProcessNumbers(), base_seed=1
+    )
     with contextlib.closing(pool):
         yield pool
 
 
 def send(pool: ExecutorPool, seq: int) -> None:
-    ticket: Any = SimpleNamespace(seq=seq, indices=[0], worker_id=seq, slot_id=seq)
+    ticket: Any = SimpleNamespace(seq=seq, indices=[0], worker_id=seq)
     assert pool.send(ticket, 0) is None
 
 

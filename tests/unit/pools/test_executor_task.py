@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from types import SimpleNamespace
 from typing import Any
 
 from shmloader.pools import executor_task
@@ -14,12 +13,9 @@ def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -
     made, closed = [], []
 
     class Maker:
-        def __init__(self, common: Any, number: int, where: str, contents: Any) -> None:
-            self.loader, self.digest, self.number = common.loader, common.payload.digest, number
+        def __init__(self, payload: Any, loader: int, *_: Any) -> None:
+            self.loader, self.digest = loader, payload.digest
             made.append(self.loader)
-
-        def make(self, own: Any) -> tuple[bytes, None]:
-            return b"", None
 
         def close(self) -> None:
             closed.append(self.loader)
@@ -29,9 +25,8 @@ def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -
     monkeypatch.setattr(PROCESS.tasks, "makers", collections.OrderedDict())
 
     def make(loader: int) -> None:
-        common: Any = SimpleNamespace(loader=loader, payload=SimpleNamespace(digest=b"-"))
-        own: Any = SimpleNamespace(number=0)
-        executor_task._make(common, own, None)
+        payload = (b"-", b"", (0, 0, 0), False)
+        executor_task._find_maker(executor_task.Shared(loader, payload, b"", loader), 0, None)
 
     most = executor_task.KEPT
     for loader in [*range(most), 0, 1, most, most + 1, 0, 1]:
