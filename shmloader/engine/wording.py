@@ -240,7 +240,7 @@ _CALLERS = (
     "/shmloader/pools/batch_server.py",
     "/shmloader/pools/task_server.py",
     "/shmloader/pools/worker_dataset.py",
-    "/shmloader/pools/thread_task.py",
+    "/shmloader/pools/object_answers.py",
     "/shmloader/batch/",
 )
 

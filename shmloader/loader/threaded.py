@@ -6,8 +6,7 @@ from shmloader.batch.arrays import ArraysHere
 from shmloader.engine.engine import Engine
 from shmloader.loader.iterator import EngineIterator
 from shmloader.pools.slot_memory import PageLocker
-from shmloader.pools.thread import ThreadPool
-from shmloader.pools.thread_task import ThreadConfig
+from shmloader.pools.thread import ThreadConfig, ThreadPool
 
 
 class ThreadIterator(EngineIterator):

@@ -1,12 +1,10 @@
 """The pool whose workers are threads, for datasets that wait or release the interpreter lock.
 
-Each thread is a :class:`~shmloader.pools.thread_worker.ThreadWorker`.
-
 ::
 
     engine's thread                                a worker thread
     ───────────────                                ───────────────
-    ThreadTask ── the queue, oldest first ───────▶ samples = dataset[i] …, collate
+    task ── the queue, oldest first ─────────────▶ samples = dataset[i] …, collate
     the answers ◀── and the wakeup is set ────────── an answer: the batch, or a failure
 
 Nothing is copied, and the threads share only the queue and the answers. A task carries everything
@@ -28,25 +26,333 @@ hold no lock of ours that a child would use. But a lock of the user's code, or o
 calls, may stay locked for ever in a child that is forked meanwhile, as with any thread.
 """
 
+import collections
+import dataclasses
 import functools
 import os
+import queue
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import torch
+
+from shmloader.batch.arrays import no_gatherer
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.failures import OnError
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fetchers import list_loader, one_by_one
+from shmloader.batch.maker import BatchMaker
+from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
+from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
+from shmloader.insight.core_time import core_time_here, core_time_of
 from shmloader.insight.measurements import Counts, Readings, Usage
+from shmloader.memory.gather import RowGatherer
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.status_page import AtWork
-from shmloader.pools.thread_task import ThreadConfig, ThreadTask
-from shmloader.pools.thread_worker import Post, ThreadWorker, start_workers
+from shmloader.pools.answers import Answer, Failure
+from shmloader.pools.object_answers import make_answer
+from shmloader.pools.status_page import AtWork, Phase
+from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.threads.wakeup import Wakeup
 
 # How long close() waits for threads that may be loading a sample.
 _JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ThreadConfig:
+    """How batches are made. A task refers to it until a thread takes the task.
+
+    A waiting thread must not refer to it: its parts may refer to the loader, and freeing the loader
+    must end the threads.
+
+    Attributes:
+        fetch: How a batch is fetched and collated.
+        dataset: The dataset.
+        collate_fn: Makes a batch of samples.
+        on_error: How bad samples are handled.
+        init_fn: Called in each thread with its number, before its first batch; None for no call.
+        find_gatherer: Returns the gatherer of the next batch's rows if the dataset consists of
+            arrays; else None.
+    """
+
+    fetch: FetchConfig
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    on_error: OnError
+    init_fn: Callable[[int], Any] | None = None
+    find_gatherer: Callable[[], RowGatherer | None] = no_gatherer
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A ticket as it is sent to the threads.
+
+    Attributes:
+        seq: The ticket's number in the epoch.
+        epoch: Number of the epoch.
+        indices: The index batch that the sampler yielded.
+        config: How the batch is made; None once a thread has taken the task.
+        hung: Samples of the batch that are to raise an error; see :class:`SampleWatch`.
+        is_dropped: Whether the batch is no longer needed.
+        sample: The number of the sample in work and its deadline, with a ``sample_timeout``.
+    """
+
+    seq: int
+    epoch: int
+    indices: object
+    config: ThreadConfig | None
+    hung: Mapping[int, str] | None = None
+    is_dropped: bool = False
+    sample: tuple[int, int] = (NO_SAMPLE, 0)
+
+    def publish(self, number: int, deadline_ns: int) -> None:
+        """Set ``sample``. Called from the threads that load the batch."""
+        self.sample = (number, deadline_ns)
+
+
+class _Dropped(BaseException):
+    """Ends the loading of a batch that is no longer needed."""
+
+
+class _Samples:
+    """A dataset that raises _Dropped once its task is dropped."""
+
+    def __init__(self, task: _Task, dataset: Any) -> None:
+        self._task = task
+        self._dataset = dataset
+        self._get = one_by_one(dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._task.is_dropped:
+            raise _Dropped
+        return self._get(index)
+
+    @property
+    def __getitems__(self) -> Any:
+        """The dataset's own ``__getitems__``, if it has one."""
+        return list_loader(self._dataset)
+
+
+class _Post:
+    """The queues between the worker threads and the engine's thread.
+
+    Attributes:
+        tasks: Tasks that no thread has taken yet. A thread that takes None ends.
+        answers: Answers to tasks, each with its task and the number of its thread.
+        wakeup: Set after each answer.
+        is_closed: Whether the threads must not begin any more tasks.
+    """
+
+    def __init__(self) -> None:
+        # SimpleQueue is reentrant: a finalizer may call put() while this thread is inside put() or
+        # get().
+        self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.answers: collections.deque[tuple[_Task, int, Answer]] = collections.deque()
+        self.wakeup = Wakeup()
+        self.is_closed = False
+
+
+class _Worker(BackgroundThread):
+    """One worker thread.
+
+    Args:
+        worker_id: Number of the worker, from 0.
+        post: The queues of the pool.
+        init_fn: Called on the thread with the number, before the first task; None for no call.
+    """
+
+    parks_for_forks = False
+
+    def __init__(self, worker_id: int, post: _Post, init_fn: Callable[[int], Any] | None) -> None:
+        super().__init__(f"shmloader_{worker_id}")
+        self._worker_id = worker_id
+        self._init_fn = init_fn
+        self._where = f"in DataLoader worker thread {worker_id}"
+        self._post = post
+        self._concurrent_fetcher: ConcurrentFetcher | None = None
+        # What the thread is doing, with which task, and since when. Other threads read it.
+        self._at_work: tuple[Phase, _Task | None, float] = Phase.STARTING, None, time.monotonic()
+        self.has_begun = Wakeup()
+        self._is_left = False
+        # CPU time, and time stalled, that the thread has used.
+        self._cpu_ns = 0
+        self._stalled_ns: int | None = None
+
+    def wake(self) -> None:
+        """Make the thread drop its batch after the present sample. Called from any thread."""
+        task = self._at_work[1]
+        if task is not None:
+            task.is_dropped = True
+
+    def leave_behind(self, seq: int) -> bool:
+        """Leave the thread behind while it loads a ticket. Called from the engine's thread.
+
+        Returns:
+            Whether it was left behind. False if it has finished that ticket.
+        """
+        task = self._at_work[1]
+        if task is None or task.seq != seq:
+            return False
+        self._is_left = True
+        task.is_dropped = True
+        return True
+
+    def usage(self) -> Usage:
+        """Return the CPU time up to the last batch, and time stalled. Called from any thread."""
+        number = self.system_id
+        spent = None if number is None else core_time_of(number)
+        if spent is not None:
+            self._stalled_ns = spent.stalled_ns
+        return Usage(None, self._cpu_ns, self._stalled_ns)
+
+    def was_at(self, *, with_stack: bool = False) -> AtWork:
+        """Return what the thread is doing. Called from any thread."""
+        phase, task, since = self._at_work
+        elapsed_s = time.monotonic() - since
+        found = AtWork(phase, 0, 0, elapsed_s, sample=NO_SAMPLE)
+        if task is not None:
+            sample, deadline_ns = task.sample
+            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            found = AtWork(
+                phase, task.epoch, task.seq, elapsed_s, sample=sample, sample_left_s=left_s
+            )
+        if not with_stack:
+            return found
+        frame = sys._current_frames().get(self._ident)
+        return dataclasses.replace(found, stack=_describe_stack(frame))
+
+    # On the thread -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make torch use one thread for computations that this thread starts."""
+        try:
+            torch.multiprocessing._set_thread_name(threading.current_thread().name[:15])
+            # As in torch's workers, since several threads load.
+            torch.set_num_threads(1)
+            torch.get_num_threads()  # torch applies the number at the first call
+        finally:
+            self.has_begun.set()
+
+    def work(self) -> None:
+        """Serve tasks from the queue until None comes, or the thread is left behind."""
+        try:
+            failure = self._call_init()
+            while self._serve_one(failure):
+                pass
+        finally:
+            spent = core_time_here()
+            self._stalled_ns = None if spent is None else spent.stalled_ns
+
+    def depart(self) -> None:
+        """End the threads that load samples for this one."""
+        if self._concurrent_fetcher is not None:
+            self._concurrent_fetcher.close()
+
+    def _note(self, phase: Phase, task: _Task | None = None) -> None:
+        self._at_work = (phase, task, time.monotonic())
+
+    def _call_init(self) -> Failure | None:
+        """Call ``worker_init_fn``. Returns the answer to every task if it failed."""
+        init_fn, self._init_fn = self._init_fn, None
+        if init_fn is not None:
+            self._note(Phase.GETTING_READY)
+            try:
+                init_fn(self._worker_id)
+            except BaseException:  # noqa: BLE001 - the answer to each task
+                return Failure(RemoteError.caught(self._where))
+        return None
+
+    def _serve_one(self, failure: Failure | None) -> bool:
+        """Take a task and answer it. Returns False if the thread is to end."""
+        self._note(Phase.IDLE)
+        task = self._take()
+        if self._is_left:
+            self._post.tasks.put(task)  # for the other threads
+            return False
+        if task is None:
+            return False
+        self._note(Phase.LOADING, task)
+        self.pause()
+        # Read after _note: close() sets is_closed, and then drops the task that is noted.
+        config, task.config = task.config, None
+        if config is not None and not self._post.is_closed and not task.is_dropped:
+            answer = failure or self._load(task, config)
+            self._cpu_ns = time.thread_time_ns()
+            if not task.is_dropped:
+                self._post.answers.append((task, self._worker_id, answer))
+                self._post.wakeup.set()
+        return not self._is_left
+
+    def _take(self) -> _Task | None:
+        try:
+            return self._post.tasks.get_nowait()
+        except queue.Empty:
+            with self.resting():
+                return self._post.tasks.get()
+
+    def _load(self, task: _Task, config: ThreadConfig) -> Answer:
+        """Make a task's batch, and return the answer."""
+        fetch, watch = config.fetch, None
+        if self._concurrent_fetcher is None:
+            self._concurrent_fetcher = fetch.make_concurrent_fetcher()
+        if fetch.sample_timeout_s is not None:
+            watch = SampleWatch(fetch.sample_timeout_s, task.publish)
+            watch.begin(task.hung)
+        maker = BatchMaker(
+            fetch,
+            config.dataset,
+            config.collate_fn,
+            config.on_error,
+            where=self._where,
+            timer=Timer(),
+            find_gatherer=config.find_gatherer,
+            concurrent_fetcher=self._concurrent_fetcher,
+            sample_watch=watch,
+            watch_samples=functools.partial(_Samples, task),
+        )
+        return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
+
+
+# The functions that call the user's code.
+_CALLERS = (
+    _Samples.__getitem__.__code__,
+    BatchMaker.make.__code__,
+    make_answer.__code__,
+    _Worker._call_init.__code__,
+)
+
+
+def _describe_stack(frame: FrameType | None) -> str:
+    """Return a thread's calls inside the user's code, innermost first, in faulthandler's form."""
+    lines = []
+    while frame is not None and frame.f_code not in _CALLERS:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
+
+
+def _start(workers: list[_Worker]) -> None:
+    """Start threads, and wait until they have begun."""
+    thread_count = torch.get_num_threads()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.has_begun.wait()
+    # Each thread has called set_num_threads(1), which torch applies to all threads that start
+    # later, including the user's. This call undoes that.
+    torch.set_num_threads(thread_count)
 
 
 class ThreadPool:
@@ -74,25 +380,23 @@ class ThreadPool:
         """
         self._config = config
         self._pid = os.getpid()
-        self._post = Post()
+        self._post = _Post()
         # Tasks that were sent and whose answers were not reported, by seq.
-        self._tasks: dict[int, ThreadTask] = {}
+        self._tasks: dict[int, _Task] = {}
         self.is_waiting = False
-        self.counts = Counts()
-        #: CPU time of the threads.
-        self.readings = Readings()
+        self.counts, self.readings = Counts(), Readings()
         self._join_s = _JOIN_S
-        self._workers = [self._make_worker(worker_id) for worker_id in range(worker_count)]
+        self._workers = workers = [self._make_worker(number) for number in range(worker_count)]
         try:
-            start_workers(self._workers)
-            self.readings.open(functools.partial(_read_usage, self._workers))
+            _start(workers)
+            self.readings.open(lambda _: [worker.usage() for worker in workers])
         except BaseException:
             self.close()
             raise
 
-    def _make_worker(self, worker_id: int) -> ThreadWorker:
+    def _make_worker(self, worker_id: int) -> _Worker:
         config = self._config()
-        return ThreadWorker(worker_id, self._post, None if config is None else config.init_fn)
+        return _Worker(worker_id, self._post, None if config is None else config.init_fn)
 
     @property
     def is_inherited(self) -> bool:
@@ -103,7 +407,7 @@ class ThreadPool:
 
     def send(self, ticket: SentTicket, epoch: int) -> None:
         """Add a ticket's task to the queue."""
-        task = ThreadTask(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
+        task = _Task(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
         self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 
@@ -185,7 +489,7 @@ class ThreadPool:
 
     def ask(self, worker_id: int) -> AtWork:
         """Return what a thread is doing, with its Python stack."""
-        return self._workers[worker_id].ask()
+        return self._workers[worker_id].was_at(with_stack=True)
 
     def kill(self, worker_id: int, seq: int) -> bool:
         """Leave a thread behind that takes too long for a sample. Returns whether that was done."""
@@ -194,7 +498,7 @@ class ThreadPool:
     def replace(self, worker_id: int) -> None:
         """Start a thread in place of one that was left behind."""
         worker = self._workers[worker_id] = self._make_worker(worker_id)
-        start_workers([worker])
+        _start([worker])
         if self._post.is_closed:  # by another thread, meanwhile
             self._post.tasks.put(None)
             raise ClosedLoaderError("the workers have been ended")
@@ -214,7 +518,7 @@ class ThreadPool:
     def _end(self) -> None:
         self._post.is_closed = True
         for worker in self._workers:
-            worker.drop()
+            worker.wake()
             self._post.tasks.put(None)  # the Nones of a second call stay in the queue
         self.wake()
         if not may_wait_here():
@@ -225,7 +529,3 @@ class ThreadPool:
         for worker in self._workers:
             worker.join(deadline - time.monotonic())
         self.readings.close()
-
-
-def _read_usage(workers: list[ThreadWorker], _: bool) -> list[Usage]:
-    return [worker.usage() for worker in workers]

@@ -43,8 +43,7 @@ from shmloader.pools.process import ProcessPool
 from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_server import TaskConfig
-from shmloader.pools.thread import ThreadPool
-from shmloader.pools.thread_task import ThreadConfig
+from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.fork_safety import all_parked
 from tests.pools.calling import CallingPool

@@ -29,7 +29,6 @@ import shmloader.engine.engine
 import shmloader.loader.iterator
 import shmloader.loader.slot_iterator
 import shmloader.pools.thread
-import shmloader.pools.thread_worker
 from shmloader import (
     ClosedLoaderError,
     DataLoader,
@@ -576,7 +575,6 @@ FILES = {
     shmloader.loader.iterator.__file__,
     shmloader.loader.slot_iterator.__file__,
     shmloader.pools.thread.__file__,
-    shmloader.pools.thread_worker.__file__,
 }
 
 

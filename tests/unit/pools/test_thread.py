@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.pools.thread import ThreadPool
-from shmloader.pools.thread_task import ThreadConfig
+from shmloader.pools.thread import ThreadConfig, ThreadPool
 from tests.process.support import Calls, wait_until
 
 
