@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shmloader
-from shmloader import PipelineBuilder, TooManyFailures, WorkerDiedError
+from shmloader import PipelineBuilder, WorkerDiedError
 from tests.process.support import Bad, Gate, Slots, wait_for_end, wait_until
 
 SOON_S = 20.0
@@ -168,20 +168,6 @@ def test_an_ops_exception_has_stage_item_and_worker():
     assert "Worker 0 (pid" in notes
 
 
-def test_failed_items_are_left_out_up_to_the_limit():
-    def op(number):
-        if number in {2, 4}:
-            raise Bad(f"no {number}")
-        return number
-
-    pipeline = on_processes(op, range(9), max_failures=2, output_order="input")
-    assert list(pipeline) == [0, 1, 3, 5, 6, 7, 8]
-    assert {failed.item for failed in pipeline.failures} == {2, 4}  # either may come first
-    with pytest.raises(TooManyFailures) as caught:
-        list(on_processes(op, range(9), max_failures=1))
-    assert type(caught.value.__cause__) is Bad
-
-
 def test_what_cannot_be_sent_is_an_error_of_its_item():
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pickle") as caught:
@@ -189,14 +175,6 @@ def test_what_cannot_be_sent_is_an_error_of_its_item():
     assert any("Stage 'str' failed for item <unlocked" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match="pickle"):
         list(on_processes(lambda _: threading.Lock(), [1]))
-
-
-def test_a_stop_iteration_of_an_op_does_not_end_the_epoch():
-    def op(number):
-        return next(iter([]))
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(on_processes(op, range(3)))
 
 
 @pytest.mark.sampled(1)

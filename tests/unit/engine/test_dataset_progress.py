@@ -1,6 +1,5 @@
 """How far streams have come: the same for every timing, and enough to go on from anywhere."""
 
-import copy
 import json
 import pickle
 from collections import deque
@@ -10,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint, chained
-from shmloader.batch.iterable_state import Saved, dump_for_workers
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.slots import SlotState
-from shmloader.engine.stream_here import StreamHere
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}
@@ -254,10 +251,6 @@ def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
 # ---------------------------------------------------------------- dump and load
 
 
-def saved(state, of="iterator", is_short=False):
-    return dump_for_workers(Saved(of, is_short, state))
-
-
 def test_without_states_what_is_dumped_is_a_few_numbers():
     states = DatasetCheckpoints.at_beginning(2, base_seed=12)
     failed = DatasetNote(0, has_failed=True)
@@ -277,32 +270,6 @@ def test_without_states_what_is_dumped_is_a_few_numbers():
     again = DatasetCheckpoints.load(expected, 2)
     assert again.mark() == states.mark()
     assert again.dump() == expected
-
-
-def test_what_is_dumped_is_nobody_else_s():
-    states = DatasetCheckpoints.at_beginning(1)
-    states.note([DatasetNote(0, saved({"at": [1]}))])
-    first = states.dump()
-    first["checkpoints"][0]["snapshot"]["state"]["at"].append(2)
-    first["checkpoints"][0]["given"] = 7
-    assert states.dump()["checkpoints"][0] == {
-        "given": 1, "has_ended": False,
-        "snapshot": {
-                "at": 1, "of": "iterator", "is_short": False, "state": {"at": [1]}, "position": 0,
-            },
-    }  # fmt: skip
-
-
-def test_what_is_loaded_is_not_changed_by_what_the_user_does_with_it():
-    states = DatasetCheckpoints.at_beginning(1, base_seed=7)
-    states.note([DatasetNote(0, saved({"at": [1]}, "dataset", is_short=True)), DatasetNote(0)])
-    mine = states.dump()
-    kept = copy.deepcopy(mine)
-    loaded = DatasetCheckpoints.load(mine, 1)
-    assert mine == kept, "load has changed what it was given"
-    mine["checkpoints"][0]["snapshot"]["state"]["at"].append(2)
-    assert loaded.dump() == kept
-    assert loaded.checkpoints[0].skip == 1
 
 
 def test_going_back_takes_back_what_was_noted_since():
@@ -406,70 +373,3 @@ def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
     whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "checkpoints": [state]}
     loaded = DatasetCheckpoints.load(whole, 1)
     assert pickle.loads(loaded.checkpoints[0].snapshot)[2]() == 5
-
-
-class Fetcher:
-    def __init__(self, dataset, iterator):
-        self.dataset, self.dataset_iter, self.ended = dataset, iterator, False
-
-
-class Saving:
-    def __init__(self):
-        self.state = {"at": [0]}
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-def test_in_process_a_state_is_taken_when_it_is_asked_for_and_copied():
-    dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), DatasetCheckpoint(), None)
-    first = here.dump()
-    dataset.state["at"].append(1)
-    here.note_batch(None, has_failed=False, is_short=True)
-    assert first["checkpoints"][0]["snapshot"]["state"] == {"at": [0]}
-    assert here.dump()["checkpoints"][0] == {
-        "given": 1, "has_ended": False,
-        "snapshot": {
-            "at": 1, "of": "dataset", "is_short": True, "state": {"at": [0, 1]}, "position": 0,
-        },
-    }  # fmt: skip
-
-
-def test_in_process_an_iterator_s_state_goes_before_the_dataset_s():
-    here = StreamHere(Fetcher(Saving(), Saving()), DatasetCheckpoint(), None)
-    assert here.dump()["checkpoints"][0]["snapshot"]["of"] == "iterator"
-
-
-def test_in_process_an_iterator_that_cannot_be_saved_is_not_kept():
-    import weakref
-
-    class Numbers:
-        def __next__(self):
-            return 1
-
-    iterator = Numbers()
-    gone = weakref.ref(iterator)
-    here = StreamHere(Fetcher(object(), iterator), DatasetCheckpoint(), None)
-    del iterator
-    assert gone() is None
-    assert here.dump()["checkpoints"] == [{"given": 0, "has_ended": False}]
-
-
-def test_in_process_while_a_batch_is_read_the_state_at_the_beginning_counts():
-    dataset = Saving()
-    here = StreamHere(Fetcher(dataset, iter([])), DatasetCheckpoint(), None)
-    here.begin_batch()
-    dataset.state["at"].append(1)
-    here.note_batch(None, has_failed=False, is_short=False)
-    here.begin_batch()
-    dataset.state["at"].append(2)
-    (stream,) = here.dump()["checkpoints"]
-    assert (stream["given"], stream["snapshot"]["at"]) == (1, 0)
-    assert stream["snapshot"]["state"] == {"at": [0]}
-    here.note_batch(None, has_failed=False, is_short=False)
-    (stream,) = here.dump()["checkpoints"]
-    assert stream["snapshot"]["state"] == {"at": [0, 1, 2]}
