@@ -22,6 +22,7 @@ import functools
 import itertools
 import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -194,9 +195,10 @@ class FuturesExecutor(BackgroundThread):
 
     All results of a generator function for an item come together.
 
-    One thread submits jobs, and brings their results to the epoch. So nothing depends on the thread
-    and the locks that an executor holds while it calls the callbacks of futures, and no signal
-    handler interrupts ``submit``.
+    The thread that brings a result submits the jobs that may start then. A thread of this object
+    stands in for the main thread, since a signal handler might interrupt ``submit``, and for
+    threads that bring failures: an executor that breaks or cancels its futures may call their
+    callbacks while it holds the lock that ``submit`` takes.
 
     Args:
         executor: The user's executor.
@@ -217,8 +219,11 @@ class FuturesExecutor(BackgroundThread):
         self._jobs: dict[_Future, Job] = {}
 
     def put(self, job: Job) -> None:
-        """Have a job submitted. From any thread."""
-        self._queue.put(job)
+        """Submit a job, or have it submitted. From any thread."""
+        if threading.get_ident() == threading.main_thread().ident:
+            self._queue.put(job)
+        else:
+            self._submit(job)
 
     def work(self) -> None:
         """Submit jobs and handle results until the end."""
@@ -233,10 +238,10 @@ class FuturesExecutor(BackgroundThread):
         entry = self._next()
         if entry is None:
             return False
-        job: Job | None = entry if isinstance(entry, Job) else self._finish(entry)
-        while job is not None:
-            self.pause()
-            job = self._submit(job)
+        if isinstance(entry, Job):
+            self._submit(entry)
+        else:
+            self._finish(entry)
         return True
 
     def _next(self) -> "Job | _Future | None":
@@ -253,10 +258,12 @@ class FuturesExecutor(BackgroundThread):
                 if check is not None and self._jobs:
                     check()  # fails the futures of an executor that is gone
 
-    def _submit(self, job: Job) -> Job | None:
-        """Submit a job. If that fails, returns the job that may follow."""
-        if job.epoch.is_over:
-            return None
+    def _submit(self, job: Job | None) -> None:
+        """Submit a job. If that fails, submits the job that may follow."""
+        while job is not None and not job.epoch.is_over:
+            job = self._try_submit(job)
+
+    def _try_submit(self, job: Job) -> Job | None:
         job.began_ns = time.monotonic_ns()
         try:
             name = f"{self._prefix}{next(self._numbers)}"
@@ -266,26 +273,44 @@ class FuturesExecutor(BackgroundThread):
         except BaseException as error:  # noqa: BLE001 - it is shut down, or broken
             return job.epoch.failed_for_good(job, error)
         self._jobs[future] = job
-        future.add_done_callback(self._queue.put)
+        if future.done():  # `submit` may have run the call: these calls must not pile up
+            self._queue.put(future)
+        else:
+            future.add_done_callback(self._done)
         return None
 
-    def _finish(self, future: _Future) -> Job | None:
-        """Bring a future's result to the epoch. Returns the job that may follow."""
+    def _done(self, future: _Future) -> None:
+        """Bring a future's result to the epoch. Called on any thread."""
+        if threading.get_ident() == threading.main_thread().ident:
+            self._queue.put(future)
+            return
+        try:
+            result = future.result()
+        except BaseException:  # noqa: BLE001 - handled on the thread of this object
+            self._queue.put(future)
+            return
         job = self._jobs.pop(future)
-        epoch, op = job.epoch, job.op
-        if future.cancelled():
-            return epoch.failed_for_good(job, RuntimeError("the item's future was cancelled"))
-        error = future.exception()
-        if isinstance(error, ExecutorGoneError | concurrent.futures.BrokenExecutor):
-            return epoch.failed_for_good(job, error)
-        if error is not None:
-            return epoch.failed(job, error)
-        result = future.result()
+        op, epoch = job.op, job.epoch
         try:
             refuse_coroutine(result, f"the op of stage '{op.name}'")
         except TypeError as refused:
-            return epoch.failed(job, refused)
-        return epoch.finished(job, *results_of(result, op.kind))
+            self._submit(epoch.failed(job, refused))
+        else:
+            self._submit(epoch.finished(job, *results_of(result, op.kind)))
+
+    def _finish(self, future: _Future) -> None:
+        """Bring a future's result or failure to the epoch. Called on the thread of this object."""
+        error = None if future.cancelled() else future.exception()
+        if error is None and not future.cancelled():
+            self._done(future)
+            return
+        job = self._jobs.pop(future)
+        is_gone = isinstance(error, ExecutorGoneError | concurrent.futures.BrokenExecutor)
+        if error is not None and not is_gone:
+            self._submit(job.epoch.failed(job, error))
+            return
+        error = error or RuntimeError("the item's future was cancelled")
+        self._submit(job.epoch.failed_for_good(job, error))
 
     def end(self) -> None:
         """Cancel all jobs that have not begun, and end the thread. From any thread."""
