@@ -16,7 +16,8 @@ from shmloader.insight.figures import (
 from shmloader.insight.measurements import Counts
 from shmloader.insight.record import Totals
 from shmloader.insight.sums import WorkerSums
-from shmloader.insight.table import write_html, write_line, write_table
+from shmloader.insight.table import write_line, write_table
+from shmloader.insight.text import as_html
 from shmloader.insight.verdict import Finding, judge
 
 _NS = 1e9
@@ -77,8 +78,8 @@ class LoaderStats(Figures):
         return f"<LoaderStats: {write_line(self)}>"
 
     def _repr_html_(self) -> str:
-        """Return the tables for a notebook."""
-        return write_html(self, self.verdict)
+        """Return the table for a notebook."""
+        return as_html(str(self))
 
 
 def snapshot(totals: Totals | None, epochs: int, machine: Machine) -> LoaderStats:

@@ -1,17 +1,16 @@
-"""Writes the figures of a loader: as a table, as one line, and for a notebook."""
+"""Writes the figures of a loader: as a table, and as one line."""
+
+from collections.abc import Iterator
 
 from shmloader.insight.figures import Figures
 from shmloader.insight.measurements import PLACES, STAGES
-from shmloader.insight.text import counted, escape, html_table, seconds, size
+from shmloader.insight.text import counted, seconds, size
 
 # Length of the longest bar, in characters.
 _BAR = 20
 
-_WAIT_COLUMN = "where the next batch was while the consumer waited"
 # Places with a smaller share of the wait are not printed.
 _SHOWN_SHARE = 0.01
-
-_WORKER_COLUMNS = ("worker", "batches", "busy", "CPU", "no core", "memory")
 
 
 def write_table(stats: Figures, verdict: str) -> str:
@@ -27,12 +26,14 @@ def write_table(stats: Figures, verdict: str) -> str:
         if stage.total_s:
             bar = "█" * round(_BAR * stage.mean_s / longest)
             lines.append(f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {STAGES[name]}")
-    places = _wait_rows(stats)
-    if places:
-        lines += ["", _WAIT_COLUMN]
-    lines += [f"  {name:<10}{spent:>9}  {share:>5}  {text}" for name, spent, share, text in places]
+    if stats.wait.total_s:
+        lines += ["", "where the next batch was while the consumer waited"]
+    for name, spent_s in stats.wait.places._asdict().items():
+        share = spent_s / (stats.wait.total_s or 1.0)
+        if share > _SHOWN_SHARE:
+            lines.append(f"  {name:<10}{seconds(spent_s):>9}  {share:>5.0%}  {PLACES[name]}")
     if stats.workers:
-        lines += ["", *(_row(*cells) for cells in (_WORKER_COLUMNS, *_worker_rows(stats)))]
+        lines += ["", *_worker_rows(stats)]
     lines += ["", verdict]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -48,48 +49,15 @@ def write_line(stats: Figures) -> str:
     )
 
 
-def write_html(stats: Figures, verdict: str) -> str:
-    """Return the content of :func:`write_table` as HTML tables, with all text escaped."""
-    verdict = f"<p>{escape(verdict)}</p>"
-    if not stats.kind:
-        return verdict
-    parts = [f"<p><b>{escape(_headline(stats))}</b></p>", html_table(_overview(stats))]
-    stages = [
-        (name, seconds(stage.mean_s), STAGES[name])
-        for name, stage in stats.stages._asdict().items()
-        if stage.total_s
-    ]
-    if stages:
-        parts.append(html_table(stages, ("stage", "mean time per batch", "")))
-    places = _wait_rows(stats)
-    if places:
-        parts.append(html_table(places, ("place", "waited", "share", _WAIT_COLUMN)))
-    if stats.workers:
-        parts.append(html_table(_worker_rows(stats), _WORKER_COLUMNS))
-    return "\n".join([*parts, verdict])
-
-
-def _worker_rows(stats: Figures) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
+def _worker_rows(stats: Figures) -> Iterator[str]:
+    rows: list[tuple[object, ...]] = [("worker", "batches", "busy", "CPU", "no core", "memory")]
     for worker in stats.workers:
         stalled = "–" if worker.stalled_s is None else seconds(worker.stalled_s)
         memory = "–" if worker.pss_bytes is None else size(worker.pss_bytes)
         busy, cpu = f"{worker.busy_share:.0%}", seconds(worker.cpu_s)
         rows.append((worker.worker_id, worker.batches, busy, cpu, stalled, memory))
-    return rows
-
-
-def _wait_rows(stats: Figures) -> list[tuple[str, str, str, str]]:
-    total_s = stats.wait.total_s
-    return [
-        (name, seconds(spent_s), f"{spent_s / total_s:.0%}", PLACES[name])
-        for name, spent_s in stats.wait.places._asdict().items()
-        if spent_s > _SHOWN_SHARE * total_s
-    ]
-
-
-def _row(first: object, *others: object) -> str:
-    return f"  {first:<8}" + "".join(f"{other:>10}" for other in others)
+    for first, *others in rows:
+        yield f"  {first:<8}" + "".join(f"{other:>10}" for other in others)
 
 
 def _headline(stats: Figures) -> str:

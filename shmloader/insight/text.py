@@ -1,6 +1,4 @@
-"""Durations, sizes and numbers in words, and HTML tables."""
-
-from collections.abc import Iterable
+"""Durations, sizes and numbers in words, and text in a notebook."""
 
 _TIMES = (("s", 1.0), ("ms", 1e3), ("µs", 1e6), ("ns", 1e9))
 # From this number on, three digits round up to 1.
@@ -29,19 +27,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def escape(text: object) -> str:
-    """Return HTML that shows as the given text."""
+def as_html(text: str) -> str:
+    """Return HTML that shows as the given text, for a notebook."""
     import html  # noqa: PLC0415 - takes 2 ms, and only notebooks need it
 
-    return html.escape(str(text))
-
-
-def html_table(rows: Iterable[Iterable[object]], columns: Iterable[str] = ()) -> str:
-    """Return an HTML table, with all text escaped."""
-    lines = [_html_row("th", columns)] if columns else []
-    lines += [_html_row("td", cells) for cells in rows]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
-
-
-def _html_row(tag: str, cells: Iterable[object]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return f"<pre>{html.escape(text)}</pre>"

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from shmloader.insight.text import counted, escape, html_table, seconds
+from shmloader.insight.text import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.config import Pipe, PipelineConfig, one_of_threads
 from shmloader.pipeline.stages import Clock, Meter
@@ -178,15 +178,8 @@ class PipelineStats:
         return f"<PipelineStats: {self._headline}>"
 
     def _repr_html_(self) -> str:
-        """Return the table and the verdict as HTML, for a notebook."""
-        return "\n".join(
-            [
-                f"<p><b>{escape(self._headline)}</b></p>",
-                html_table(map(_row, self.stages), _COLUMNS),
-                f"<p>{escape(self._sink)}</p>",
-                f"<p>{escape(self.verdict)}</p>",
-            ]
-        )
+        """Return the table and the verdict for a notebook."""
+        return as_html(str(self))
 
     @property
     def _judged(self) -> tuple[PipelineFinding, tuple[str, ...], str]:

@@ -68,23 +68,6 @@ def test_statistics_have_a_short_repr() -> None:
     assert repr(LoaderStats()) == "<LoaderStats: no epoch yet>"
 
 
-def cells_of(html: str) -> list[str]:
-    """The texts of all elements; raises if the HTML is not well formed."""
-    return [text.strip() for text in ET.fromstring(f"<div>{html}</div>").itertext()]
-
-
-def test_a_notebook_shows_what_the_table_says() -> None:
-    cells = cells_of(STATS._repr_html_())
-    assert cells[0] == "epoch 3, running, 1 worker process"
-    for row in (["fetch", "1.5 ms", "in the dataset"], ["0", "1000", "50%", "1.00 s", "–", "–"]):
-        start = cells.index(row[0])
-        assert cells[start : start + len(row)] == row
-    assert STATS.verdict in cells
-    for cell in cells:
-        assert cell in f"{STATS} stage, mean time per batch"
-    assert cells_of(LoaderStats()._repr_html_()) == [LoaderStats().verdict]
-
-
 def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
     places = WaitPlaces(draw=0.1, fetch=0.397, pin=0.003)
     stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, places=places))
@@ -95,9 +78,6 @@ def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
         "  fetch        397 ms    79%  in the dataset",
         "",
     ]
-    cells = cells_of(stats._repr_html_())
-    start = cells.index("draw")
-    assert cells[start : start + 4] == ["draw", "100 ms", "20%", "the batch sampler was drawing"]
 
 
 def test_each_place_has_words() -> None:
@@ -105,8 +85,7 @@ def test_each_place_has_words() -> None:
     assert tuple(STAGES) == Stages._fields
 
 
-def test_a_notebook_shows_text_as_text() -> None:
-    workers = (WorkerStats(worker_id="<script>alert('&')</script>"),)
-    html = dataclasses.replace(STATS, workers=workers)._repr_html_()
-    assert "<script" not in html
-    assert "<script>alert('&')</script>" in cells_of(html)
+@pytest.mark.parametrize("worker", [0, "<script>alert('&')</script>"])
+def test_a_notebook_shows_the_table_as_text(worker) -> None:
+    stats = dataclasses.replace(STATS, workers=(WorkerStats(worker_id=worker),))
+    assert ET.fromstring(stats._repr_html_()).text == str(stats)
