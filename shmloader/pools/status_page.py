@@ -6,7 +6,6 @@ process sends a signal. The signal handler is faulthandler's, which does not nee
 so it also works for a worker inside a call that never returns.
 """
 
-import contextlib
 import enum
 import faulthandler
 import mmap
@@ -19,9 +18,8 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.core_time import core_time_here
@@ -197,9 +195,8 @@ class StatusPage:
     def ask(self, worker_id: int, pid: int) -> AtWork:
         """Return what a living worker is doing, with its stack. Takes up to a third of a second."""
         at_work = self.read(worker_id)
-        with contextlib.suppress(psutil.Error):
-            if psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}:
-                return replace(at_work, is_stopped=True)
+        if _is_stopped(pid):
+            return replace(at_work, is_stopped=True)
         if at_work.phase is Phase.STARTING:
             return at_work
         return replace(at_work, stack=self._ask_for_stack(self._line(worker_id)[4], pid))
@@ -357,12 +354,23 @@ class Line:
         )
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or by a debugger."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 def measure_memory(pid: int) -> int | None:
     """Return a process's proportional set size in bytes; None if it cannot be measured."""
-    with contextlib.suppress(psutil.Error, OSError, AttributeError):
-        pss: int = psutil.Process(pid).memory_full_info().pss
-        return pss
-    return None
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
+    return None if found is None else int(found[1]) << 10
 
 
 class WorkerStatusPage:
