@@ -12,8 +12,11 @@ when no loader is known. All other state has an owner. There are two exceptions:
 ``threads``             our threads, which can be parked while the process forks
 ``worker_groups``       the workers of all loaders: a forked child closes what it inherits of them
 ``parent_death_pipes``  the pipes that end our workers with this process: a child closes them, too
-``meetings``            the meetings of the ranks of this host that this rank is the host of, and
-                        the connections to processes that own shared workers: a child closes both
+``meetings``            what a child closes: meetings of which this rank is the host, and
+                        the connections to the nursery and to processes that own shared workers
+``nursery``             the process that forks the workers of loaders with spawn or forkserver
+``kept_nursery``        the same, if it stays though no loader uses it (forkserver)
+``imports_threads``     whether the program's main module starts threads when it is imported
 ``calls_on_host``       the number of calls of ``share_on_host()``: ranks tell calls apart by it
 ``pools_on_host``       the number of pools that this rank has shared with the ranks of its host:
                         ranks tell pools apart by it
@@ -37,6 +40,7 @@ import collections
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 
@@ -96,6 +100,9 @@ class ProcessState:
         self.worker_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.meetings: set[Any] = set()
+        self.nursery: Callable[[], Any] = lambda: None  # a weak reference
+        self.kept_nursery: Any = None
+        self.imports_threads = False
         self.calls_on_host = 0
         self.pools_on_host = 0
         self.has_waited = False

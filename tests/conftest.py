@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -143,6 +144,9 @@ def nothing_remains(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = Holdings.now()
     yield
+    if "shmloader.process_state" in sys.modules:
+        # What forks workers with forkserver would stay until the process ends.
+        sys.modules["shmloader.process_state"].PROCESS.kept_nursery = None
     if not request.node.stash.get(OUTCOME, False):
         return
     deadline = time.monotonic() + GRACE_S

@@ -6,11 +6,8 @@ is ready. Here the pickle lies in shared memory. Each worker gets a handle and s
 all of them load at the same time. Arrays and tensors lie beside the pickle, and workers map them
 copy-on-write: their memory is shared until a worker writes to it.
 
-A worker gets the handle when it is started. The first worker under spawn is an exception: it is
-started before anything is pickled, so that it imports torch meanwhile, and gets the handle through
-its socket. If the kernel does not take the message at once, the pool starts that worker again.
-
-:func:`shmloader.share_on_host` sends its objects to the other ranks of the host in the same way.
+A worker gets the handle when it is started. :func:`shmloader.share_on_host` sends its objects to
+the other ranks of the host in the same way, and the processes that the nursery forks reach it so.
 """
 
 import contextlib
@@ -20,6 +17,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.reduction import ForkingPickler
@@ -51,6 +49,10 @@ from shmloader.shared.arrays import reduce_tensor
 
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
+
+# How long to try to send descriptors while the kernel refuses them.
+_SEND_S = 10.0
+_RETRY_S = 0.001
 
 # Sent before the handle, with descriptors that do not fit beside the handle.
 _MORE = b"."
@@ -254,10 +256,28 @@ class Payload:
 
         It receives them with :func:`receive_payload` or :class:`PayloadReceiver`.
         """
-        for at in range(0, len(self._descriptors), _MESSAGE_DESCRIPTORS):
+        for at in range(0, max(1, len(self._descriptors)), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
             is_last = end >= len(self._descriptors)
             yield self._handle if is_last else _MORE, self._descriptors[at:end]
+
+    def send(self, channel: socket.socket) -> None:
+        """Send it to a process that is already running. Waits while the kernel has no room.
+
+        Raises:
+            OSError: If the process has gone, or if the kernel still refuses the descriptors after
+                10 s, since too many are on their way (unix(7), ETOOMANYREFS).
+        """
+        deadline = time.monotonic() + _SEND_S
+        for data, descriptors in self.messages():
+            while True:
+                try:
+                    socket.send_fds(channel, [data], descriptors)
+                    break
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                        raise
+                    time.sleep(_RETRY_S)
 
     def close(self) -> None:
         """Close the descriptor. May be called again. Workers that have started keep theirs."""
@@ -299,8 +319,7 @@ def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
 def receive_payload(channel: socket.socket) -> "ReceivedPayload":
     """Wait for a payload that is sent by :meth:`Payload.messages`.
 
-    Called in a worker before it receives tasks, and in a rank that gets an object from
-    ``share_on_host``.
+    Called in the nursery, and in a rank that gets an object from ``share_on_host``.
 
     Raises:
         OSError: If this process has too few descriptors left.
@@ -376,3 +395,8 @@ class ReceivedPayload:
         PROCESS.received = self._descriptors
         segment, spans, self.by_value = pickle.loads(self._handle)
         return unseal(segment, spans)
+
+    def close(self) -> None:
+        """Close the descriptors instead of loading."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)

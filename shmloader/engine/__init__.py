@@ -57,6 +57,11 @@ its last layout, how far its dataset has come, and how it died. The tickets of a
 sent to its replacement (with dynamic dispatch, those that it had not begun wait for any worker).
 When no restart is left, each of them is answered by the worker's death.
 
+**How workers start** (:mod:`shmloader.pools.starting`). With "fork" the main process forks each
+worker. With "spawn" and "forkserver" it starts the nursery, a fresh interpreter that imports torch
+and the program once and forks the workers (:mod:`shmloader.pools.nursery`). It reaps them, too, and
+reports their exit codes. Each worker unpickles the dataset itself.
+
 **Samples that hang** (``sample_timeout=``). A worker publishes which sample it is loading and until
 when it may (:mod:`shmloader.batch.sample_watch`). When that time has passed while the engine waits,
 the engine asks for the worker's Python stack and ends the worker, and the scheduler notes the

@@ -11,13 +11,11 @@
              └─── "failed", exception ───────────▶ raise it
 """
 
-import errno
 import logging
 import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,10 +52,6 @@ _ANSWER_BYTES = 128 * 1024
 # unless it is stopped or has gone. A stopped guest that goes on later finds what was sent in its
 # socket.
 _ANSWER_S = 1.0
-
-# How long the host tries to send descriptors while the kernel refuses them (unix(7), ETOOMANYREFS).
-_SEND_S = 10.0
-_RETRY_S = 0.001
 
 # How long a guest waits for the rest of a payload.
 _REST_S = 30.0
@@ -296,8 +290,7 @@ class _Server(BackgroundThread):
                     guest.send(answer)
                 else:
                     guest.send(_BUILT)
-                    for data, descriptors in answer.messages():
-                        _send(guest, data, descriptors)
+                    answer.send(guest)
                 if guest.recv(_ANSWER_BYTES) != _RECEIVED:
                     return
             except OSError as error:
@@ -317,24 +310,6 @@ class _Server(BackgroundThread):
         if isinstance(self._answer, Payload):
             self._answer.close()
         self._answer = self._shared = None
-
-
-def _send(guest: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    """Send a message with descriptors.
-
-    Raises:
-        OSError: If the guest has gone, or the kernel still refuses the descriptors after 10 s.
-    """
-    deadline = time.monotonic() + _SEND_S
-    while True:
-        try:
-            socket.send_fds(guest, [data], descriptors)
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
-        else:
-            return
 
 
 # The others ----------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ class LoaderParts:
         begin_lock: Held by the thread that begins an epoch.
         iterators: References to the iterators of the loader.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
+        nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
         statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
@@ -216,6 +217,7 @@ class LoaderParts:
 
     adapter: Adapter | None = None
     host_pool: "HostPool | None" = None
+    nursery: Any = None
     begin_lock: BeginLock = field(default_factory=BeginLock)
     iterators: list[weakref.ref[Any]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)

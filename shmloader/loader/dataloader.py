@@ -732,7 +732,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
             for iterator in self._parts.open_iterators():
                 stack.callback(iterator.close)
-        self._parts.host_pool = None
+        self._parts.host_pool = self._parts.nursery = None
         # Last, since no exception is raised from an iterator that is freed as garbage.
         self._iterator = None
 

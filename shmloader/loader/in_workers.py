@@ -75,6 +75,7 @@ class WorkerIterator(SlotIterator):
         except BaseException:
             tasks.arena.close()
             raise
+        self._parts.nursery = workers.nursery
         return workers, tasks
 
     def _join(self) -> tuple[WorkerChannels[Any], TaskConfig]:

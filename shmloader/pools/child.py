@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.utils.data._utils import signal_handling
 
-from shmloader.batch.payload import receive_payload
 from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.seeds import seed_worker
 from shmloader.errors import InternalError
@@ -29,7 +28,6 @@ from shmloader.forked_child import end_if_forked
 from shmloader.messages import RECEIVE_BYTES, unpack
 from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
-from shmloader.pools.startup_semaphore import StartupSemaphore, WorkerStartupSemaphore, end_startup
 from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
 from shmloader.pools.task_server import TaskConfig, TaskServer
 from shmloader.pools.waker import receive_soon
@@ -47,9 +45,6 @@ class WorkerStart:
         tasks: How tasks are served.
         parent_death: Ends this process with the main process.
         status_page: Where the worker writes what it is doing.
-        startup: The start-up semaphore, held until the worker has loaded the dataset; None if the
-            number of workers that start up at a time is not limited.
-        is_fresh: Whether the process is not a fork of the main process (spawn, forkserver).
         reports: Whether the worker first reports that torch's generator is not locked.
     """
 
@@ -59,8 +54,6 @@ class WorkerStart:
     tasks: TaskConfig
     parent_death: ParentDeathPipe | WorkerParentDeathPipe
     status_page: StatusPage | WorkerStatusPage
-    startup: StartupSemaphore | WorkerStartupSemaphore | None = None
-    is_fresh: bool = False
     reports: bool = False
 
 
@@ -73,8 +66,7 @@ def worker_main(
     """Run a worker. The target of its process.
 
     Args:
-        payload: Its ``load()`` returns (dataset, collate_fn, worker_init_fn, on_error). None if it
-            is being pickled, and will arrive through the channel.
+        payload: Its ``load()`` returns (dataset, collate_fn, worker_init_fn, on_error).
         channel: The worker's end of its socket pair.
         start: What the worker gets.
         close_inherited: In a forked worker, closes what other workers and loaders use; else None.
@@ -182,13 +174,10 @@ class _Worker:
         self._tasks.install()
         try:
             try:
-                payload = payload or receive_payload(self._channel)
                 dataset, collate_fn, init_fn, on_error = load(payload)
             finally:
                 # After loading, since modules that it imports may seed the generators or draw.
                 seed = seed_worker(start.base_seed, start.worker_id)
-                if start.is_fresh:
-                    end_startup(start.startup)
             introduce(start.worker_id, start.worker_count, seed, dataset, init_fn)
             self._tasks.open(dataset, collate_fn, on_error, by_value=payload.by_value)
         except BaseException:  # noqa: BLE001 - it answers every task

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.nursery import Forked
 from shmloader.pools.waker import LOOKS, SHARED_LOOKS, receive_soon
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
@@ -124,20 +125,25 @@ class WorkerHandle(WorkerChannel):
         pidfd: Readable when the process has ended; -1 once closed.
     """
 
-    __slots__ = ("pidfd", "process")
+    __slots__ = ("_forked", "pidfd", "process")
 
     looks = LOOKS
 
     def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
         super().__init__(channel)
         self.process = process
-        self.pidfd = os.pidfd_open(process.pid or 0)
+        # What the nursery has forked is not a child of this process: it may be reaped already.
+        popen = process._popen  # type: ignore[attr-defined]
+        self._forked = popen if isinstance(popen, Forked) else None
+        self.pidfd = process.sentinel if self._forked else os.pidfd_open(process.pid or 0)
 
     def close_pidfd(self) -> None:
         """Close the pidfd. May be called again."""
         pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
+        if pidfd >= 0 and self._forked is None:
             os.close(pidfd)
+        elif self._forked is not None:
+            self._forked.close()
 
     @property
     def has_ended(self) -> bool:

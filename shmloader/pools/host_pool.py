@@ -30,8 +30,9 @@ from shmloader.pools.main_guard import (
     NO_GUARD_TEXT,
     name_of,
     refuse_during_import,
+    sigint_held_back,
 )
-from shmloader.pools.starting import pickle_for_workers, raise_with_remedy, sigint_held_back
+from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
 from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
 

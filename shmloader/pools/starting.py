@@ -1,30 +1,23 @@
 """Starts worker processes, and keeps what starting another one needs. Runs in the main process.
 
-Guarantees:
-    * Ctrl-C during a start does not reach the worker, and does not interrupt the start in the main
-      process: the main process's handler runs right afterwards, once for each Ctrl-C.
-    * A start for which there are too few descriptors fails before it opens any.
+With "fork" this process forks each worker. With "spawn" and "forkserver" the nursery does it, if it
+may (:mod:`shmloader.pools.nursery`).
+
+A start for which there are too few descriptors fails before it opens any.
 """
 
-import contextlib
 import dataclasses
 import errno
 import functools
-import inspect
 import logging
-import multiprocessing
-import multiprocessing.forkserver
 import os
-import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from multiprocessing import resource_tracker
+from multiprocessing import context
 from multiprocessing.context import BaseContext
-from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
@@ -33,18 +26,15 @@ from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Arena
 from shmloader.pools.child import WorkerStart, worker_main
-from shmloader.pools.cores import usable_cores
-from shmloader.pools.fork_server import preload
 from shmloader.pools.generator_locks import FIRST_WAIT_S, TRIES, await_torch, has_reported
 from shmloader.pools.handle import WorkerHandle, end_unused
-from shmloader.pools.main_guard import name_of, refuse_during_import
+from shmloader.pools.main_guard import name_of, refuse_during_import, sigint_held_back
+from shmloader.pools.nursery import Nursery, nursery_of_process, start_in
 from shmloader.pools.parent_death import ParentDeathPipe
-from shmloader.pools.startup_semaphore import StartupSemaphore, set_startup
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
 from shmloader.threads.fork_safety import all_parked
-from shmloader.threads.uninterruptible import uninterruptible
 
 _log = logging.getLogger("shmloader")
 
@@ -56,6 +46,9 @@ _LOCKED = (
 # How many descriptors a start needs. multiprocessing opens up to six for a moment: two pipes, and a
 # pipe or a socket to the process that forks. The seventh is the worker's pidfd.
 _START_DESCRIPTORS = 7
+
+# How the processes of multiprocessing's own contexts are started.
+_POPENS = (context.SpawnProcess._Popen, context.ForkServerProcess._Popen)
 
 #: What the user calls the objects that the workers of a loader get.
 OBJECT_NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
@@ -76,27 +69,25 @@ class WorkerStarter:
         payload: The pickled dataset and functions, or the objects themselves under fork; None
             before :meth:`make_payload` and after :meth:`finish`.
         status_page: Tells what each worker is doing; made by :meth:`open`.
-        startup: Limits how many workers start up at a time; None if nothing limits it.
+        nursery: The process that forks the workers; None if this process starts each of them.
 
     Args:
-        context: The multiprocessing context.
+        chosen: The multiprocessing context.
     """
 
     status_page: StatusPage
     _parent_death: ParentDeathPipe
     _start: WorkerStart
 
-    def __init__(self, context: BaseContext) -> None:
-        self._context: Any = context
-        self.method: str = context.get_start_method()
+    def __init__(self, chosen: BaseContext) -> None:
+        self._context: Any = chosen
+        self.method: str = chosen.get_start_method()
         self.payload: Payload | ForkedPayload | None = None
-        self.startup: StartupSemaphore | None = None
+        self.nursery: Nursery | None = None
         # What close() closes.
         self._resources: list[Any] = []
         # The main process's end of the socket pair of the worker that is being started.
         self._channel: socket.socket | None = None
-        # Whether the fork server imports nothing of ours.
-        self._has_bare_server = False
 
     def open(
         self,
@@ -111,22 +102,14 @@ class WorkerStarter:
             RuntimeError: If this process is importing the program's main file.
         """
         if self.method != "fork":
-            refuse_during_import()
-        if self.method == "spawn":
-            cores = usable_cores(Path("/" if tasks.memory is None else tasks.memory.root))
-            if worker_count > cores:
-                self.startup = StartupSemaphore(cores)
-                self._resources.append(self.startup)
-        elif self.method == "forkserver":
-            self._has_bare_server = not preload(self._context)
-            self._ensure_server()
+            # It imports torch while the dataset is pickled.
+            self.nursery = self._find_nursery()
         self._parent_death = ParentDeathPipe()
         self._resources.append(self._parent_death)
         self.status_page = StatusPage(worker_count)
         self._resources.append(self.status_page)
         self._start = WorkerStart(
-            0, worker_count, base_seed, tasks, self._parent_death, self.status_page, self.startup,
-            is_fresh=self.method != "fork",
+            0, worker_count, base_seed, tasks, self._parent_death, self.status_page,
         )  # fmt: skip
 
     def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
@@ -186,15 +169,13 @@ class WorkerStarter:
             args=(self.payload, theirs, start, closer),
             daemon=True,
         )
-        if start.is_fresh:
-            set_startup(process, self.startup)
+        if self.method != "fork":
+            self.nursery = self._find_nursery(is_awaited=True)
         self._channel = ours
         try:
-            if self.method == "forkserver":
-                self._ensure_server()
             with (
                 theirs,
-                sigint_held_back(is_fresh=start.is_fresh),
+                sigint_held_back(is_fresh=self.method != "fork"),
                 # The other methods copy no threads.
                 all_parked() if self.method == "fork" else nullcontext(),
                 unimportable_main_hidden(),
@@ -202,7 +183,10 @@ class WorkerStarter:
                 _check_descriptors(ours)
                 if reports:
                     await_torch()
-                process.start()
+                if self.nursery is None:
+                    process.start()
+                else:
+                    start_in(self.nursery, process)
             self._parent_death.tie(process.pid or 0)
             if FAULTS is not None:
                 FAULTS.reach("main.start")
@@ -217,14 +201,17 @@ class WorkerStarter:
         finally:
             self._channel = None
 
-    def _ensure_server(self) -> None:
-        """Start multiprocessing's fork server if none runs. It may still be starting on return."""
-        # A server that does not import our module would pass a blocked SIGINT on to all processes
-        # that the user has it fork (see `preloaded`).
-        is_bare = self._has_bare_server
-        blocked = nullcontext() if is_bare else sigint_held_back(is_fresh=True)
-        with blocked, unimportable_main_hidden():
-            multiprocessing.forkserver.ensure_running()
+    def _find_nursery(self, *, is_awaited: bool = False) -> Nursery | None:
+        """Return the nursery; None if it must not fork, or if the user's class starts processes."""
+        refuse_during_import()
+        has_own = getattr(self._context.Process, "_Popen", None) not in _POPENS
+        if has_own or (self.method == "spawn" and PROCESS.imports_threads):
+            return None
+        nursery = nursery_of_process(keep=self.method == "forkserver")
+        if is_awaited and nursery.await_threads() and self.method == "spawn":
+            PROCESS.imports_threads = True
+            return None
+        return nursery
 
     def finish(self) -> None:
         """Close what only new workers need. No worker may be started afterwards."""
@@ -236,6 +223,7 @@ class WorkerStarter:
 
     def close(self) -> None:
         """Close everything. May be called again."""
+        self.nursery = None
         for resource in self._resources:
             resource.close()
 
@@ -331,63 +319,3 @@ def raise_with_remedy(error: OSError) -> None:
     if remedy is not None:
         text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
         raise OSError(error.errno, f"{text}num_workers.") from error
-
-
-@contextlib.contextmanager
-def sigint_held_back(*, is_fresh: bool) -> Iterator[None]:
-    """Keep Ctrl-C from a process that is started in this block, until that process ignores it.
-
-    This process handles it when the block ends. May be used on any thread. On another thread than
-    the main one, the handler of SIGINT stays installed, since only the main thread can change it.
-
-    Args:
-        is_fresh: Whether multiprocessing starts an interpreter, and so a resource tracker.
-    """
-    if is_fresh:
-        # Otherwise multiprocessing starts it within the block, and unblocks SIGINT afterwards.
-        resource_tracker.ensure_running()
-    with _handler_deferred():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            yield
-        finally:
-            uninterruptible(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
-
-
-@contextlib.contextmanager
-def _handler_deferred() -> Iterator[None]:
-    """Run the handler of SIGINT when the block ends, rather than within it.
-
-    A signal that this thread blocks may be delivered to any other thread, such as one of
-    OpenBLAS; Python's handler then still runs in the main thread. Handlers of other signals may
-    raise at any time.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    pid = os.getpid()
-    heard: list[int] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == pid:
-            heard.append(number)
-        else:  # a process that another thread has forked meanwhile
-            handler(number, frame)
-
-    def restore() -> None:
-        if signal.getsignal(signal.SIGINT) is hear:
-            signal.signal(signal.SIGINT, handler)
-
-    try:
-        with contextlib.suppress(ValueError):  # only the main thread can set handlers
-            signal.signal(signal.SIGINT, hear)
-        yield
-    finally:
-        try:
-            uninterruptible(restore)
-        finally:
-            # Not sent as a signal again: a wakeup descriptor has been written to already.
-            for number in heard:
-                handler(number, inspect.currentframe())

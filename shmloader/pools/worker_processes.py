@@ -8,10 +8,6 @@ Guarantees:
       and leaves no descriptor. Called again, or in a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods, except ``close``.
-
-Under spawn, worker 0 starts before the dataset is pickled for all workers. Without that, in five
-rounds in turns with a dataset of many strings, the first batch came 1.4 times as late with four
-workers (1.0–1.6), and 1.1 times as late with eight (1.1–1.3).
 """
 
 import contextlib
@@ -27,12 +23,12 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from shmloader.batch.payload import Payload
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.limits import control_groups, oom_kills
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
+from shmloader.pools.nursery import Nursery
 from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_server import TaskConfig
@@ -103,6 +99,11 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         return self._starter.status_page
 
     @property
+    def nursery(self) -> Nursery | None:
+        """The process that forks the workers; None if this process starts each of them."""
+        return self._starter.nursery
+
+    @property
     def processes(self) -> list[BaseProcess]:
         """The worker processes, by number."""
         return [worker.process for worker in self._workers]
@@ -110,41 +111,13 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     # Start -------------------------------------------------------------------------------
 
     def _start_first(self, count: int, objects: tuple[object, ...], names: Sequence[str]) -> None:
-        """Start the first ``count`` workers, and pickle the objects for them."""
-        is_early = self._starter.method == "spawn" and count > 0
-        if is_early:
-            # Worker 0 loads the batch that is wanted first. It imports torch during the pickling.
-            environment = dict(os.environ)
-            self._workers.append(self._start_worker(0))
-        try:
-            self._starter.make_payload(objects, names)
-        except BaseException:
-            self._grace_s = 0.0  # the worker has nothing to finish
-            raise
+        """Pickle the objects for the workers, and start the first ``count`` of them."""
+        self._starter.make_payload(objects, names)
         if self._is_closed:  # at the interpreter's exit
             self._starter.close()
             self._check_open()
-        if is_early:
-            # Pickling may have changed the environment of the workers to come: a __getstate__ or
-            # an import can set variables.
-            is_alike = dict(os.environ) == environment
-            if not (is_alike and self._hand_over_payload()):
-                self._end(0, grace_s=0.0)
-                self._forget(0)
-                self._workers[0] = self._start_worker(0)
-        for worker_id in range(len(self._workers), count):
+        for worker_id in range(count):
             self._workers.append(self._start_worker(worker_id))
-
-    def _hand_over_payload(self) -> bool:
-        """Send the payload to worker 0. Returns whether the kernel took all of it at once.
-
-        Messages that wait in the outbox might outlive the payload and its descriptors.
-        """
-        payload = self._starter.payload
-        assert isinstance(payload, Payload)
-        for data, descriptors in payload.messages():
-            self.send(0, data, *descriptors)
-        return not self._workers[0].outbox
 
     def _start_worker(self, worker_id: int) -> WorkerHandle:
         worker = self._starter.start(worker_id)
@@ -227,14 +200,12 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         end_all([worker], grace_s)
 
     def _note_lost(self, worker: WorkerHandle) -> None:
-        """Stop using a worker, and release its place in the start-up semaphore."""
+        """Stop using a worker."""
         worker.is_lost = True
         worker.outbox.clear()
         for fd in (worker.channel.fileno(), worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._poll.unregister(fd)
-        if self._starter.startup is not None:
-            self._starter.startup.release()
 
     def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield a dead worker's last messages, reap it, and yield None for its loss."""

@@ -165,7 +165,6 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
     done = run_program(
         """
         import gc, os, sys, threading, warnings
-        from multiprocessing import forkserver
         import psutil
         from shmloader import DataLoader
 
@@ -184,8 +183,8 @@ def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> Non
         if __name__ == "__main__":
             warnings.simplefilter("ignore")
             gc.disable()
-            # multiprocessing's own, which stay; the server starts the tracker.
-            forkserver.ensure_running()
+            # What stays: the resource tracker, and what forks workers with forkserver.
+            list(DataLoader([1], num_workers=1, multiprocessing_context="forkserver"))
             theirs = psutil.Process().children()
             assert len(theirs) == 2
             for method in ("spawn", "forkserver"):

@@ -205,15 +205,11 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ours", [True, False], ids=["", "server of the user's"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours, tmp_path) -> None:
-    if method == "spawn" and not is_ours:
-        pytest.skip("there is no server")
+def test_what_imports_the_program_for_workers_does_not_hear_ctrl_c(method, tmp_path) -> None:
     done = run_program(
         f"""
         import signal
-        from multiprocessing import forkserver
         from shmloader import DataLoader
 
         BLOCKED = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -225,9 +221,6 @@ def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours,
                 return BLOCKED
 
         if __name__ == "__main__":
-            if {not is_ours}:
-                forkserver.set_forkserver_preload([])
-                forkserver.ensure_running()
             options = {{"num_workers": 1, "multiprocessing_context": {method!r}}}
             print(BLOCKED, *DataLoader(Data(), batch_size=None, **options))
         """,
@@ -238,24 +231,18 @@ def test_a_worker_that_imports_the_program_does_not_hear_ctrl_c(method, is_ours,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["new", "running"])
-def test_ctrl_c_while_workers_start_is_the_main_processs_alone(server, tmp_path) -> None:
-    start = "from multiprocessing import forkserver; forkserver.ensure_running()\n"
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ctrl_c_while_workers_start_is_the_main_processs_alone(method, tmp_path) -> None:
     running = program(
-        (start if server == "running" else "")
-        + "print('ready', flush=True)\n"
-        + "options = {'num_workers': 2, 'multiprocessing_context': 'forkserver'}\n"
+        "print('ready', flush=True)\n"
+        f"options = {{'num_workers': 2, 'multiprocessing_context': {method!r}}}\n"
         "batches = iter(DataLoader(Data(), **options))\n"
-        "print('started', flush=True)\n"
         "time.sleep(60)",
         tmp_path,
     )
     assert running.read_line() == "ready"
-    if server == "running":
-        assert running.read_line() == "started"  # the workers import torch by now
-    else:  # the server does
-        main = psutil.Process(running.pid)
-        wait_until(lambda: any("forkserver" in " ".join(c.cmdline()) for c in main.children()))
+    main = psutil.Process(running.pid)
+    wait_until(lambda: any("spawn_main" in " ".join(c.cmdline()) for c in main.children()))
     os.killpg(running.pid, signal.SIGINT)
     done = running.finish(30)
     assert done.err.count("Traceback") == 1, done.err

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shmloader.pools.starting import sigint_held_back
+from shmloader.pools.main_guard import sigint_held_back
 
 
 @pytest.mark.parametrize("was_blocked", [False, True])
