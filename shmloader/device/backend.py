@@ -39,14 +39,9 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
             f"{argument} should be a device such as 'cuda:0', an index or a torch.device, "
             f"but got {argument}={value!r}"
         )
-    if isinstance(value, int):
-        kind = _accelerator_kind()
-        if kind is None or torch.accelerator.device_count() == 0:
-            raise RuntimeError(
-                f"{argument}={value} asks for an accelerator, and torch finds none on this machine"
-            )
-        value = f"{kind}:{value}"
     try:
+        if isinstance(value, int):
+            value = f"{_accelerator_kind() or 'cuda'}:{value}"
         device = torch.device(value)
     except RuntimeError as error:
         raise ValueError(
@@ -55,8 +50,13 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
         ) from None
     if device.type == "cpu":
         return None
-    _check_present(device, argument)
+    count = _count(device.type)
     index: int | None = device.index
+    if (index or 0) >= count:
+        raise RuntimeError(
+            f"{argument}='{device}' does not exist: torch {torch.__version__} finds {count} "
+            f"{device.type} devices here"
+        )
     if index is None and device.type != "mps":
         return torch.device(device.type, current_index(device.type))
     return device
@@ -79,30 +79,11 @@ def _accelerator_kind() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def _check_present(device: torch.device, argument: str) -> None:
-    kind, plural = device.type, f"{device.type} devices"
+def _count(kind: str) -> int:
+    """Return how many devices of a kind there are. Not by is_available(), for the same reason."""
     if kind == "cuda":
-        if not torch.backends.cuda.is_built():
-            raise RuntimeError(
-                f"{argument}='{device}' needs CUDA, and this torch ({torch.__version__}) was built "
-                "without it"
-            )
-        # Not is_available(), which calls the driver.
-        count, plural = torch.cuda.device_count(), "GPUs"
-        if count == 0:
-            raise RuntimeError(
-                f"{argument}='{device}' needs CUDA, and torch finds no usable GPU or driver here"
-            )
-    else:
-        count = torch.accelerator.device_count() if kind == _accelerator_kind() else 0
-        if count == 0:
-            raise RuntimeError(
-                f"{argument}='{device}' does not exist: torch finds no {kind} device"
-            )
-    if (device.index or 0) >= count:
-        raise RuntimeError(
-            f"{argument}='{device}' does not exist: this machine has {count} {plural}"
-        )
+        return torch.cuda.device_count()
+    return torch.accelerator.device_count() if kind == _accelerator_kind() else 0
 
 
 class Event(Protocol):
@@ -128,6 +109,8 @@ class Backend:
 
     Attributes:
         device: The device, with its index.
+        driver: The driver for this kind of device; None if there is no known one.
+        no_driver: Why that driver could not be opened; "" if it was, or if none is known.
         can_pin: Whether torch has pinned memory for this kind of device.
         is_lost: Whether the device has reported a permanent error.
     """
@@ -137,7 +120,7 @@ class Backend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_lost = False
-        self._driver: Driver | None = None
+        self.no_driver = ""
         # The first item is the loader's stream. A list, because two threads may each make one.
         self._streams: list[Any] = []
         self._numbers = itertools.count()
@@ -155,16 +138,16 @@ class Backend:
             self._new_event = lambda _: torch.cuda.Event(blocking=True)
             self._current_stream = torch.cuda.current_stream
 
+    @functools.cached_property
     def driver(self) -> Driver | None:
-        """Return the driver for this kind of device, or None if there is no known one.
-
-        Raises:
-            OSError: If its library is missing.
-            AttributeError: If the library lacks a function.
-        """
-        if self._driver is None:
-            self._driver = open_driver(self.device.type)
-        return self._driver
+        """Open the driver for this kind of device."""
+        try:
+            return open_driver(self.device.type)
+        except (OSError, AttributeError) as error:  # its library, or a function of it, is missing
+            if is_interruption(error):
+                raise
+            self.no_driver = str(error)
+            return None
 
     @property
     def stream(self) -> Any:
@@ -176,12 +159,7 @@ class Backend:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Prepare the calling thread for driver calls in the block, even during a graph capture."""
-        try:
-            driver = self.driver()
-        except (OSError, AttributeError) as error:
-            if is_interruption(error):
-                raise
-            driver = None
+        driver = self.driver
         if driver is None:
             yield
             return
@@ -189,7 +167,7 @@ class Backend:
             if not driver.has_context():
                 # In torch 2.6 and 2.7, selecting device 0 on a new thread binds no context.
                 # Waiting for a stream binds one in every runtime.
-                with Suppressed(Exception):
+                with Suppressed(RuntimeError):
                     self.stream.synchronize()
             yield
 
@@ -269,10 +247,10 @@ class Backend:
             with self.ready():
                 try:
                     self.stream.synchronize()
-                except Exception as error:
+                except RuntimeError as error:  # the base of torch's errors of all kinds of device
                     if is_interruption(error):
                         raise
-                    self.is_lost = True  # the type of the error depends on the kind of device
+                    self.is_lost = True
         return not self.is_lost
 
 

@@ -29,7 +29,7 @@ from shmloader.device.drivers import relax_this_thread
 from shmloader.device.page_locks import PageLocks
 from shmloader.device.pin import is_small, pin_block, split_block
 from shmloader.device.stage import Stage, StageBrokenError
-from shmloader.device.structure import all_tensors, map_tensors, mapped_tensors
+from shmloader.device.structure import all_tensors, map_tensors
 from shmloader.probing import probe
 
 # Before a further batch is copied to the device, the stage waits for the user's work on all batches
@@ -136,7 +136,7 @@ class DeviceStage(Stage):
         self._backend.enter()
         held = (batch, all_tensors(batch))
         try:
-            copied = self._copy(batch)
+            copied = self._copy(*held)
         finally:
             # Needed even if the copy of one tensor failed: other copies may be under way.
             event = self._backend.record()
@@ -185,17 +185,16 @@ class DeviceStage(Stage):
         # Without this, batches pile up on the device if the training loop never waits for it.
         self._backend.wait_for_user(_BATCHES_IN_USE)
 
-    def _copy(self, batch: object) -> Any:
-        small: list[torch.Tensor] = []
-        if self._backend.can_pin:
-            small = [tensor for tensor in mapped_tensors(batch) if is_small(tensor)]
-        copies: Iterator[torch.Tensor] = iter(())
+    def _copy(self, batch: object, tensors: list[torch.Tensor]) -> Any:
+        small = [tensor for tensor in tensors if self._backend.can_pin and is_small(tensor)]
+        copies: dict[int, torch.Tensor] = {}
         if small:
-            copies = split_block(self._backend.copy(pin_block(small)), small)
-        small_ids = {id(tensor) for tensor in small}
+            pieces = split_block(self._backend.copy(pin_block(small)), small)
+            copies = dict(zip(map(id, small), pieces, strict=True))
 
         def copy_one(tensor: torch.Tensor) -> torch.Tensor:
-            return next(copies) if id(tensor) in small_ids else self._copy_alone(tensor)
+            copied = copies.get(id(tensor))
+            return self._copy_alone(tensor) if copied is None else copied
 
         return map_tensors(copy_one, batch, self._copy_object)
 

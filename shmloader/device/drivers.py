@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from shmloader.interruptions import Suppressed
-
 # These numbers are the same in <cuda.h> and <hip/hip_runtime_api.h>.
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for all devices
 _CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: the default
@@ -179,7 +177,7 @@ def relaxed_capture(driver: Driver) -> Iterator[None]:
 
 def relax_this_thread(kind: str) -> None:
     """Relax the calling thread's capture mode for good. Does nothing if there is no driver."""
-    with Suppressed(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):
         driver = open_driver(kind)
         if driver is not None:
             driver.relax_capture()

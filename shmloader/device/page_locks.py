@@ -21,7 +21,6 @@ import torch
 
 from shmloader.device.backend import Backend
 from shmloader.device.drivers import Driver
-from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Slot
 from shmloader.process_state import PROCESS
 
@@ -60,14 +59,10 @@ class PageLocks:
         if self._is_refused or self.locked_bytes(slot) >= nbytes:
             return
         first = self._backends[0]
-        try:
-            driver = first.driver()
-        except (OSError, AttributeError) as error:
-            if is_interruption(error):
-                raise
-            self._refuse(str(error))
-            return
+        driver = first.driver
         if driver is None:
+            if first.no_driver:
+                self._refuse(first.no_driver)
             return
         wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
         with first.ready():
@@ -99,7 +94,7 @@ class PageLocks:
         # What the parent locked does not concern a forked child.
         if os.getpid() != self._pid or slot.address not in self._locked:
             return True
-        driver = self._backends[0].driver()
+        driver = self._backends[0].driver
         assert driver is not None
         with self._backends[0].ready():
             error = driver.unregister(slot.address)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
 
 # Immutable values, which hold no memory of a slot.
@@ -108,28 +107,10 @@ class _Mapper:
             else:
                 for index, value in enumerate(mapped):
                     clone[index] = value
-        except TypeError as error:
-            if is_interruption(error):
-                raise
+        except TypeError:
             return mapped
         self._copies.append(clone)
         return clone
-
-
-def mapped_tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that :func:`map_tensors` applies its function to, in that order."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, collections.abc.Mapping):
-        for value in batch.values():
-            yield from mapped_tensors(value)
-    elif (
-        isinstance(batch, collections.abc.Sequence)
-        and not isinstance(batch, _ATOMS)
-        and not _moves_itself(batch)
-    ):
-        for value in batch:
-            yield from mapped_tensors(value)
 
 
 def _moves_itself(value: Any) -> bool:

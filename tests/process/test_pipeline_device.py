@@ -128,7 +128,7 @@ def test_the_cpu_is_no_stage_and_what_does_not_fit_after_a_transfer_is_told(late
 def test_a_device_that_is_not_there_is_told_when_it_is_named():
     if torch.cuda.is_available():
         pytest.skip("it is there")
-    with pytest.raises(RuntimeError, match="CUDA"):
+    with pytest.raises(RuntimeError, match="finds 0 cuda devices"):
         PipelineBuilder().add_source([1]).transfer("cuda:0")
 
 

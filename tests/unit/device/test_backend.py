@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -29,14 +31,14 @@ def test_the_cpu_is_plain_loading(device) -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cuda_that_is_not_there_is_said_when_the_loader_is_made(device, workers) -> None:
-    missing = "finds no usable GPU" if torch.backends.cuda.is_built() else "was built without it"
-    with pytest.raises(RuntimeError, match=rf"device='{device}' needs CUDA, .* {missing}"):
+    text = rf"device='{device}' does not exist: torch {re.escape(torch.__version__)} finds 0 cuda"
+    with pytest.raises(RuntimeError, match=text):
         shmloader.DataLoader([1, 2], device=device, num_workers=workers)
 
 
 @without_cuda
 def test_an_index_asks_for_an_accelerator() -> None:
-    with pytest.raises(RuntimeError, match="device=0 asks for an accelerator, and torch finds"):
+    with pytest.raises(RuntimeError, match=r"device='\w+:0' does not exist: torch .* finds 0"):
         parse_device(0)
 
 
@@ -49,30 +51,29 @@ def test_no_device_is_asked_whether_it_is_available(late, monkeypatch) -> None:
     monkeypatch.setattr(torch.get_device_module("late"), "is_available", refuse)
     for device in (1, "late:1", torch.device("late", 1)):
         assert parse_device(device) == torch.device("late", 1)
-    with pytest.raises(RuntimeError, match="device='late:2' does not exist: this machine has 2"):
+    with pytest.raises(RuntimeError, match=r"device='late:2' does not exist: .* finds 2 late"):
         parse_device(2)
     assert late.count("initializations") == 0
 
 
 def test_a_device_of_a_kind_with_none_is_not_there(late) -> None:
     late.is_on = False
-    with pytest.raises(RuntimeError, match=r"device=0 asks for an accelerator, and torch finds"):
+    with pytest.raises(RuntimeError, match=r"device='\w+:0' does not exist: torch .* finds 0"):
         parse_device(0)
-    with pytest.raises(RuntimeError, match=r"'late' does not exist: torch finds no late device"):
+    with pytest.raises(RuntimeError, match=r"'late' does not exist: torch .* finds 0 late devices"):
         parse_device("late")
 
 
 @without_cuda
 def test_another_kind_of_device_is_looked_for() -> None:
-    with pytest.raises(RuntimeError, match="device='xpu' does not exist: torch finds no xpu"):
+    with pytest.raises(RuntimeError, match=r"device='xpu' does not exist: torch .* finds 0 xpu"):
         parse_device("xpu")
 
 
 def test_a_device_beyond_the_last_is_said_with_their_number(monkeypatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parse_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(RuntimeError, match="device='cuda:2' does not exist: this machine has 2"):
+    with pytest.raises(RuntimeError, match=r"device='cuda:2' does not exist: .* finds 2 cuda"):
         parse_device("cuda:2")
 
 
