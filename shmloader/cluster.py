@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import attempt
 from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, Future, settle
 
 __all__ = ["RayExecutor"]
@@ -65,12 +65,10 @@ class _Driver:
 
     def is_gone(self) -> bool:
         """Whether this process has left the cluster that it was connected to."""
-        try:
-            return not self._ray.is_initialized() or self._find_id() != self._id
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            return True  # another thread is leaving the cluster
+        # It raises if another thread is leaving the cluster.
+        return (
+            attempt(lambda: self._ray.is_initialized() and self._find_id() == self._id) is not True
+        )
 
     def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
         """Pass Ray's own future of a task to ``call`` when it is done, mostly on a Ray thread."""

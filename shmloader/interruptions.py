@@ -8,8 +8,11 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -40,6 +43,25 @@ def is_interruption(error: BaseException) -> bool:
                 return True
         caller, traceback = frame, traceback.tb_next
     return False
+
+
+class Caught(NamedTuple):
+    """The exception that a function raised, as a value."""
+
+    error: Exception
+
+
+def attempt(function: Callable[..., _Result], *args: Any, **named: Any) -> _Result | Caught:
+    """Call a function that may raise anything, and return its result or its exception.
+
+    An interruption propagates.
+    """
+    try:
+        return function(*args, **named)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return Caught(error)
 
 
 class Suppressed:

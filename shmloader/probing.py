@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 
 
 def probe(value: object, name: str, default: object = None) -> Any:
@@ -11,10 +11,6 @@ def probe(value: object, name: str, default: object = None) -> Any:
     This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
     for an unknown name, which never shows with torch's loader.
     """
-    try:
-        return getattr(value, name, default)
-    except Exception as error:
-        # Whatever was raised, the object has no such attribute.
-        if is_interruption(error):
-            raise
-        return default
+    found = attempt(getattr, value, name, default)
+    # Whatever was raised, the object has no such attribute.
+    return default if type(found) is Caught else found

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shmloader.device.drivers import Driver, open_driver, relaxed_capture
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Caught, Suppressed, attempt
 
 
 def parse_device(value: object, argument: str = "device") -> torch.device | None:
@@ -141,13 +141,11 @@ class Backend:
     @functools.cached_property
     def driver(self) -> Driver | None:
         """Open the driver for this kind of device."""
-        try:
-            return open_driver(self.device.type)
-        except (OSError, AttributeError) as error:  # its library, or a function of it, is missing
-            if is_interruption(error):
-                raise
-            self.no_driver = str(error)
+        driver = attempt(open_driver, self.device.type)
+        if isinstance(driver, Caught):  # its library, or a function of it, is missing
+            self.no_driver = str(driver.error)
             return None
+        return driver
 
     @property
     def stream(self) -> Any:
@@ -245,12 +243,7 @@ class Backend:
         """Wait for all copies. Returns False if the device has reported a permanent error."""
         if self._streams:
             with self.ready():
-                try:
-                    self.stream.synchronize()
-                except RuntimeError as error:  # the base of torch's errors of all kinds of device
-                    if is_interruption(error):
-                        raise
-                    self.is_lost = True
+                self.is_lost |= isinstance(attempt(self.stream.synchronize), Caught)
         return not self.is_lost
 
 

@@ -5,7 +5,7 @@ import secrets
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.engine.engine import Engine
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.iterator import EngineIterator
 from shmloader.pools.executor import ExecutorPool
@@ -58,17 +58,16 @@ def _make_payload(config: LoaderConfig) -> PortablePayload:
         TypeError, AttributeError, pickle.PicklingError: If a part cannot be pickled; names it.
     """
     objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
-    try:
-        return PortablePayload((*objects, tuple(config.fetch), config.num_workers))
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        remedy = (
-            "Make it in each process: on first use, or in worker_init_fn. What lies in shared "
-            "memory of this machine, such as a lock or a queue, cannot be used by an executor."
-        )
-        found = find_unpicklable(objects, _NAMES)
-        explained = explain(error, found, "the executor's processes", remedy)
-        if explained is error:
-            raise
-        raise explained from error
+    parts = (*objects, tuple(config.fetch), config.num_workers)
+    payload = attempt(PortablePayload, parts)
+    if not isinstance(payload, Caught):
+        return payload
+    remedy = (
+        "Make it in each process: on first use, or in worker_init_fn. What lies in shared "
+        "memory of this machine, such as a lock or a queue, cannot be used by an executor."
+    )
+    found = find_unpicklable(objects, _NAMES)
+    explained = explain(payload.error, found, "the executor's processes", remedy)
+    if explained is payload.error:
+        raise explained
+    raise explained from payload.error

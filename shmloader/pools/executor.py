@@ -46,7 +46,7 @@ from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.remote_error import RemoteError
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import UNKNOWN_PID, Answer, Batch, Death, Empty, Failure
 from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
@@ -169,13 +169,10 @@ class ExecutorPool:
 
     def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
         """Submit a ticket's task."""
-        try:
-            indices = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            # Pickling the user's keys may raise anything.
-            return Failure(RemoteError.caught("while sending indices to the executor"))
+        # Pickling the user's keys may raise anything.
+        indices = attempt(pickle.dumps, ticket.indices, pickle.HIGHEST_PROTOCOL)
+        if isinstance(indices, Caught):
+            return Failure(RemoteError.of(indices.error, "while sending indices to the executor"))
         began_ns = time.monotonic_ns()
         sent = _Sent(ticket.seq, epoch, ticket.worker_id, indices, self.dataset_epoch, began_ns)
         self._submit(sent, self._reference)
@@ -191,19 +188,17 @@ class ExecutorPool:
         self._attempts += 1
         sent.attempt, sent.number = self._attempts, self._numbers.offer()
         self._pids.pop(sent.worker_id, None)  # any process may take it
-        try:
-            sent.future = future = self._executor.submit(
-                self._name_of(sent), make_batch, this_version(), self._shared, sent.number,
-                sent.dataset_epoch, sent.indices, contents,
-            )  # fmt: skip
-        except Exception as error:
-            if is_interruption(error):
-                raise
+        future = attempt(
+            self._executor.submit, self._name_of(sent), make_batch, this_version(), self._shared,
+            sent.number, sent.dataset_epoch, sent.indices, contents,
+        )  # fmt: skip
+        if isinstance(future, Caught):
             self._numbers.take_back(sent.number)
             self._report_loss(
-                sent, f"the executor refuses tasks ({_text_of(error)})", is_final=True
+                sent, f"the executor refuses tasks ({_text_of(future.error)})", is_final=True
             )
             return
+        sent.future = future
         self._tasks[sent.attempt] = sent
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
@@ -313,18 +308,14 @@ class ExecutorPool:
 
     def _send_with_payload(self, sent: _Sent) -> None:
         """Send a task again, with the payload: by reference where that is possible."""
-        contents = self._reference
-        if contents is None:
-            try:
-                contents = self._payload.contents()
-                self._reference = self._executor.share(contents)
-            except Exception as error:
-                if is_interruption(error):
-                    raise
-                # For instance, the store is full.
-                reason = f"the executor's store refused the dataset ({_text_of(error)})"
+        if self._reference is None:
+            contents = self._payload.contents()
+            shared = attempt(self._executor.share, contents)
+            if isinstance(shared, Caught):  # for instance, the store is full
+                reason = f"the executor's store refused the dataset ({_text_of(shared.error)})"
                 self._report_loss(sent, reason, is_final=True)
                 return
+            self._reference = shared
         self._submit(sent, contents if self._reference is None else self._reference)
 
     def _report_loss(self, sent: _Sent, reason: str, *, is_final: bool) -> None:
@@ -407,14 +398,11 @@ def _read(outcome: Outcome, done_ns: int) -> Answer:
     answer = outcome.answer()
     if not isinstance(answer, Batch):
         return answer
-    try:
-        answer.content = unpack_batch(*answer.content)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        # Unpickling the user's objects may raise anything.
-        where = "while reading a batch in the main process"
-        return Failure(RemoteError.caught(where), report=answer.report)
+    batch = attempt(unpack_batch, *answer.content)
+    if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
+        error = RemoteError.of(batch.error, "while reading a batch in the main process")
+        return Failure(error, report=answer.report)
+    answer.content = batch
     # The other process's clock may be another one, so only durations count. The rest of the time
     # since the task was sent is put before the work.
     _, *work_ns, sample_count = answer.times

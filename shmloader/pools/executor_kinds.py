@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 
 Future = concurrent.futures.Future[Any]
 
@@ -149,11 +149,9 @@ class DaskExecutor(AnyExecutor):
     def location_of(self, name: str) -> str:
         """Ask the scheduler which worker has a call."""
         client = self._client
-        try:
-            tasks = client.sync(client.scheduler.processing, callback_timeout=_ASK_S)
-        except Exception as error:
-            if is_interruption(error):
-                raise
+        ask = client.scheduler.processing
+        tasks = attempt(client.sync, ask, callback_timeout=_ASK_S)
+        if isinstance(tasks, Caught):
             return "but Dask's scheduler does not answer"
         for address, names in tasks.items():
             if name in names:

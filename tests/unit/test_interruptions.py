@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Caught, Suppressed, attempt, is_interruption
 
 
 def fail(*_: object) -> None:
@@ -149,3 +149,18 @@ def test_an_interruption_is_not_suppressed(handler) -> None:
         deep(1)
     with pytest.raises(ValueError, match="another kind"), Suppressed(LookupError):
         raise ValueError("another kind")
+
+
+def test_what_a_function_raises_becomes_a_value_unless_it_is_an_interruption() -> None:
+    def fail(text: str) -> None:
+        raise KeyError(text)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert attempt(max, 3, 4) == 4
+    caught = attempt(fail, "a")
+    assert isinstance(caught, Caught)
+    assert isinstance(caught.error, KeyError)
+    with pytest.raises(KeyboardInterrupt):
+        attempt(stop)
