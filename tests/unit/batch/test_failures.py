@@ -39,18 +39,6 @@ class FailsToPickle:
         return "the key"
 
 
-def explode():
-    raise ZeroDivisionError
-
-
-class FailsToLoad:
-    def __reduce__(self):
-        return explode, ()
-
-    def __repr__(self):
-        return "the key"
-
-
 class Shy(FailsToPickle):
     def __repr__(self):
         raise ZeroDivisionError
@@ -79,26 +67,6 @@ def test_a_report_names_the_newest_and_counts_all():
     assert [one.index for one in arrived.newest] == list(range(150, 250))
     arrived.note(bad(250, ValueError("bad")))
     assert len(arrived.newest) == LISTED
-
-
-@pytest.mark.parametrize(
-    ("index", "text"),
-    [
-        (FailsToPickle(), "the key"),
-        (FailsToLoad(), "the key"),
-        (lambda: 0, "<function"),
-        (Shy(), "Shy"),
-        ([Shy()], "Shy"),
-        ("k" * 100_000, "'kkkk"),
-    ],
-)
-def test_a_key_that_cannot_be_pickled_is_listed_by_its_text(index, text):
-    report = SampleReport(1)
-    report.note(bad(index, ValueError("bad")))
-    (one,) = crossed(report).newest
-    assert type(one.index) is str
-    assert text in one.index
-    assert len(one.index) <= 200
 
 
 def test_a_traceback_is_shortened_to_its_beginning_and_its_end():

@@ -7,8 +7,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import EmptyBatchError, StreamFetcher, map_style_stop
-from shmloader.batch.tolerant_fetcher import TolerantFetcher
+from shmloader.batch.fetchers import map_style_stop
 
 
 class Numbers(IterableDataset):
@@ -93,64 +92,6 @@ def counts(fetcher):
     return report.sample_count, indices
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_iterable_dataset_is_not_tolerated_with_any_on_error(on_error):
-    fetcher = FetchConfig(True, True, False).make_fetcher(Numbers(), list, on_error)
-    assert type(fetcher) is StreamFetcher
-    fetcher = FetchConfig(False, True, False).make_fetcher("abc", list, on_error)
-    assert (type(fetcher) is TolerantFetcher) is (on_error == "skip")
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-@pytest.mark.parametrize(
-    ("bad", "batch"),
-    [
-        ((), [[0], [1], [2], [3]]),
-        ((0,), [[1], [2], [3]]),
-        ((1, 3), [[0], [2]]),
-        ((0, 1, 2), [[3]]),
-    ],
-)
-def test_samples_that_fail_are_skipped(kind, bad, batch):
-    fetcher = tolerant(kind(*bad))
-    assert fetcher.fetch([0, 1, 2, 3]) == batch
-    assert counts(fetcher) == (4, list(bad))
-    assert counts(fetcher) == (0, [])
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-@pytest.mark.parametrize("keep_size", [False, True])
-def test_a_batch_without_good_samples_is_reported_as_empty(kind, keep_size):
-    fetcher = tolerant(kind(5, 6), keep_size=keep_size)
-    with pytest.raises(EmptyBatchError):
-        fetcher.fetch([5, 6])
-    assert counts(fetcher) == (2, [5, 6])
-    assert fetcher.fetch([7]) == [[7]]
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-@pytest.mark.parametrize(
-    ("bad", "batch"),
-    [
-        ((), [[0], [1], [2], [3]]),
-        ((0,), [[1], [1], [2], [3]]),
-        ((1, 3), [[0], [0], [2], [0]]),
-        ((0, 1, 2), [[3], [3], [3], [3]]),
-    ],
-)
-def test_to_keep_the_size_the_first_good_sample_replaces_a_bad_one(kind, bad, batch):
-    fetcher = tolerant(kind(*bad), keep_size=True)
-    assert fetcher.fetch([0, 1, 2, 3]) == batch
-    assert counts(fetcher) == (4, list(bad))
-
-
-def test_a_collate_that_changes_samples_gets_copies_of_a_repeated_one():
-    fetcher = tolerant(
-        Keyed(1, 2), keep_size=True, collate=lambda some: [one.pop() for one in some]
-    )
-    assert fetcher.fetch([0, 1, 2]) == [0, 0, 0]
-
-
 def test_a_good_sample_that_cannot_be_copied_is_repeated_as_it_is():
     class Locks(Keyed):
         def __getitem__(self, key):
@@ -159,56 +100,6 @@ def test_a_good_sample_that_cannot_be_copied_is_repeated_as_it_is():
 
     one, two = tolerant(Locks(1), keep_size=True).fetch([0, 1])
     assert one is two
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_a_function_replaces_a_bad_sample(kind):
-    asked = []
-
-    def replace(index, error):
-        asked.append((index, type(error), str(error)))
-        return [-index]
-
-    fetcher = tolerant(kind(1, 2), replace, keep_size=True)
-    assert fetcher.fetch([0, 1, 2, 3]) == [[0], [-1], [-2], [3]]
-    assert asked == [(1, Bad, "no 1"), (2, Bad, "no 2")]
-    assert counts(fetcher) == (4, [1, 2])
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_what_the_function_raises_is_raised_and_the_failure_is_counted(kind):
-    def replace(index, error):
-        raise ZeroDivisionError(f"instead of {index}")
-
-    fetcher = tolerant(kind(1, 3), replace)
-    with pytest.raises(ZeroDivisionError, match="instead of 1") as caught:
-        fetcher.fetch([0, 1, 2, 3])
-    assert type(caught.value.__context__) is Bad
-    assert counts(fetcher) == (2, [1])
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-@pytest.mark.parametrize("on_error", ["skip", lambda index, error: [0]])
-def test_what_is_no_exception_is_raised(kind, error, on_error):
-    with pytest.raises(error):
-        tolerant(kind(1, error=error), on_error).fetch([0, 1])
-
-
-@pytest.mark.parametrize("kind", [Keyed, Listed])
-def test_a_stop_iteration_and_an_index_error_make_bad_samples(kind):
-    for error in (StopIteration, IndexError, MemoryError):
-        assert tolerant(kind(1, error=error)).fetch([0, 1, 2]) == [[0], [2]]
-
-
-def test_what_collate_raises_is_raised_and_the_failure_is_counted():
-    def collate(samples):
-        raise Bad(f"cannot collate {samples}")
-
-    fetcher = tolerant(Keyed(1), collate=collate)
-    with pytest.raises(Bad, match=r"cannot collate \[\[0\]\]"):
-        fetcher.fetch([0, 1])
-    assert counts(fetcher) == (2, [1])
 
 
 def test_getitems_is_called_once_and_for_single_samples_only_if_it_fails():
@@ -245,17 +136,6 @@ def test_bad_samples_are_not_identified_if_getitems_returns_no_list(on_error):
     assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
     with pytest.raises(TypeError, match="returned a dict instead of a list of one sample"):
         fetcher.fetch([0, 1])
-
-
-@pytest.mark.parametrize("keep_size", [False, True])
-def test_without_batching_a_failed_sample_makes_an_empty_batch(keep_size):
-    fetcher = tolerant(Keyed(1), auto_collation=False, keep_size=keep_size)
-    assert fetcher.fetch(0) == [0]
-    with pytest.raises(EmptyBatchError):
-        fetcher.fetch(1)
-    assert counts(fetcher) == (2, [1])
-    fetcher = tolerant(Keyed(1), lambda index, error: ["instead"], auto_collation=False)
-    assert fetcher.fetch(1) == ["instead"]
 
 
 def test_an_empty_list_of_indices_goes_to_collate_as_with_torch():

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from shmloader.batch import payload as payload_module
-from shmloader.batch.payload import ForkedPayload, Payload, receive_payload
+from shmloader.batch.payload import Payload, receive_payload
 from shmloader.memory.pickler import PICKLE_ERRORS
 from tests.unit.pools.sending import sent
-
-ANSWER_S = 120
 
 
 def descriptors() -> set[str]:
@@ -71,48 +69,6 @@ def main_is_a_file(monkeypatch):
     monkeypatch.setattr(payload_module, "main_is_importable", lambda: True)
 
 
-def started(context, payload):
-    """Return what a worker reports on the payload."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=worker, args=(payload, theirs))
-    with ours:
-        with theirs:
-            process.start()
-        assert ours.poll(ANSWER_S), "the worker says nothing"
-        found = ours.recv()
-    process.join(ANSWER_S)
-    assert process.exitcode == 0
-    process.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start_method", "by_value"), [("spawn", False), ("spawn", True), ("forkserver", True)]
-)
-def test_a_worker_gets_the_objects_and_what_they_share(start_method, by_value):
-    context = multiprocessing.get_context(start_method)
-    lock, counter = context.Lock(), context.Value("i", 10)
-    offset = 100
-    function = (lambda value: value + offset) if by_value else double
-    objects = (Squares(lock, counter), function, ["x", None])
-    payload = Payload(objects)
-    assert payload.by_value is by_value
-    with lock:  # held here, so it is not free there: the very same lock
-        found = started(context, payload)
-    payload.close()
-    assert found == {
-        "by_value": by_value,
-        "class": "Squares",
-        "sample": 16,
-        "tensor": [0, 1, 2, 3, 4],
-        "lock was free": False,
-        "function": function(21),
-        "extra": ["x", None],
-    }
-    assert counter.value == 11
-
-
 def test_pickle_refers_to_importable_objects_by_name():
     payload = Payload((double, functools.partial(double, 3), Squares))
     assert not payload.by_value
@@ -156,24 +112,6 @@ def test_an_error_of_the_user_s_own_reduce_passes_through():
     with pytest.raises(ZeroDivisionError, match="mine"):
         Payload(Broken())
     assert multiprocessing.context.get_spawning_popen() is None
-
-
-class Counts:
-    def __init__(self) -> None:
-        self.times = 0
-
-    def __getstate__(self) -> dict:
-        self.times += 1
-        return {}
-
-
-def test_objects_are_pickled_once_for_all_workers():
-    counts = Counts()
-    payload = Payload(counts)
-    for _ in range(3):
-        assert type(sent(payload).load()) is Counts
-    payload.close()
-    assert counts.times == 1
 
 
 def test_more_descriptors_than_one_message_takes_come_in_their_order():
@@ -241,23 +179,6 @@ def test_a_worker_whose_loader_is_closed_does_not_wait_for_a_payload():
         with pytest.raises(ConnectionResetError):
             receive_payload(theirs)
     ours.close()
-
-
-def test_closing_is_idempotent_and_closes_the_memory():
-    before = descriptors()
-    payload = Payload(["x" * 10**6])
-    assert len(descriptors() - before) == 1
-    payload.close()
-    payload.close()
-    assert descriptors() == before
-
-
-def test_a_forked_worker_has_the_objects_themselves():
-    objects = [threading.Lock()]
-    payload = ForkedPayload(objects)
-    assert payload.load() is objects
-    assert not payload.by_value
-    payload.close()
 
 
 def test_cloudpickle_does_not_forget_multiprocessing_s_reducers():

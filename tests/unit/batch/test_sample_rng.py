@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from shmloader import sample_rng
 from shmloader.batch.fetch import FetchConfig
@@ -145,12 +145,6 @@ def test_workers_and_positions_of_an_iterable_dataset_have_their_own_random_numb
     assert len(set(seen)) == 3 * (2 * 3 + 1)
 
 
-def test_how_much_a_sample_draws_does_not_affect_others():
-    together = load(PositionedIndices([0, 0, 0, 0], 1, 10))
-    assert load(PositionedIndices([2, 1, 2, 0], 1, 10))[3] == together[3]
-    assert [load(PositionedIndices([0], 1, 10 + number))[0] for number in range(4)] == together
-
-
 def test_a_normal_number_left_over_by_the_sample_before_is_forgotten():
     # The libraries make two at a time, and keep the second.
     def normals(index):
@@ -181,53 +175,6 @@ def test_collate_draws_by_the_first_sample_of_its_own_batch():
         assert drawn == load(PositionedIndices([1], 1, at), collate_fn=collate)[1]
 
 
-def test_samples_of_a_step_are_counted_across_its_batches():
-    plan = FetchConfig(False, True, False, may_shard=True)
-    step = load(PositionedIndices([[0, 0], [0]], 1, 30), plan=plan)
-    assert [*itertools.chain(*step)] == load(PositionedIndices([0, 0, 0], 1, 30))
-
-
-def test_without_batching_the_one_sample_has_the_position():
-    plan = FetchConfig(False, False, False)
-    given = load(
-        PositionedIndices(0, 1, 30, is_whole=True), plan=plan, collate_fn=lambda sample: sample
-    )
-    assert given == load(PositionedIndices([0], 1, 30))[0]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_an_iterable_dataset_counts_its_samples_over_the_batches(size):
-    streams = SampleRng(7, 1)
-    fetcher = fetcher_of(streams, Stream(), lambda samples: [*samples, draws()])
-    batches = []
-    for _ in range(-(-5 // size)):
-        with streams.at(PositionedIndices([None] * size, 2, 0)) as indices:
-            batches.append(fetcher.fetch(indices))
-    alone = SampleRng(7, 1)
-    single = fetcher_of(alone, Stream(), lambda samples: [*samples, draws()])
-    expected = []
-    for _ in range(5):
-        with alone.at(PositionedIndices([None], 2, 0)) as indices:
-            expected.append(single.fetch(indices))
-    assert [*itertools.chain(*(batch[:-1] for batch in batches))] == [one[0] for one in expected]
-    assert [batch[-1] for batch in batches] == [one[1] for one in expected[::size]]
-
-
-def test_a_resumed_iterable_dataset_continues_at_its_position():
-    streams = SampleRng(7)
-    fetcher = fetcher_of(streams, Stream())
-    with streams.at(PositionedIndices([None] * 4, 2, 0)) as indices:
-        whole = fetcher.fetch(indices)
-    assert streams.position == 4
-    later = SampleRng(7)
-    fetcher = fetcher_of(later, Stream(), lambda samples: [*samples, draws()])
-    later.position = 3
-    with later.at(PositionedIndices([None], 2, 0)) as indices:
-        sample, collated = fetcher.fetch(indices)
-    assert sample == whole[3]
-    assert collated != load(PositionedIndices([None], 2, 0), Stream(), collate_fn=lambda _: draws())
-
-
 def test_iter_is_called_only_once_the_epoch_is_known():
     dataset = Stream()
     streams = SampleRng(7)
@@ -252,70 +199,12 @@ def test_a_stop_iteration_of_iter_does_not_silently_end_the_epoch():
 # ---------------------------------------------------------------- datasets
 
 
-class Lists(Dataset):
-    """Has only ``__getitems__``, and torch's ``__getitem__``, which raises."""
-
-    def __getitems__(self, indices):
-        return [(index, len(indices), draws()) for index in indices]
-
-
-class Both(Lists):
-    def __getitem__(self, index):
-        return index, 0, draws()
-
-
-@pytest.mark.parametrize(("dataset", "length"), [(Lists(), 1), (Both(), 0)])
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_samples_are_fetched_one_by_one(dataset, length, on_error):
-    batch = load(PositionedIndices([4, 9], 0, 0), dataset, on_error=on_error)
-    assert [sample[:2] for sample in batch] == [(4, length), (9, length)]
-    assert [sample[2] for sample in batch] == load(PositionedIndices([0, 0], 0, 0))
-
-
-@pytest.mark.parametrize("on_error", ["skip", lambda index, error: (index, draws())])
-def test_a_sample_that_fails_still_counts_as_a_position(on_error):
-    class Failing(Drawing):
-        def __getitem__(self, index):
-            if index == 3:
-                raise ValueError
-            return super().__getitem__(index)
-
-    batch = load(PositionedIndices([0, 3, 0], 0, 0), Failing(), on_error=on_error)
-    expected = load(PositionedIndices([0, 0, 0], 0, 0))
-    if on_error == "skip":
-        del expected[1]
-    else:
-        expected[1] = (3, expected[1])
-    assert batch == expected
-
-
 def test_a_dataset_without_either_fails_as_it_does_by_itself():
     with pytest.raises(TypeError, match="'object' object is not subscriptable"):
         load(PositionedIndices([1], 0, 0), object())
 
 
 # ---------------------------------------------------------------- sample_rng
-
-
-def test_outside_a_sample_there_is_no_generator_and_the_error_says_what_to_do():
-    with pytest.raises(
-        RuntimeError, match="give the loader seed=, and call this function in the dataset"
-    ):
-        sample_rng()
-    load(PositionedIndices([0], 0, 0))
-    with pytest.raises(RuntimeError, match="sample_rng"):
-        sample_rng()
-
-    class Failing:
-        def __getitem__(self, index):
-            sample_rng()
-            raise ValueError
-
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the text is empty
-        load(PositionedIndices([0], 0, 0), Failing())
-    assert str(raised.value) == ""
-    with pytest.raises(RuntimeError, match="sample_rng"):
-        sample_rng()
 
 
 def test_all_calls_in_one_sample_return_the_same_generator():
@@ -334,40 +223,6 @@ def test_all_calls_in_one_sample_return_the_same_generator():
     assert len({id(one[0]), id(other[0]), id(of_batch)}) == 3
     assert type(one[0].bit_generator) is np.random.Philox
     assert one[2] != other[2]
-
-
-def test_a_sample_within_a_sample_leaves_the_outer_generator_as_it_was():
-    class Outer:
-        def __getitem__(self, index):
-            mine = sample_rng()
-            inner = load(PositionedIndices([0, 0], 5, 0), seed=99)
-            return mine is sample_rng(), inner
-
-    ((same, inner),) = load(PositionedIndices([0], 0, 0), Outer())
-    assert same
-    assert inner == load(PositionedIndices([0, 0], 5, 0), seed=99)
-
-
-def test_in_threads_only_the_generator_is_seeded():
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    streams = SampleRng(7, sets_global=False)
-
-    class Rng:
-        def __getitem__(self, index):
-            return int(sample_rng().bit_generator.random_raw())
-
-    fetcher = fetcher_of(streams, Rng())
-    with streams.at(PositionedIndices([0, 0], 0, 0)) as indices:
-        given = fetcher.fetch(indices)
-    assert given == [values[3] for values in load_quietly(PositionedIndices([0, 0], 0, 0))]
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def load_quietly(placed):
-    with kept():
-        return load(placed)
 
 
 def test_two_threads_are_each_in_a_sample_of_their_own():
@@ -405,10 +260,3 @@ def test_coroutines_and_their_threads_belong_to_their_sample():
             return asyncio.run(ask()) is sample_rng()
 
     assert load(PositionedIndices([0], 0, 0), Asking()) == [True]
-
-
-def test_without_a_seed_indices_are_passed_as_they_are():
-    with loading(None, [1, 2]) as indices:
-        assert indices == [1, 2]
-        with pytest.raises(RuntimeError, match="sample_rng"):
-            sample_rng()

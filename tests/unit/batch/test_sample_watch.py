@@ -53,13 +53,6 @@ def test_each_sample_in_work_is_shown_with_its_deadline():
     assert all(9 < one <= 10 for one in left)
 
 
-def test_after_an_exception_no_sample_is_shown():
-    watch, shown = watch_of()
-    with pytest.raises(IndexError):
-        WatchedSamples(watch, [])[3]
-    assert shown.numbers == [0, NO_SAMPLE]
-
-
 def test_one_call_for_many_samples_has_as_many_times_the_limit():
     watch, shown = watch_of()
     left = []
@@ -72,61 +65,6 @@ def test_one_call_for_many_samples_has_as_many_times_the_limit():
     assert WatchedSamples(watch, Data()).__getitems__([4, 5, 6]) == [4, 5, 6]
     assert 29 < left[0] <= 30
     assert shown.numbers == [0, NO_SAMPLE]
-
-
-def test_a_dataset_without_getitems_gets_none():
-    watch, _ = watch_of()
-    assert not WatchedSamples(watch, [1, 2]).__getitems__
-
-
-@pytest.mark.parametrize("hung", [{1: "It hung."}, {1: "It hung.", 5: "No such sample."}])
-def test_a_sample_that_hung_raises_instead_and_the_others_are_loaded(hung):
-    watch, _ = watch_of(2.5)
-    watch.begin(hung)
-    asked = []
-
-    class Data:
-        def __getitem__(self, index):
-            asked.append(index)
-            return index
-
-    samples = WatchedSamples(watch, Data())
-    assert samples[10] == 10
-    with pytest.raises(SampleTimeoutError) as caught:
-        samples[11]
-    assert str(caught.value) == "sample 11 took longer than sample_timeout=2.5 s. It hung."
-    assert samples[12] == 12
-    assert asked == [10, 12]
-    watch.begin()  # the next batch
-    assert [samples[index] for index in (20, 21)] == [20, 21]
-
-
-def test_one_call_that_hung_says_how_many_samples_it_had():
-    watch, _ = watch_of(2)
-    watch.begin({0: "It hung."})
-
-    class Data:
-        def __getitems__(self, indices):
-            raise AssertionError
-
-    with pytest.raises(SampleTimeoutError) as caught:
-        WatchedSamples(watch, Data()).__getitems__([4, 5, 6])
-    assert str(caught.value) == (
-        "__getitems__ of 3 samples took longer than 3 × sample_timeout=2 s. It hung."
-    )
-
-
-def test_an_iterator_ends_with_the_sample_that_hung():
-    watch, shown = watch_of(2)
-    watch.begin({2: "It hung."})
-    source = iter(range(10))
-    iterator = WatchedIterator(watch, source)
-    assert [next(iterator), next(iterator)] == [0, 1]
-    with pytest.raises(SampleTimeoutError, match=r"^the next sample of the dataset's iterator"):
-        next(iterator)
-    assert list(iterator) == []
-    assert next(source) == 2
-    assert shown.numbers == [0, NO_SAMPLE, 1, NO_SAMPLE]
 
 
 def test_what_a_resumed_stream_reads_again_has_numbers_of_its_own():
