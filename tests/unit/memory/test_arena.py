@@ -72,31 +72,6 @@ def test_a_slot_begins_at_a_page_and_knows_its_address(slot):
     assert ctypes.string_at(slot.address, 3) == b"abc"
 
 
-def test_slots_do_not_overlap(arena):
-    first, second = arena.slots
-    arena.reach(second, 8 * MIB)
-    first.memory[-1], second.memory[0] = 1, 2
-    assert (first.memory[-1], second.memory[0]) == (1, 2)
-    assert (first.memory[0], second.memory[-1]) == (0, 0)
-
-
-def test_an_arena_has_no_name_in_dev_shm(arena, slot):
-    before = names_in("/dev/shm")
-    slot.memory[:MIB] = b"x" * MIB
-    assert names_in("/dev/shm") <= before
-    assert "memfd:shmloader" in str(Path(f"/proc/self/fd/{arena.fileno()}").readlink())
-
-
-def test_any_number_of_slots_takes_one_descriptor():
-    before = len(names_in("/proc/self/fd"))
-    arena = Arena.create(MIB, 100)
-    for slot in arena.slots:
-        arena.reach(slot, MIB)
-    assert len(names_in("/proc/self/fd")) == before + 1
-    arena.close()
-    assert len(names_in("/proc/self/fd")) == before
-
-
 def test_huge_slots_cost_nothing_until_they_are_written():
     arena = Arena.create(1 << 37, 2000)
     slot = arena.slots[1999]
@@ -154,16 +129,6 @@ def test_pages_that_are_refused_to_be_given_back_are_still_counted(arena, slot):
     assert slot.touched_bytes == 100
 
 
-def test_closing_unmaps_and_may_be_repeated(arena, slot):
-    fd, inode = arena.fileno(), os.fstat(arena.fileno()).st_ino
-    arena.close()
-    arena.close()
-    assert not is_mapped(inode)
-    assert arena.fileno() == -1
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
 def test_an_arena_without_an_owner_leaves_nothing():
     before = names_in("/proc/self/fd")
     arena = Arena.create(MIB, 1)
@@ -193,19 +158,6 @@ def test_an_arena_closed_under_a_view_lives_as_long_as_the_view(arena, slot, vie
     assert is_mapped(inode)
     del view
     assert not is_mapped(inode)
-
-
-def test_each_array_is_an_object_of_its_own_over_the_whole_slot(slot):
-    first, second = slot.array(), slot.array()
-    assert first is not second
-    assert ctypes.sizeof(first) == slot.nbytes
-    assert ctypes.addressof(first) == ctypes.addressof(second) == slot.address
-
-
-def test_a_closed_arena_maps_nothing(arena):
-    arena.close()
-    with pytest.raises(SharedMemoryError, match="Bad file descriptor"):
-        arena.reach(arena.slots[1], 1)
 
 
 class Handle:

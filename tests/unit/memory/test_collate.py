@@ -5,12 +5,11 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-import shmloader
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import SlotCollate, empty, install
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.slot_writer import SlotWriter
-from tests.unit.memory.support import collated_by_us, installed, is_in, open_bench
+from tests.unit.memory.support import installed, is_in, open_bench
 
 
 @pytest.fixture
@@ -58,10 +57,6 @@ def test_empty_follows_torch_s_default_dtype(bench):
         torch.set_default_dtype(torch.float32)
 
 
-def test_empty_is_public():
-    assert shmloader.empty is empty
-
-
 def test_between_tasks_empty_is_private_memory(bench):
     bench.writer.open(bench.slot, is_offered=True)
     bench.writer.close()
@@ -98,17 +93,6 @@ def test_default_collate_of_other_samples_still_writes_into_the_slot(bench):
     assert batch[1] == ("name", "name")
 
 
-def test_a_collate_of_the_user_s_that_calls_default_collate_writes_into_the_slot(bench):
-    def collate(samples):
-        return {"x": default_collate(samples), "count": len(samples)}
-
-    wrapped = SlotCollate(collate, bench.writer)
-    assert wrapped.packer is None
-    batch = wrapped(SAMPLES)
-    assert is_in(bench.slot, batch["x"])
-    assert batch["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
-
-
 def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(bench):
     assert not is_in(bench.slot, default_collate(SAMPLES))
     with pytest.raises(ZeroDivisionError):
@@ -116,50 +100,10 @@ def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(benc
     assert not is_in(bench.slot, default_collate(SAMPLES)), "a failed collate still runs"
 
 
-@pytest.mark.parametrize(
-    ("key", "function"),
-    [
-        (int, lambda batch, **_: [*batch]),
-        (str, lambda batch, **_: "+".join([*batch, "."])),
-        (torch.Tensor, lambda batch, **_: 2 * batch[0]),
-        (complex, lambda batch, **_: torch.tensor([*batch])),
-        (dict, lambda batch, **_: "dicts"),
-    ],
-    ids=["int", "str", "tensor", "complex", "dict"],
-)
-def test_a_changed_map_of_torch_s_is_respected(bench, monkeypatch, key, function):
-    monkeypatch.setitem(torch_collate.default_collate_fn_map, key, function)
-    install(bench.writer)
-    collate = SlotCollate(default_collate, bench.writer)
-    assert collate.packer is None
-    sample = {int: 5, str: "a", torch.Tensor: torch.ones(2), complex: 1j, dict: {"a": 1}}[key]
-    samples = [sample, sample]
-    got, expected = collate(samples), function(samples, collate_fn_map=None)
-    assert str(got) == str(expected)
-
-
 def test_installing_twice_is_installing_once(bench):
     before = torch_collate.default_collate_fn_map[torch.Tensor]
     install(bench.writer)
     assert torch_collate.default_collate_fn_map[torch.Tensor] is before
-
-
-def test_unequal_shapes_have_torch_s_error(bench):
-    with pytest.raises(RuntimeError, match=r"stack expects each tensor to be equal size.*\[4\]"):
-        SlotCollate(default_collate, bench.writer)([torch.zeros(3), torch.zeros(4)])
-
-
-def test_what_the_user_keeps_of_a_collated_batch_is_noticed(bench):
-    kept = SlotCollate(default_collate, bench.writer)([(sample, "name") for sample in SAMPLES])[0]
-    assert bench.writer.part()
-    del kept
-    assert not bench.writer.part()
-
-
-def test_quantized_and_nested_samples_are_left_to_torch():
-    nested = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
-    with open_bench() as bench, pytest.raises(RuntimeError, match="nested tensors"):
-        collated_by_us([nested, nested], bench, lent=False)
 
 
 def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():

@@ -101,25 +101,6 @@ def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hol
     assert book.collect() == [], "the slot came back twice"
 
 
-def test_autograd_reads_what_the_slot_held(book, slot):
-    loss = saved_for_backward(lend(book, slot))
-    weight = loss.grad_fn.next_functions[0][0].next_functions[0][0].variable
-    loss.backward()
-    assert torch.equal(weight.grad, torch.ones(1000))
-    del loss
-    assert book.collect() == [SLOT_ID]
-
-
-def test_several_storages_over_one_lease_return_the_slot_once(book, slot):
-    lease = book.open(slot)
-    parts = [torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64 * n) for n in range(4)]
-    del lease
-    while parts:
-        assert book.collect() == []
-        parts.pop()
-    assert book.collect() == [SLOT_ID]
-
-
 def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
     cycle = [lend(book, slot)]
     cycle.append(cycle)
@@ -131,13 +112,6 @@ def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
         assert book.collect() == [SLOT_ID]
     finally:
         gc.enable()
-
-
-def test_a_slot_can_be_lent_again_and_again(book, slot):
-    for _ in range(3):
-        tensor = lend(book, slot)
-        del tensor
-        assert book.collect() == [SLOT_ID]
 
 
 def test_slots_come_back_in_the_order_in_which_they_were_dropped(book, arena):

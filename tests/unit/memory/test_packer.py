@@ -325,11 +325,6 @@ def test_other_samples_are_left_to_the_general_way(bench, packer, samples):
     assert bench.writer.used_bytes == 0
 
 
-def test_conjugates_are_written_out(bench, packer):
-    samples = [torch.tensor([1 + 2j]).conj(), torch.tensor([3 + 4j])]
-    assert bench.read(packer.pack(samples), lent=False).tolist() == [[1 - 2j], [3 + 4j]]
-
-
 def test_a_mistake_in_one_batch_does_not_spoil_the_next(bench, packer):
     good = [torch.arange(3.0), torch.arange(3.0)]
     assert packer.pack(good) is not None
@@ -548,17 +543,6 @@ def test_tensors_that_are_not_alike_come_out_as_torch_has_them(way: str, kind: s
     with torch.no_grad():
         stack_into(tensors, out)
         assert torch.equal(out, torch.stack([tensor.float() for tensor in tensors]))
-
-
-def test_unequal_shapes_are_torchs_error(way: str) -> None:
-    with pytest.raises(RuntimeError, match="equal size"):
-        stack_into([torch.zeros(4), torch.zeros(5)], torch.zeros(2, 4))
-
-
-def test_tensors_that_require_grad_are_torchs_error(way: str) -> None:
-    tensors = [torch.zeros(4), torch.zeros(4, requires_grad=True)]
-    with pytest.raises(RuntimeError, match="automatic differentiation"):
-        stack_into(tensors, torch.zeros(2, 4))
 
 
 def test_large_batches_are_streamed_where_the_compiled_part_is_there(

@@ -65,32 +65,6 @@ def test_a_tensor_too_large_is_refused(writer):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.int64, torch.complex128]
-)
-def test_an_empty_tensor_lies_in_the_slot_with_a_storage_of_its_own(bench, dtype):
-    bench.writer.allocate(1)
-    tensor = bench.writer.empty((3, 5), dtype)
-    assert (tensor.dtype, tensor.shape, tensor.storage_offset()) == (dtype, (3, 5), 0)
-    assert tensor.is_contiguous()
-    assert tensor.data_ptr() == bench.slot.address + 64
-    assert tensor.untyped_storage().nbytes() == 15 * dtype.itemsize
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
-def test_a_tensor_without_elements_takes_nothing(writer, shape):
-    tensor = writer.empty(shape, torch.float32)
-    assert tensor.shape == shape
-    assert writer.used_bytes == 0
-    assert not writer.part()
-
-
-def test_a_tensor_without_dimensions_has_one_element(bench):
-    tensor = bench.writer.empty((), torch.int64)
-    assert tensor.shape == ()
-    assert is_in(bench.slot, tensor)
-
-
-@pytest.mark.parametrize(
     "hold",
     [
         lambda tensor: tensor,
