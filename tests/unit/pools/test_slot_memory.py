@@ -10,11 +10,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena
-from shmloader.messages import CheckpointPart, unpack
+from shmloader.messages import unpack
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 
@@ -100,15 +99,6 @@ def test_a_free_slot_far_above_recent_need_gives_its_pages_back(memory):
     assert memory.counts.slot_bytes == 64 * MIB + MIB + touched(memory, 0)
 
 
-def test_closing_unmaps_all_slots_and_may_be_repeated(memory):
-    for slot_id in range(3):
-        fill(memory, slot_id, 100)
-    memory.close()
-    memory.close()
-    assert [slot.nbytes for slot in memory.arena.slots] == [0] * 4
-    assert memory.counts.slot_bytes == 0
-
-
 def test_a_batch_that_is_kept_after_the_end_keeps_no_other_slot_s_memory(memory):
     for slot_id in range(3):
         fill(memory, slot_id, MIB)
@@ -129,16 +119,6 @@ def test_a_forked_child_that_closes_the_slots_takes_no_memory_from_its_parent(me
         os._exit(0)
     os.waitpid(pid, 0)
     assert memory.mapped(0).memory[:1000] == b"\1" * 1000
-
-
-def test_what_a_failed_batch_touched_is_counted_but_predicts_nothing(memory):
-    memory.count_pages(0, 64 * MIB)
-    assert touched(memory, 0) == 64 * MIB
-    memory.count_batch(0, 50)
-    memory.count_pages(0, 10)
-    assert touched(memory, 0) == 64 * MIB
-    memory.trim([0])
-    assert touched(memory, 0) == 50
 
 
 def test_memory_that_this_process_writes_is_admitted_only_beyond_what_was_touched():
@@ -191,33 +171,6 @@ class Locker:
         pass
 
 
-def test_a_slot_is_unlocked_before_it_is_mapped_elsewhere():
-    locker = Locker()
-    memory = make(locker=locker)
-    for nbytes in (MIB, 16 * MIB):
-        memory.count_batch(0, nbytes)
-        slot = memory.mapped(0)
-        assert locker.locked == set()
-        memory.lock(0)
-        assert locker.locked == {slot.address}
-    memory.close()
-    assert locker.locked == set()
-
-
-def test_a_slot_that_cannot_be_unlocked_stays_mapped_where_it_is():
-    locker = Locker()
-    memory = make(locker=locker)
-    fill(memory, 0, MIB)
-    memory.lock(0)
-    (address,), locker.fails = locker.locked, True
-    fill(memory, 0, 16 * MIB)
-    assert len(locker.kept) == 1
-    assert memory.mapped(0).address != address
-    assert ctypes.string_at(address, 5) == memory.mapped(0).memory[:5], "the same memory"
-    memory.close()
-    assert ctypes.string_at(address, MIB)[-1] == 1
-
-
 class Unpickled(NamedTuple):
     """A ticket of batch 0, in slot 0 of worker 0."""
 
@@ -258,30 +211,6 @@ def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
     found = arena.slots[0].memory[where.offset : where.offset + where.nbytes]
     assert pickle.loads(found) == indices
     assert task.touched_bytes == where.nbytes
-    pool.memory.close()
-
-
-def test_indices_that_do_not_fit_a_slot_are_an_error_that_names_the_remedy():
-    arena = Arena.create(MIB, 2)
-    pool = ProcessPool(Channels(), arena)
-    refused = pool.send(Unpickled(bytes(MIB)), 0)
-    with pytest.raises(SharedMemoryError, match=r"indices of batch 0 take .* raise shm_size"):
-        raise refused.error.rebuilt("")
-    pool.memory.close()
-
-
-def test_a_long_checkpoint_is_sent_in_pieces():
-    channels = Channels()
-    pool = ProcessPool(channels, Arena.create(MIB, 1))
-    checkpoint = DatasetCheckpoint(given=10**300_000)
-    pool.resume(0, DatasetCheckpoint())
-    assert channels.sent == []
-    pool.resume(0, checkpoint)
-    *parts, last = channels.sent
-    assert len(parts) > 3
-    assert {type(part) for part in parts} == {CheckpointPart}
-    data = b"".join([*(part.data for part in parts), last.checkpoint])
-    assert pickle.loads(data) == tuple(checkpoint)
     pool.memory.close()
 
 

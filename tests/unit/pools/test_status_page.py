@@ -78,22 +78,6 @@ def keeps_the_interpreter(tell: int) -> None:
     sum(range(10**12))  # one call, which lets no other thread in; a sleep would end with a signal
 
 
-@pytest.mark.parametrize("work", [sleeps_here, keeps_the_interpreter])
-@pytest.mark.parametrize("worker_id", [0, 69])
-def test_a_worker_tells_its_ticket_and_its_stack(status_page, work, worker_id):
-    child = Child(status_page, worker_id, work)
-    try:
-        for _ in range(3):
-            at_work = status_page.ask(worker_id, child.pid)
-            assert (at_work.phase, at_work.epoch, at_work.seq) == (Phase.LOADING, 2, 41)
-            assert at_work.stack.splitlines()[0].endswith(f"in {work.__name__}")
-            assert not at_work.is_stopped
-            assert 0 <= at_work.elapsed_s < 60
-    finally:
-        child.end()
-    assert status_page.read(worker_id).seq == 41, "what it was doing is known after its death"
-
-
 def test_a_late_stack_of_another_worker_is_not_taken_for_this_one_s(status_page):
     child = Child(status_page, 0, sleeps_here)
     try:
@@ -115,18 +99,6 @@ def test_the_stack_is_that_of_the_thread_that_works(status_page):
     try:
         stack = status_page.ask(0, child.pid).stack
         assert "sleeps_here" not in stack
-    finally:
-        child.end()
-
-
-def test_a_stopped_worker_is_reported_as_stopped(status_page):
-    child = Child(status_page, 0, sleeps_here)
-    try:
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
-        at_work = status_page.ask(0, child.pid)
-        assert at_work.is_stopped
-        assert (at_work.seq, at_work.stack) == (41, "")
     finally:
         child.end()
 
