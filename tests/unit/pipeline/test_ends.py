@@ -320,22 +320,6 @@ def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
         assert list(pipeline) == [0, 1, 2]
 
 
-def test_a_ctrl_c_while_an_item_is_handed_over_ends_the_epoch(monkeypatch):
-    pipeline = chain(range(3))
-    with pipeline.auto_stop():
-        assert pipeline.get_item(SOON_S) == 0
-
-        def interrupted(item):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("shmloader.pipeline.epoch.opened", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.get_item(SOON_S)
-        monkeypatch.undo()
-        with pytest.raises(ClosedLoaderError, match="interrupted"):
-            pipeline.get_item(SOON_S)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("executor", ["ThreadExecutor", "ProcessExecutor"])
 def test_a_stop_while_it_starts_leaves_nothing(executor, monkeypatch):

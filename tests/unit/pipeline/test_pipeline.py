@@ -15,7 +15,6 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder, TooManyFailures
 from shmloader.pools.executor_kinds import ExecutorGoneError
-from tests.process.support import wait_until
 from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain
 
 
@@ -333,32 +332,6 @@ def test_many_results_of_one_item_stay_together_in_input_order(op):
 # ---------------------------------------------------------------- back-pressure
 
 
-def test_a_consumer_that_takes_nothing_stops_the_source_and_all_stages():
-    leads = []
-    asked = 0
-
-    def source():
-        for number in range(1000):
-            leads.append(number + 1 - 3 * asked)
-            yield number
-
-    builder = PipelineBuilder().add_source(source()).pipe(double, concurrency=2).pipe(double_soon)
-    pipeline = builder.aggregate(3).add_sink(2).build()
-    # The docstring's formula: 1 drawn, 8 and 2, 2 and 1, 2 before the lists, of which one is full
-    # or begun, and 2 in the sink.
-    bound = 1 + 8 + 2 + 2 + 1 + 2 + 3 + 2 * 3
-    with pipeline.auto_stop():
-        for asked in range(1, 51):
-            assert len(pipeline.get_item(SOON_S)) == 3
-            # The source is woken when half of the 8 are gone.
-            least = 3 * asked + bound - 8 // 2
-            wait_until(lambda least=least: len(leads) >= least, SOON_S)
-        assert max(leads) <= bound
-        rest = list(pipeline)
-    assert len(leads) == 1000
-    assert sum(map(len, rest)) == 850
-
-
 def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     pipeline = chain(iter(inbox.get, None), double, double_soon, num_threads=1)
@@ -374,27 +347,6 @@ def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
 
 
 # ---------------------------------------------------------------- timeouts
-
-
-def test_a_timeout_consumes_nothing():
-    gate = Gate()
-
-    def op(number):
-        if number == 1:
-            gate.pass_through()
-        return number
-
-    pipeline = chain(range(3), op)
-    with pipeline.auto_stop():
-        assert pipeline.get_item() == 0
-        for _ in range(3):
-            with pytest.raises(TimeoutError, match="Nothing is lost"):
-                pipeline.get_item(timeout=0)
-        gate.open()
-        assert [pipeline.get_item(), pipeline.get_item()] == [1, 2]
-        for _ in range(2):
-            with pytest.raises(EOFError):
-                pipeline.get_item()
 
 
 @pytest.mark.parametrize("is_of_build", [True, False])
@@ -669,20 +621,6 @@ def test_a_limit_of_the_pipeline_counts_the_stages_that_have_none_of_their_own()
     assert len(list(make(2, 2))) == 16
     with pytest.raises(TooManyFailures, match="in stage 'op'"):
         list(make(4, 1))
-
-
-def test_a_share_of_the_calls_may_fail_judged_from_the_hundredth_on_and_at_the_end():
-    share = Fraction(1, 50)
-    early = chain(range(200), bad_at(0, 1), max_failures=share)
-    assert len(list(early)) == 198
-    late = chain(range(300), bad_at(*range(100, 105)), max_failures=share)
-    with pytest.raises(TooManyFailures, match="1/50"):
-        list(late)
-    short = chain(range(10), bad_at(9), max_failures=share)
-    taken = []
-    with pytest.raises(TooManyFailures, match="1 of 10 calls"):
-        taken.extend(short)
-    assert taken == list(range(9))
 
 
 @pytest.mark.parametrize("of_stage", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 from hypothesis import given, reject, settings
@@ -145,24 +144,6 @@ def test_whatever_the_stages_are(parts, last, data):
     resumed_at_each_item(
         lambda: build(Counter(14), parts, last, snapshot_every_n_steps=every), [place]
     )
-
-
-def test_a_chain_of_resumptions_is_one_epoch():
-    whole = list(build(range(30), ["generator", "lists by a generator"], 2))
-    taken, state = [], None
-    draw = random.Random(0)
-    while True:
-        pipeline = build(range(30), ["generator", "lists by a generator"], 2)
-        if state is not None:
-            pipeline.load_state_dict(state)
-        items = iter(pipeline)
-        for _ in range(draw.randrange(4)):
-            item = next(items, None)
-            if item is None:
-                assert taken == whole
-                return
-            taken.append(item)
-        state = pipeline.state_dict()
 
 
 def test_what_was_read_ahead_does_not_count():
