@@ -20,7 +20,7 @@ from shmloader import (
     WorkerDiedError,
 )
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Hungry, Mixed, Pids
+from tests.cluster.datasets import Hungry, Mixed, Pids
 from tests.cluster.needed import needed
 from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
@@ -67,29 +67,6 @@ def test_batches_are_those_of_local_workers(client) -> None:
     steps = list(ShardedDataLoader(Mixed(), **sharded))
     assert_same(list(ShardedDataLoader(Mixed(), executor=executor, **sharded)), steps)
     assert client.submit(abs, -3).result() == 3
-
-
-def test_a_state_goes_there_and_back(client) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "seed": 5, "num_workers": 3}
-    found, state = [], None
-    for executor, count in ((None, 4), (client.get_executor(), 9), (None, 7)):
-        loader = DataLoader(Mixed(), executor=executor, **options)
-        if state is not None:
-            loader.load_state_dict(state)
-        iterator = iter(loader)
-        found += [next(iterator) for _ in range(count)]
-        state = loader.state_dict()
-        loader.close()
-    assert_same(found, local(Mixed(), batch_size=2, seed=5))
-
-
-def test_an_error_of_the_dataset_comes_in_its_place(client) -> None:
-    loader = DataLoader(Bad(), None, num_workers=3, executor=client.get_executor())
-    iterator = iter(loader)
-    assert [next(iterator) for _ in range(5)] == list(range(5))
-    with pytest.raises(LookupError, match="no 5"):
-        next(iterator)
-    assert list(iterator) == list(range(6, 40))
 
 
 def test_workers_that_cannot_open_the_payload_get_it_from_dask(client) -> None:

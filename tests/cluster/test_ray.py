@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import re
 import signal
 import socket
@@ -21,14 +20,13 @@ from shmloader import (
     DataLoader,
     LoaderTimeoutError,
     PipelineBuilder,
-    TooManyFailures,
     WorkerDiedError,
 )
 from shmloader.cluster import RayExecutor
 from shmloader.pools import object_answers
 from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.cluster import datasets
-from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Overtaken, Pids
+from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Pids
 from tests.cluster.needed import needed
 from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
@@ -93,38 +91,6 @@ def test_batches_are_those_of_local_workers(connected) -> None:
         executor.submit(abs, 1)
     with pytest.raises(WorkerDiedError, match="refuses tasks"):
         next(iter(loader))
-
-
-def test_a_state_goes_there_and_back_in_mid_epoch(connected) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "seed": 5, "shuffle": True, "num_workers": 3}
-    found, state = [], None
-    for executor, count in ((RayExecutor(), 4), (None, 5), (RayExecutor(), 3), (None, 8)):
-        loader = DataLoader(Mixed(), executor=executor, **options)
-        if state is not None:
-            loader.load_state_dict(state)
-        iterator = iter(loader)
-        found += [next(iterator) for _ in range(count)]
-        state = pickle.loads(pickle.dumps(loader.state_dict()))
-        loader.close()
-    assert_same(found, local(Mixed(), batch_size=2, seed=5, shuffle=True))
-
-
-def test_bad_samples_are_skipped_counted_and_limited(connected) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "on_error": "skip"}
-    there = DataLoader(Bad(), executor=RayExecutor(), **options)
-    own = DataLoader(Bad(), **options)
-    assert_same(list(there), list(own))
-    assert there.failures.total == own.failures.total == 1
-    with pytest.raises(TooManyFailures):
-        list(DataLoader(Bad(), executor=RayExecutor(), max_failures=0, **options))
-
-
-def test_any_order_has_each_batch_once(connected, tmp_path) -> None:
-    dataset = Overtaken(24, tmp_path / "fourth")
-    loader = DataLoader(dataset, None, num_workers=4, executor=RayExecutor(), in_order=False)
-    found = list(loader)
-    assert sorted(found) == list(range(24))
-    assert found[0] != 0
 
 
 def test_a_late_batch_is_named_and_not_lost(connected, tmp_path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from shmloader.sampling.bucket import BucketBatchSampler
 
@@ -218,14 +217,6 @@ def test_a_pickled_one_goes_on():
     list(sampler)
     copy = pickle.loads(pickle.dumps(sampler))
     assert list(copy) == list(sampler)
-
-
-def test_torchs_loader_takes_it():
-    lengths = [3, 1, 2, 2, 1]
-    samples = [torch.full((length,), length) for length in lengths]
-    loader = DataLoader(samples, batch_sampler=BucketBatchSampler(lengths, 2), collate_fn=torch.cat)
-    assert [batch.tolist() for batch in loader] == [[1, 1], [2, 2, 2, 2], [3, 3, 3]]
-    assert len(loader) == 3
 
 
 @pytest.mark.parametrize(

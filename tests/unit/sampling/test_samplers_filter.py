@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from shmloader.sampling.samplers import FilterSampler
 
@@ -99,15 +99,6 @@ def test_a_pickled_one_keeps_what_it_knows():
     assert len(pickle.loads(pickle.dumps(sampler))) == 1
 
 
-def test_torchs_loader_takes_it():
-    dataset = list(range(10, 17))
-    loader = DataLoader(dataset, 2, sampler=FilterSampler(is_even, dataset))
-    with pytest.raises(TypeError, match="full pass"):
-        len(loader)
-    assert [batch.tolist() for batch in loader] == [[10, 12], [14, 16]]
-    assert len(loader) == 2
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([1, 2, 3])
@@ -132,10 +123,3 @@ def test_a_dataset_that_is_not_map_style_is_refused(dataset):
 def test_what_cannot_be_called_is_refused(fn):
     with pytest.raises(TypeError, match=f"^fn should be callable, but got fn={fn!r}$"):
         FilterSampler(fn, [1])
-
-
-def test_arguments_are_attributes():
-    dataset = [1]
-    sampler = FilterSampler(is_even, dataset)
-    assert sampler.fn is is_even
-    assert sampler.dataset is dataset

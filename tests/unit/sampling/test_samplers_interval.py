@@ -3,10 +3,8 @@
 import itertools
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from shmloader.sampling.samplers import IntervalSampler
 
@@ -50,17 +48,6 @@ def test_all_epochs_are_alike():
 def test_two_iterators_do_not_disturb_each_other():
     sampler = IntervalSampler(5, 2)
     assert list(zip(sampler, sampler, strict=True)) == [(index, index) for index in sampler]
-
-
-def test_arguments_are_attributes():
-    sampler = IntervalSampler(5, 2, False)
-    assert (sampler.length, sampler.interval, sampler.rollover) == (5, 2, False)
-
-
-def test_torchs_loader_takes_it():
-    loader = DataLoader(range(100, 105), 2, sampler=IntervalSampler(5, 2))
-    assert torch.cat(list(loader)).tolist() == [100, 102, 104, 101, 103]
-    assert len(loader) == 3
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from shmloader.sampling.samplers import SplitSampler
 
@@ -124,12 +122,6 @@ def test_indices_are_ints_and_arguments_attributes():
     assert {type(index) for index in SplitSampler(9, 2, 1, True)} == {int}
     names = ("length", "num_parts", "part_index", "even_size", "repeat", "shuffle", "seed")
     assert [getattr(sampler, name) for name in names] == [9, 2, 1, True, 3, False, 4]
-
-
-def test_torchs_loader_takes_it():
-    loader = DataLoader(range(100, 107), 2, sampler=SplitSampler(7, 2, 1, shuffle=False))
-    assert torch.cat(list(loader)).tolist() == [104, 105, 106]
-    assert len(loader) == 2
 
 
 @pytest.mark.parametrize(

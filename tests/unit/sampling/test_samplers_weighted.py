@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from shmloader.sampling.samplers import DistributedWeightedSampler
 
@@ -178,13 +177,6 @@ def test_indices_are_ints_and_arguments_attributes():
     assert sampler.weights.tolist() == [3.0, 1.0]
     with pytest.raises(ValueError, match="read-only"):
         sampler.weights[0] = 2
-
-
-def test_torchs_loader_takes_it():
-    sampler = DistributedWeightedSampler([0, 1, 0], 6, rank=0, world_size=2)
-    loader = DataLoader(range(10, 13), 2, sampler=sampler)
-    assert [batch.tolist() for batch in loader] == [[11, 11], [11]]
-    assert len(loader) == 2
 
 
 @pytest.mark.parametrize(
