@@ -279,23 +279,3 @@ def test_large_parts_are_views_of_the_slot_and_small_ones_are_not(bench):
 def test_the_limit_of_copying_out_counts_bytes_of_a_part(bench, make, nbytes, is_lent):
     layout = bench.encode([make(nbytes, dtype=np.uint8), make(10, dtype=np.uint8)])
     assert lends(layout) == is_lent
-
-
-def test_an_array_is_lent_as_a_tensor_is(bench):
-    arrived = bench.send(np.arange(LARGE), lent=True)
-    view = arrived[5:10].reshape(-1)
-    del arrived
-    assert not bench.ended
-    assert view.tolist() == [5, 6, 7, 8, 9]
-    del view
-    assert len(bench.ended) == 1
-
-
-def test_writing_into_a_lent_part_writes_into_nothing_else(bench):
-    batch = [torch.zeros(LARGE), np.zeros(LARGE), torch.zeros(LARGE)]
-    arrived = bench.send(batch, lent=True)
-    arrived[0].fill_(1)
-    arrived[1][:] = 2
-    assert arrived[2].sum() == 0
-    assert float(arrived[0].sum()) == LARGE
-    assert not batch[0].any()

@@ -59,47 +59,10 @@ def test_exhaustion_names_need_limit_and_remedy_and_takes_nothing(writer):
     assert writer.allocate(1) == 1024
 
 
-def test_a_tensor_too_large_is_refused(writer):
-    with pytest.raises(SharedMemoryError):
-        writer.empty((MIB // 4 + 1,), torch.float32)
-
-
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda tensor: tensor,
-        lambda tensor: tensor[1:],
-        lambda tensor: tensor.numpy(),
-        lambda tensor: tensor.numpy()[::2],
-        lambda tensor: tensor.untyped_storage(),
-        lambda tensor: memoryview(tensor.numpy()),
-    ],
-    ids=["tensor", "slice", "array", "view", "storage", "memoryview"],
-)
-def test_what_is_still_held_when_the_task_ends_is_noticed(writer, hold):
-    assert not writer.part()
-    kept = hold(writer.empty((100,), torch.float32))
-    writer.empty((100,), torch.float32)
-    assert writer.part()
-    del kept
-    writer.empty((100,), torch.float32)
-    assert not writer.part()
-
-
 def test_bytes_that_were_put_are_not_held(writer):
     writer.put(b"x" * 100)
     assert writer.slot.memory[:100] == b"x" * 100
     assert not writer.part()
-
-
-def test_the_next_task_does_not_see_what_an_earlier_one_kept(bench):
-    kept = bench.writer.empty((4,), torch.float32)
-    with open_bench(MIB) as other:
-        bench.writer.open(other.slot)
-        assert not bench.writer.part()
-        assert bench.writer.used_bytes == 0
-        bench.writer.close()
-    assert is_in(bench.slot, kept)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +105,6 @@ def test_a_rewound_writer_begins_at_the_front(writer):
     writer.rewind()
     assert writer.used_bytes == 0
     assert writer.allocate(1) == 0
-
-
-def test_without_a_task_there_is_no_slot(writer):
-    writer.close()
-    with pytest.raises(RuntimeError, match=r"^there is no current task$"):
-        writer.allocate(1)
 
 
 def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said(bench):
