@@ -7,7 +7,7 @@ The layers; imports run downward only::
 
     cli         the command line
     cluster     an executor over Ray; integrations adapts loaders to frameworks
-    installing  runs torch's own loaders on our engine, by stand_in; install_report lists them
+    installing  runs torch's own loaders on our engine, by stand_in
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators
@@ -76,8 +76,7 @@ if TYPE_CHECKING:
     from shmloader.batch.sample_rng import sample_rng
     from shmloader.host import share_on_host
     from shmloader.insight import LoaderStats
-    from shmloader.install_report import InstallReport
-    from shmloader.installing import install, installed, uninstall
+    from shmloader.installing import InstallReport, install, installed, uninstall
     from shmloader.loader.dataloader import DataLoader
     from shmloader.loader.measured import CachedBatches
     from shmloader.loader.sharded import ShardedDataLoader
@@ -153,7 +152,7 @@ __all__ = [
 _HOMES = {
     "CachedBatches": "loader.measured",
     "DataLoader": "loader.dataloader",
-    "InstallReport": "install_report",
+    "InstallReport": "installing",
     "LoaderStats": "insight",
     "Pipeline": "pipeline.pipeline",
     "PipelineBuilder": "pipeline.builder",

@@ -16,15 +16,17 @@ Guarantees:
 """
 
 import contextlib
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.install_report import InstallReport
 from shmloader.loader.arguments import is_data_pipe, why_no_process
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.calls import CountingIterator
@@ -33,7 +35,81 @@ from shmloader.memory.system_support import is_supported
 from shmloader.process_state import PROCESS
 from shmloader.stand_in import InstallOptions, StandIn
 
+_log = logging.getLogger("shmloader")
+
 _TorchLoader = torch.utils.data.DataLoader
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledLoader:
+    """A line of an :class:`InstallReport`: loaders of one kind, and what they ran on.
+
+    Attributes:
+        loader: The name of the loaders' class, with its module.
+        dataset: The name of the class of their datasets, without its module.
+        num_workers: Their number of workers.
+        engine: "shmloader", or "torch" if torch's own iterator loads.
+        why: With "torch", the reason. With "shmloader", the arguments of :func:`install` that were
+            left out and why, or "" if none was.
+        epochs: How many epochs such loaders have begun.
+    """
+
+    loader: str
+    dataset: str
+    num_workers: int
+    engine: str
+    why: str
+    epochs: int
+
+
+class InstallReport:
+    """What the loaders of this process ran on since :func:`install`. Any thread may read it.
+
+    ``str(report)`` has a line for each kind of loader. Epochs that were begun in other processes
+    are not in the report.
+    """
+
+    __module__ = "shmloader"  # users import it from there
+
+    def __init__(self) -> None:
+        self._epochs: Counter[tuple[str, str, int, str, str]] = Counter()
+
+    @property
+    def loaders(self) -> tuple[InstalledLoader, ...]:
+        """The kinds of loaders, in the order of their first epochs."""
+        return tuple(InstalledLoader(*key, count) for key, count in self._epochs.copy().items())
+
+    def note(self, kind: type, loader: Any, engine: str, why: str) -> None:
+        """Note that an epoch of a loader has begun.
+
+        Args:
+            kind: The class of the loader.
+            loader: The loader, or its stand-in.
+            engine: "shmloader" or "torch".
+            why: Why the engine is torch's, or which arguments were left out and why; or "".
+        """
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        key = (name, type(loader.dataset).__qualname__, loader.num_workers, engine, why)
+        self._epochs[key] += 1
+        # An argument that was left out is logged once as a warning, everything else for debugging.
+        is_news = engine == "shmloader" and why and self._epochs[key] == 1
+        _log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "a %s of %s with num_workers=%s runs on %s%s",
+            *key[:4],
+            f": {why}" if why else "",
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each kind of loader."""
+        lines = [
+            f"{one.loader} of {one.dataset}, num_workers={one.num_workers}: on {one.engine}, "
+            f"{one.epochs} epochs" + (f" ({one.why})" if one.why else "")
+            for one in self.loaders
+        ]
+        return "\n".join(lines) or "no loader has begun an epoch since shmloader.install()"
+
+    __repr__ = __str__
 
 
 def _why_not(loader: Any, options: InstallOptions) -> str:
@@ -64,12 +140,12 @@ class _Installation:
         # torch's iterators and ours that were made since.
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def begin(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
+    def begin(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Begin an epoch of any loader of torch's class, and return its iterator.
 
         Args:
-            loader: The loader.
             by_torch: torch's own ``__iter__``, which calls ``_get_iterator`` for new workers.
+            loader: The loader.
         """
         iterator: Any = getattr(loader, "_iterator", None)
         goes_on = loader.persistent_workers and loader.num_workers > 0 and iterator is not None
@@ -87,12 +163,12 @@ class _Installation:
             self.note(iterator, loader)
         return begun
 
-    def get_iterator(self, loader: Any, by_torch: Callable[[Any], Any]) -> Any:
+    def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Return a new iterator of any loader of torch's class.
 
         Args:
-            loader: The loader.
             by_torch: torch's own ``_get_iterator``.
+            loader: The loader.
         """
         if isinstance(loader, DataLoader) or _why_not(loader, self.options):
             return by_torch(loader)
@@ -105,6 +181,13 @@ class _Installation:
         if loader.persistent_workers and loader.num_workers > 0:
             begun._stand_in = stand_in  # which would otherwise be garbage
         return begun
+
+    def make(
+        self, by_torch: Callable[..., None], iterator: Any, loader: Any, *args: Any, **named: Any
+    ) -> None:
+        """Make an iterator of torch's, by torch's own ``__init__``."""
+        by_torch(iterator, loader, *args, **named)
+        self.note(iterator, loader)
 
     def note(self, iterator: Any, loader: Any) -> None:
         """Note that an iterator of torch's, or of a loader of our classes, has begun an epoch."""
@@ -135,14 +218,30 @@ class _Installation:
                 loader._iterator = None
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+# The methods of torch's that are replaced, and what is called with them in their places.
+_REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (_TorchLoader, "__iter__", _Installation.begin),
+    (_TorchLoader, "_get_iterator", _Installation.get_iterator),
+    (_BaseDataLoaderIter, "__init__", _Installation.make),
+)
+
+
+def _replace(owner: type, name: str, call: Callable[..., Any]) -> None:
     """Replace a method of torch's by a function that calls it, unless it is replaced already."""
     original = getattr(owner, name)
-    if not hasattr(original, "_shmloader"):
-        replacement = make(original)
-        replacement.__name__, replacement.__qualname__ = name, original.__qualname__
-        replacement.__doc__, replacement._shmloader = original.__doc__, original
-        setattr(owner, name, replacement)
+    if hasattr(original, "_shmloader"):
+        return
+
+    def replacement(self: Any, *args: Any, **named: Any) -> Any:
+        installation = PROCESS.installation
+        if installation is None:
+            return original(self, *args, **named)
+        return call(installation, original, self, *args, **named)
+
+    made: Any = replacement
+    made.__name__, made.__qualname__, made.__doc__ = name, original.__qualname__, original.__doc__
+    made._shmloader = original
+    setattr(owner, name, made)
 
 
 def _restore(owner: type, name: str) -> None:
@@ -154,44 +253,16 @@ def _restore(owner: type, name: str) -> None:
         setattr(owner, name, original)
 
 
-def _iter_with(by_torch: Callable[[Any], Any]) -> Any:
-    def __iter__(self: Any) -> Any:  # noqa: N807 - it becomes a method
-        installation = PROCESS.installation
-        return by_torch(self) if installation is None else installation.begin(self, by_torch)
-
-    return __iter__
-
-
-def _get_iterator_with(by_torch: Callable[[Any], Any]) -> Any:
-    def _get_iterator(self: Any) -> Any:
-        installation = PROCESS.installation
-        return by_torch(self) if installation is None else installation.get_iterator(self, by_torch)
-
-    return _get_iterator
-
-
-def _init_with(by_torch: Callable[..., None]) -> Any:
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        by_torch(self, loader, *args, **kwargs)
-        if PROCESS.installation is not None:
-            PROCESS.installation.note(self, loader)
-
-    return __init__
-
-
 def _set(installation: _Installation | None) -> None:
     """Set the installation of this process; None uninstalls."""
     before, PROCESS.installation = PROCESS.installation, installation
     if before is not None:
         before.let_go()
-    if installation is None:
-        _restore(_TorchLoader, "__iter__")
-        _restore(_TorchLoader, "_get_iterator")
-        _restore(_BaseDataLoaderIter, "__init__")
-    else:
-        _replace(_TorchLoader, "__iter__", _iter_with)
-        _replace(_TorchLoader, "_get_iterator", _get_iterator_with)
-        _replace(_BaseDataLoaderIter, "__init__", _init_with)
+    for owner, name, call in _REPLACED:
+        if installation is None:
+            _restore(owner, name)
+        else:
+            _replace(owner, name, call)
 
 
 def _checked(options: InstallOptions) -> _Installation:
