@@ -1,15 +1,18 @@
 """The messages between the main process and its workers.
 
-Every message is a named tuple below. On the wire it is one pickled plain tuple whose first item is
-the number of the kind: both ends run the same version of this file, and a plain tuple pickles
-several times faster than an object of a class. One message is one ``SOCK_SEQPACKET`` datagram, so
-it arrives whole or not at all (I3).
+Every message is a named tuple below. The two that a plain batch takes, a :class:`Task` and a
+:class:`BatchDone` without a new layout or anything unusual, begin with a fixed head
+(:data:`TASK_HEAD`, :data:`DONE_HEAD`) whose first byte is the kind. Any other message is a pickled
+plain tuple whose first item is the number of the kind; no pickle begins with one of those bytes.
+Both ends run the same version of this file. One message is one ``SOCK_SEQPACKET`` datagram, so it
+arrives whole or not at all (I3).
 
 Anything long (a list of many indices, the pickled body of a batch of Python objects, a traceback)
 lies in the task's slot, and the message says where: :class:`Spilled`.
 """
 
 import pickle
+import struct
 from typing import NamedTuple
 
 #: Longest message, in bytes. A SEQPACKET socket holds about 212 KB by default. This limit is far
@@ -254,14 +257,44 @@ _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
 )
 _NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 
+#: First bytes of the messages that have a fixed head.
+TASK, DONE = 1, 2
+#: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The pickled indices
+#: follow.
+TASK_HEAD = struct.Struct("=Bqqqqq")
+#: A plain batch: ``DONE``, seq, epoch, slot_id, used_bytes, and the five times.
+DONE_HEAD = struct.Struct("=B9q")
+#: Stands for a ``dataset_epoch`` of None.
+NO_EPOCH = -1
+
 
 def pack(message: ToWorker | FromWorker) -> bytes:
     """Return a message as it is sent."""
+    if type(message) is Task and isinstance(message.indices, bytes):
+        seq, epoch, slot_id, _, touched_bytes, dataset_epoch = message
+        told = NO_EPOCH if dataset_epoch is None else dataset_epoch
+        head = TASK_HEAD.pack(TASK, seq, epoch, slot_id, touched_bytes, told)
+        return head + message.indices
+    if type(message) is BatchDone and message.times is not None and message[5:8] == _NOTHING:
+        seq, epoch, slot_id, layout, used_bytes = message[:5]
+        if layout is None and message.fingerprint is None:
+            return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *message.times)
     return pickle.dumps((_NUMBERS[type(message)], *message), pickle.HIGHEST_PROTOCOL)
+
+
+# The checksum, report and snapshot of a plain batch.
+_NOTHING = (None, None, None)
 
 
 def unpack(data: bytes) -> ToWorker | FromWorker:
     """Return the message that :func:`pack` has written."""
+    if data[0] == TASK:
+        _, seq, epoch, slot_id, touched_bytes, told = TASK_HEAD.unpack_from(data)
+        indices = data[TASK_HEAD.size :]
+        return Task(seq, epoch, slot_id, indices, touched_bytes, None if told < 0 else told)
+    if data[0] == DONE:
+        _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
+        return BatchDone(seq, epoch, slot_id, None, used_bytes, times=tuple(times))
     number, *fields = pickle.loads(data)
     message: ToWorker | FromWorker = _KINDS[number]._make(fields)
     return message

@@ -14,9 +14,6 @@ _MAKER = f"{_PACKAGE}batch/maker.py"
 # The files of torch that call a dataset and a collate function.
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
-# Our functions that only raise an exception that comes from elsewhere.
-_RAISING = frozenset({"_raise_on_purpose", "_raise_last"})
-
 
 def _is_ours(entry: TracebackType) -> bool:
     file = entry.tb_frame.f_code.co_filename
@@ -37,7 +34,6 @@ def user_part(entry: TracebackType | None) -> TracebackType | None:
     Returns:
         The traceback from the user's first frame on. If all frames are the loader's:
 
-        * None if the loader only hands on an exception of a worker, whose text has a traceback;
         * only the innermost frame if the frames make a batch: it called an object without Python
           code, such as a list that is the dataset;
         * otherwise the whole traceback, since the loader itself raised the exception.
@@ -47,7 +43,7 @@ def user_part(entry: TracebackType | None) -> TracebackType | None:
     while first is not None and _is_ours(first):
         makes_batch = makes_batch or _is_maker(first)
         first, last = first.tb_next, first
-    if first is None and last is not None and last.tb_frame.f_code.co_name not in _RAISING:
+    if first is None and last is not None:
         return last if makes_batch else entry
     return first
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.engine.base import Delivery
+from shmloader.engine.delivery import Delivery
 from shmloader.interruptions import Suppressed
 from shmloader.threads.wakeup import Wakeup
 

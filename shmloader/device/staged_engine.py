@@ -3,12 +3,12 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 from shmloader.device.exchange import Raised, Ready, Request, Result, Results, UserThreadCall
 from shmloader.device.stage import Stage
 from shmloader.device.thread import EngineThread, ThreadOwner
-from shmloader.engine.base import Delivery, EngineBase
+from shmloader.engine.delivery import Delivery, Instead
+from shmloader.engine.engine import Engine
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.interruptions import is_interruption
 from shmloader.threads.fork_safety import may_wait_here
@@ -30,15 +30,15 @@ class StagedEngine:
     Attributes:
         owner: Ends the engine, the stage and the thread. Refers neither to this object nor to the
             sampler.
-        in_transit: See :attr:`EngineBase.in_transit`.
-        raised_id: See :attr:`EngineBase.raised_id`.
-        delivery: See :attr:`EngineBase.delivery`.
-        draw_ns: See :attr:`EngineBase.draw_ns`.
+        is_waiting: Whether :meth:`next_batch` waits, or was left by an exception while it only
+            waited.
+        delivery: See :attr:`Engine.delivery`.
+        draw_ns: See :attr:`Engine.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
         is_leaving: Whether :meth:`leave_to_user` has begun to end the thread, and is not done yet.
     """
 
-    def __init__(self, engine: EngineBase, stage: Stage, window: int, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, stage: Stage, window: int, timeout_s: float) -> None:
         self.owner = ThreadOwner(engine, stage)
         self._engine = engine
         self._stage = stage
@@ -50,8 +50,7 @@ class StagedEngine:
         self._left_ns = 0
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
-        self.in_transit = False
-        self.raised_id = 0
+        self.is_waiting = False
         self.delivery: Delivery | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
@@ -109,10 +108,9 @@ class StagedEngine:
             for the other one, after :meth:`close`, and in a forked child.
 
         Raises:
-            Exception: The sampler's own exception, in place of a batch (``raised_id``).
+            Instead: With the sampler's own exception, in place of a batch.
         """
-        self.in_transit = False
-        self.raised_id = 0
+        self.is_waiting = False
         self.delivery = None
         thread = self.owner.thread
         if thread is None or os.getpid() != self.owner.pid:
@@ -140,7 +138,7 @@ class StagedEngine:
         self._window = window
 
     def restart(self, tickets: Iterator[object]) -> None:
-        """Begin a further epoch with the same workers; see :meth:`EngineBase.restart`."""
+        """Begin a further epoch with the same workers; see :meth:`Engine.restart`."""
         self._check_process()
         self.owner.end_epoch()
         self._stage.close()
@@ -148,43 +146,29 @@ class StagedEngine:
         self.start(tickets)
 
     def next_batch(self) -> object:
-        """Return the next batch; see :meth:`EngineBase.next_batch`."""
-        self.in_transit = False
-        self.raised_id = 0
+        """Return the next batch; see :meth:`Engine.next_batch`."""
+        self.is_waiting = False
         self.delivery = None  # a delivery is reported only once
         self.draw_ns = 0
         thread = self.owner.thread
         if thread is None:
             self._engine.check_open()
-            raise ClosedLoaderError(ITERATOR_CLOSED)
+            raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
         self._check_process()  # a forked child has a copy of what is ready here
         is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
         self._wake = self._engine.wake_soon if is_away else self._engine.wake
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
-            # An interruption of this call loses nothing.
             result = self._wait_for_result(thread, deadline)
-            try:
-                self.in_transit = True
-                if isinstance(result, Ready | Raised):
-                    batch = self._take(thread, result)
-                    self._left_ns = time.monotonic_ns()
-                    return batch
-                self._serve(thread, result)
-                self.in_transit = False
-            except BaseException as error:
-                del result  # an exception's traceback pins this frame
-                if self.loses(error):
-                    self.give_up(error)
-                raise
+            if isinstance(result, Ready | Raised):
+                batch = self._take(thread, result)
+                self._left_ns = time.monotonic_ns()
+                return batch
+            self._serve(thread, result)
 
-    def loses(self, error: BaseException) -> bool:
-        """See :meth:`EngineBase.loses`."""
-        return self.in_transit and self.raised_id != id(error)
-
-    def give_up(self, error: BaseException, *, in_sampler: bool = False) -> None:
-        """See :meth:`EngineBase.give_up`."""
-        self._engine.note_interruption(error, in_sampler=in_sampler)
+    def give_up(self, error: BaseException) -> None:
+        """See :meth:`Engine.give_up`."""
+        self._engine.note_interruption(error)
         self.close()
 
     def _serve(self, thread: EngineThread, request: Request | UserThreadCall) -> None:
@@ -200,8 +184,10 @@ class StagedEngine:
     def _take(self, thread: EngineThread, result: Ready | Raised) -> object:
         """Return the batch of a result, or raise its exception."""
         if isinstance(result, Raised) and result.is_last:
-            self.in_transit = False
-            self._raise_last(result.error)
+            if not isinstance(result.error, StopIteration):  # which stays, for further calls
+                self._engine.note_interruption(result.error)  # unless the engine reported it
+                self.close()
+            raise Instead(result.error)
         thread.results.drop_first()
         if thread.semaphore is not None:
             thread.semaphore.release()
@@ -212,21 +198,7 @@ class StagedEngine:
         if isinstance(result, Ready):
             self.staged = result.staged
             return self._stage.hand_over(result.result)
-        error = result.error
-        self.raised_id = id(error)
-        try:
-            raise error
-        finally:
-            del error, result  # the traceback pins this frame
-
-    def _raise_last(self, error: BaseException) -> NoReturn:
-        if isinstance(error, StopIteration):
-            raise StopIteration  # the result stays, for further calls
-        self.close()
-        try:
-            raise error
-        finally:
-            del error
+        raise Instead(result.error)
 
     def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Result:
         """Wait for the first of the thread's results, and leave it in the queue."""
@@ -235,19 +207,21 @@ class StagedEngine:
             # Checked after each wait, because another thread may have closed the iterator.
             if thread.is_stopping:
                 self._engine.check_open()
-                raise ClosedLoaderError(ITERATOR_CLOSED)
+                raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
             self._check_process()
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 self._raise_late(results)
             else:
                 self._engine.hurry()
+                self.is_waiting = True  # an interruption of this call loses nothing
                 results.wait(left_s)
+                self.is_waiting = False
         return result
 
     def _check_process(self) -> None:
         if os.getpid() != self.owner.pid:
-            raise ClosedLoaderError("the iterator belongs to the process that made it")
+            raise Instead(ClosedLoaderError("the iterator belongs to the process that made it"))
 
     def _raise_late(self, results: Results) -> None:
         """Raise a LoaderTimeoutError, unless a result came while the workers were examined."""
@@ -258,7 +232,7 @@ class StagedEngine:
                 raise
             return
         if not results:
-            raise late
+            raise Instead(late)
 
     def _draw_one(self, thread: EngineThread) -> bool:
         """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
@@ -270,15 +244,14 @@ class StagedEngine:
             return False
         except BaseException as error:
             if is_interruption(error):
-                self.give_up(error, in_sampler=True)
+                self._engine.note_interruption(error, in_sampler=True)
                 raise
             # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
             if self._tickets_out == 0:
                 thread.inbox.end(self._wake)
             else:
                 thread.wake()
-            self.raised_id = id(error)
-            raise
+            raise Instead(error) from None
         self.draw_ns += time.monotonic_ns() - began_ns
         self._tickets_out += 1
         thread.inbox.put(indices, self._wake)

@@ -28,9 +28,9 @@ from collections.abc import Callable
 
 from shmloader.device.exchange import Raised, Ready, Request, Results, Semaphore, UserThreadCall
 from shmloader.device.stage import Stage, StageBrokenError
-from shmloader.engine.base import EngineBase
+from shmloader.engine.delivery import Instead
+from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
-from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.threads.background import BackgroundThread
 from shmloader.threads.fork_safety import may_wait_here
@@ -68,7 +68,7 @@ class EngineThread(BackgroundThread):
         is_stopping: Whether the thread is to end.
     """
 
-    def __init__(self, engine: EngineBase, stage: Stage) -> None:
+    def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__(stage.name)
         self._engine = engine
         self._stage = stage
@@ -139,10 +139,9 @@ class EngineThread(BackgroundThread):
             batch = self._engine.next_batch()
         except _Stop:
             raise
-        except StopIteration:
-            return Raised(StopIteration(), is_last=True)  # a new one, whose traceback pins nothing
-        except BaseException as error:  # noqa: BLE001 - the user's thread raises it
-            is_last = self._engine.is_closed or isinstance(error, InternalError)
+        except Instead as instead:
+            error = instead.error
+            is_last = self._engine.is_closed or isinstance(error, StopIteration)
             return Raised(error, is_last, self._engine.delivery)
         delivery = self._engine.delivery
         try:
@@ -159,7 +158,7 @@ class EngineThread(BackgroundThread):
             del batch  # an exception's traceback pins this frame, which must not pin the slot
 
     def attach(self) -> None:
-        """Make the engine belong to this thread; see :meth:`EngineBase.attach`."""
+        """Make the engine belong to this thread; see :meth:`Engine.attach`."""
         may_deliver = None
         if self.semaphore is not None and self._stays_in_engine:
             may_deliver = self.semaphore.is_available
@@ -185,7 +184,7 @@ class EngineThread(BackgroundThread):
         call.raise_error()
 
 
-def close(engine: EngineBase, stage: Stage) -> None:
+def close(engine: Engine, stage: Stage) -> None:
     """Close a stage, then its engine, whose slots the stage may read."""
     try:
         stage.close()
@@ -207,7 +206,7 @@ class ThreadOwner:
         thread: The thread of the present epoch, or None.
     """
 
-    def __init__(self, engine: EngineBase, stage: Stage) -> None:
+    def __init__(self, engine: Engine, stage: Stage) -> None:
         self._engine = engine
         self._stage = stage
         self.pid = os.getpid()
@@ -239,9 +238,6 @@ class ThreadOwner:
             try:
                 if not self._engine.is_closed:
                     self._engine.take_tickets()
-            except BaseException as error:
-                self._engine.give_up(error)  # a worker may have a ticket that the engine has lost
-                raise
             finally:
                 self._engine.detach()
 

@@ -16,12 +16,11 @@ reach all parts as one frozen :class:`~shmloader.loader.config.LoaderConfig`.
     user's thread                                              worker process
     ─────────────                                              ──────────────
     draw an index batch ── ticket ─▶ scheduler: pick a worker;
-                                     a FREE slot becomes FILLING
+                                     a FREE slot is TAKEN
                                      ── Task(seq, epoch, slot, indices) ──▶  samples = dataset[i] …
                                                                collate straight into the slot
                                                                describe it by a layout
                                      ◀── BatchDone(seq, slot, layout) ─────
-                                     the slot is FULL;
                                      when seq is next:
                                      small fields are copied out;
                                      large ones are views of the
@@ -43,6 +42,12 @@ offered, a worker has answered, a worker is lost), and the scheduler changes the
 worker records. The scheduler knows no process, thread or clock. The engine asks it what to do, and
 has its pool do it: send a task, start or stop a worker. The pool reports what happened. Only the
 thread that is inside ``next_batch`` changes the scheduler.
+
+**One raise.** What the user's code raises becomes a value where it is caught, a ``Failure`` or an
+:class:`~shmloader.engine.delivery.Instead`, and ``next()`` raises it in one place. So whatever else
+leaves ``next()``, such as a Ctrl-C, has interrupted it. If it only waited, the iterator goes on.
+Otherwise it closes, and the loader's state stays that of the last delivered batch
+(:mod:`shmloader.loader.calls`).
 
 **The life of a worker**::
 
@@ -159,9 +164,9 @@ The modules (those marked "pure" import no threads, processes or clock):
 ========================  ========================================================================
 ``slots``                 States of the slots (pure).
 ``workers``               Records and states of the workers (pure).
-``routing``               Which worker gets a ticket (pure).
+``routing``               Which worker gets a waiting ticket (pure).
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
-``base``                  The interface of an engine: starts epochs, returns batches, closes.
+``delivery``              What is said of a batch that is delivered, or raised in its place.
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
 ``inbox``                 Tickets on their way from the user's thread to the engine's.
 ``slot_batches``          Builds batches from slots, and frees the slots.

@@ -4,22 +4,27 @@ An engine runs on the thread that calls ``next_batch``, and only during that cal
 thread, or one of :mod:`shmloader.device.thread`. While that thread does other things, workers work
 on the tasks that they have, and their answers wait in the pool.
 
+**One raise.** What the user's code raises, and what the engine reports, leaves ``next_batch`` as
+an :class:`Instead`, which carries the exception for the user. Any other exception, such as a
+Ctrl-C, has interrupted the engine. If the engine only waited (``is_waiting``), nothing is lost.
+Otherwise a batch or a ticket may be, so the iterator closes the engine by :meth:`Engine.give_up`.
+
 The module is long because one object performs every action of the scheduler and receives every
-report of the pool. What can be separated has a module of its own: slots (``slot_batches``), the
-caller's view (``base``), bad samples (``failures``) and texts (``wording``, ``lateness``).
+report of the pool. What can be separated has a module of its own: slots (``slot_batches``), bad
+samples (``failures``) and texts (``wording``, ``lateness``).
 """
 
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, cast
 
 from shmloader.batch.dataset_checkpoint import Beginning
-from shmloader.engine.base import EngineBase, delivery_of
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.dataset_progress import DatasetNote
+from shmloader.engine.delivery import Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.hang_watch import HangWatch
 from shmloader.engine.inbox import Inbox
@@ -28,6 +33,7 @@ from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slot_batches import SlotBatches
 from shmloader.engine.wording import (
     describe_death,
+    describe_interruption,
     describe_loading,
     describe_lost_state,
     describe_restart,
@@ -46,6 +52,7 @@ from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import is_interruption
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
+from shmloader.pools.slot_memory import TRIM_EVERY
 from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
@@ -68,8 +75,26 @@ def _explained(error: StopIteration) -> RuntimeError:
     return explained
 
 
-class Engine(EngineBase):
+def _do_nothing() -> None:
+    """Do nothing: the pause of an engine without a thread of its own."""
+
+
+def _do_it(function: Callable[[], None]) -> None:
+    function()
+
+
+class Engine:
     """Delivers the batches that a pool of workers makes.
+
+    Attributes:
+        delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
+            batch; None if it raised anything else, after which no batch is missing.
+        counts: Counters of slots and workers. Any thread may read them.
+        draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
+            in the sampler. Not meaningful while the engine belongs to a thread of its own, since
+            the user's thread draws then.
+        staged: Times of a stage; None here, since an engine is no stage.
+        is_dynamic: Whether tickets wait in the engine until a worker has room for them.
 
     Args:
         pool: The workers and their memory. The engine owns the pool from now on.
@@ -117,12 +142,31 @@ class Engine(EngineBase):
         sharers: int = 1,
         read_loads: Callable[[], Sequence[int] | None] | None = None,
     ) -> None:
-        super().__init__(window=window, timeout_s=timeout_s, watch=watch)
         self._pool = pool
+        self._waiter = pool.waiter
         self._has_queue = pool.has_queue
         # ``pool`` again, typed for calls that only a pool with slots (and so without a queue) has.
         self._slot_pool = cast("SlotPool", pool)
+        self._window = window
+        self._in_order = in_order
+        self._timeout_s = timeout_s
+        self._watch = watch
         self.counts = pool.counts
+        self.delivery: Delivery | None = None
+        self.draw_ns = 0
+        self.staged: tuple[str, int, int] | None = None
+        self._draw: Callable[[], object] = iter(()).__next__
+        # When the last call of next_batch began to look for answers.
+        self._looked_ns = 0
+        self._left_out: list[int] = []
+        self._is_closed = False
+        # Only the text, since the error's traceback would keep the engine alive.
+        self._closed_because = ""
+        # Set while the engine belongs to a thread of its own.
+        self._inbox: Inbox | None = None
+        self._pause: Callable[[], None] = _do_nothing
+        self._have_done: Callable[[Callable[[], None]], None] = _do_it
+        self._may_deliver: Callable[[], bool] | None = None
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
         self._base_seed = None if checkpoints is None else checkpoints.base_seed
@@ -152,17 +196,27 @@ class Engine(EngineBase):
             self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
         self._slots: SlotBatches | None = None
         if pool.memory is not None:
-            self._slots = SlotBatches(self._slot_pool, self._scheduler)
+            self._slots = SlotBatches(self._slot_pool, self._scheduler.slots, lend_limit)
 
     @property
     def needs_thread(self) -> bool:
-        """See :attr:`EngineBase.needs_thread`."""
+        """Whether a thread has to be inside ``next_batch`` all the time.
+
+        Otherwise workers may stay idle while there are tickets for them, or hang unnoticed
+        (``sample_timeout=``). May change when batches take more or less time. Any thread may read
+        it.
+        """
         return self._is_watched or (self.is_dynamic and self._scheduler.tickets_may_wait)
 
     @property
     def ticket_count(self) -> int:
         """The number of tickets in flight."""
         return len(self._scheduler.tickets)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether ``next_batch`` waits, or was left by an exception while it only waited."""
+        return self._waiter.is_waiting
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -182,28 +236,33 @@ class Engine(EngineBase):
 
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
-        """See :attr:`EngineBase.beginnings`."""
+        """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
         progress = self._scheduler.progress
         if progress is None:
             return None
         return DatasetCheckpoints(progress.beginnings, base_seed=self._base_seed)
 
     def take_notes(self) -> list[DatasetNote]:
-        """See :meth:`EngineBase.take_notes`."""
+        """Return the notes that no delivery reported: ends of streams, and left-out batches.
+
+        Called on the user's thread, at the epoch's end.
+        """
         progress = self._scheduler.progress
         return [] if progress is None else progress.take_notes()
 
-    def wake(self) -> None:
-        """End the present or the next wait of the engine's thread. Called from any thread."""
-        self._pool.wake()
+    def start(self, tickets: Iterator[object]) -> None:
+        """Begin the first epoch.
 
-    def wake_soon(self) -> None:
-        """See :meth:`EngineBase.wake_soon`."""
-        self._pool.wake_soon()
+        Args:
+            tickets: The sampler's index batches, drawn on the calling thread.
 
-    def hurry(self) -> None:
-        """See :meth:`EngineBase.hurry`."""
-        self._pool.hurry()
+        Raises:
+            Instead: With the sampler's own exception.
+        """
+        self._draw = tickets.__next__
+        self.draw_ns = 0
+        for _ in range(self._window):
+            self._offer()
 
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers.
@@ -213,28 +272,12 @@ class Engine(EngineBase):
         worker are dropped at once.
 
         Raises:
-            WorkerDiedError: If a worker is dead. The engine is closed then.
-            LoaderTimeoutError: If the workers took too long. The engine is closed then.
+            Instead: With a WorkerDiedError if a worker is dead, or a LoaderTimeoutError if the
+                workers took too long; the engine is closed then. Or with the sampler's own
+                exception.
         """
         self.check_open()
-        try:
-            self._leave_epoch()
-            self.start(tickets)
-        except BaseException as error:
-            if is_interruption(error):  # an error of the user's sampler leaves the engine usable
-                self.give_up(error)
-            raise
-
-    def _leave_epoch(self) -> None:
         self._draw = iter(()).__next__
-        try:
-            self._finish_epoch()
-        except BaseException as error:
-            if not is_interruption(error):
-                self.close()
-            raise
-
-    def _finish_epoch(self) -> None:
         scheduler = self._scheduler
         scheduler.end_epoch()
         for worker in scheduler.workers:
@@ -248,9 +291,7 @@ class Engine(EngineBase):
                 self._fail(WorkerDiedError(describe_death(dead.worker_id, dead.death, None)))
             if scheduler.is_epoch_left:
                 break
-            try:
-                self._receive_any(self._deadline())
-            except LoaderTimeoutError:
+            if not self._receive_any(self._deadline()):
                 busy = [one for one in self._alive() if not scheduler.workers[one].has_left_epoch]
                 self._fail(late_start(self._timeout_s, self._pool, scheduler, busy))
             self.check_open()
@@ -258,38 +299,102 @@ class Engine(EngineBase):
         self._left_out.clear()
         if self._watch is not None:
             self._watch.start_epoch()
+        self.start(tickets)
+
+    # A thread of the engine's own ----------------------------------------------------------
+
+    def attach(
+        self,
+        inbox: Inbox,
+        pause: Callable[[], None],
+        have_done: Callable[[Callable[[], None]], None],
+        may_deliver: Callable[[], bool] | None = None,
+    ) -> None:
+        """Make the engine belong to a thread of its own until :meth:`detach`.
+
+        Args:
+            inbox: Yields index batches, instead of the iterator given to :meth:`start`.
+            pause: Called between two steps, where no lock is held. May raise.
+            have_done: Runs a function on the user's thread.
+            may_deliver: Returns whether ``next_batch`` may return a batch now. If not, it keeps
+                sending tickets and taking answers, and asks again after each :meth:`wake`. For
+                ``is_dynamic`` only. None means that it always may.
+        """
+        self._inbox, self._draw = inbox, inbox.__next__
+        self._pause, self._have_done = pause, have_done
+        self._may_deliver = may_deliver
+
+    def detach(self) -> None:
+        """Make the engine belong to the user's thread again."""
+        self._inbox, self._draw = None, iter(()).__next__
+        self._pause, self._have_done = _do_nothing, _do_it
+        self._may_deliver = None
+
+    def draw_on(self, draw: Callable[[], object]) -> None:
+        """Go on with an epoch on the user's thread, which draws its remaining index batches."""
+        self._draw = draw
+
+    def take_tickets(self) -> None:
+        """Send workers the tickets that the user's thread has drawn."""
+        for indices in self._inbox or ():
+            now_ns = time.monotonic_ns()
+            self._scheduler.offer(indices, now_ns)
+            self._send_tasks(now_ns)
+
+    def wake(self) -> None:
+        """End the present or the next wait of the engine's thread. Called from any thread."""
+        self._pool.wake()
+
+    def wake_soon(self) -> None:
+        """Do as :meth:`wake`, but after ``next()`` if possible. Called from the user's thread."""
+        self._pool.wake_soon()
+
+    def hurry(self) -> None:
+        """Make a pending :meth:`wake_soon` take effect now. Called from the user's thread."""
+        self._pool.hurry()
 
     # One batch ---------------------------------------------------------------------------
 
-    @property
-    def _has_only_waited(self) -> bool:
-        return self._pool.is_waiting
+    def next_batch(self) -> object:  # noqa: PLR0912 - each call of a part would cost 0.1 µs
+        """Return the next batch.
 
-    def _next_batch(self) -> object:
-        self._pool.is_waiting = False
-        if self._slots is not None:
-            self._slots.tidy()
-        return self._next_awaited()
-
-    def _next_awaited(self) -> object:
-        """Wait for the workers' next batch."""
-        scheduler = self._scheduler
+        Raises:
+            Instead: With a StopIteration at the epoch's end; a WorkerDiedError or TooManyFailures,
+                after which the engine is closed; a LoaderTimeoutError, after which no batch is
+                lost; a ClosedLoaderError after ``close()``; or the user's own exception, which
+                takes the place of one batch.
+        """
+        pool, scheduler, slots = self._pool, self._scheduler, self._slots
+        self._waiter.is_waiting = False
+        self.delivery = None
+        self.draw_ns = 0
+        self._looked_ns = time.monotonic_ns()
+        if self._is_closed or self._waiter.is_inherited:
+            self.check_open()
+        if slots is not None and (slots.memory.batches >= TRIM_EVERY or slots.memory.is_short):
+            slots.tidy()
         deadline: float | None = None
         while True:
             if self._inbox:
                 self.take_tickets()
             has_room = self._may_deliver is None or self._may_deliver()
             if has_room:
-                is_alone = self._inbox is None or not self.is_dynamic
-                has_taken = is_alone and self._take_awaited()
-                self.in_transit = True
+                has_taken = False
+                if self._inbox is None or not self.is_dynamic:
+                    # Most often the awaited answer is here already, or about to be. Taking it now
+                    # saves a call of the selector.
+                    awaited = scheduler.awaited()
+                    if awaited is not None and awaited.answer is None:
+                        worker_id = None if self._has_queue else awaited.worker_id
+                        has_taken = worker_id != UNASSIGNED and pool.poll(worker_id, self)
+                        if has_taken and self.is_dynamic:
+                            self._send_tasks(time.monotonic_ns())
                 ticket = scheduler.take_next()
                 if ticket is not None:
                     if self._watch is not None and self._note_samples(self._watch, ticket):
                         deadline = None
                         continue
                     return self._hand_over(ticket)
-                self.in_transit = False
                 if has_taken:
                     continue
                 if scheduler.is_exhausted and not self._awaits_tickets():
@@ -303,8 +408,9 @@ class Engine(EngineBase):
             self._restart_workers()
             if self.is_dynamic:
                 self._adapt()
-            if self._inbox is None or self._may_wait(self._inbox, has_room=has_room):
-                self._receive_any(deadline)
+            may_wait = self._inbox is None or self._may_wait(self._inbox, has_room=has_room)
+            if may_wait and not self._receive_any(deadline):
+                raise Instead(self.late())
             self._pause()
             self.check_open()
 
@@ -323,29 +429,15 @@ class Engine(EngineBase):
             return True
         return not inbox and (has_room or self._may_deliver is None or not self._may_deliver())
 
-    def _take_awaited(self) -> bool:
-        """Take a message of the worker whose answer must come next, if one is here or about to be.
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
 
-        Most often it is here already, which saves a call of the selector.
-
-        Returns:
-            Whether there was a message.
-        """
-        awaited = self._scheduler.awaited()
-        if awaited is None or awaited.answer is not None:
-            return False
-        if self.is_dynamic and awaited.worker_id == UNASSIGNED:
-            return False
-        self.in_transit = True
-        has_taken = self._pool.poll(None if self._has_queue else awaited.worker_id, self)
-        if has_taken and self.is_dynamic:
-            self._send_tasks(time.monotonic_ns())
-        self.in_transit = False
-        return has_taken
-
-    @property
-    def _takes_tickets(self) -> bool:
-        return self._scheduler.takes_tickets
+    def _raise_end(self) -> NoReturn:
+        """Raise StopIteration, or TooManyFailures if too many samples of the epoch failed."""
+        error = None if self._watch is None else self._watch.end_epoch()
+        if error is not None:
+            self._fail(error)
+        raise Instead(StopIteration())
 
     def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
         """Note the samples of the next ticket; return whether its batch is empty and left out."""
@@ -362,7 +454,7 @@ class Engine(EngineBase):
             self._fail(error)
         if type(answer) is not Empty:
             return False
-        self._free_slot(ticket)
+        self._scheduler.free_slot(ticket)
         self._left_out.append(ticket.seq)
         self._scheduler.left_out(ticket)
         self._offer_another()
@@ -372,11 +464,28 @@ class Engine(EngineBase):
         """Offer one more ticket, and return the batch of this one or raise its error."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
-        answer = ticket.answer
+        answer, scheduler = ticket.answer, self._scheduler
         if not isinstance(answer, Batch):
             self._raise_instead(ticket, answer)
-        times = None if answer.times is None else self._times(ticket, answer)
-        self._note_delivery(ticket, times)
+        times = None
+        if answer.times is not None:
+            times = batch_times(
+                (
+                    ticket.worker_id,
+                    ticket.offered_ns,
+                    ticket.sent_ns,
+                    answer.times,
+                    answer.looked_ns,
+                    answer.seen_ns,
+                    time.monotonic_ns(),
+                    answer.nbytes,
+                    scheduler.slots.lent_count,
+                )
+            )
+        if scheduler.progress is None and not self._left_out:
+            self.delivery = delivery_of((ticket.seq, (), (), times))
+        else:
+            self._note_delivery(ticket, times)
         if self._slots is None:
             self._offer()
             return answer.content
@@ -387,70 +496,84 @@ class Engine(EngineBase):
                 raise
             self._offer()
             # Unpickling an object may raise StopIteration, which would end the epoch.
-            self._raise_on_purpose(_explained(error) if isinstance(error, StopIteration) else error)
+            told = _explained(error) if isinstance(error, StopIteration) else error
+            raise Instead(told) from None
         self._offer()
         return batch
 
     def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""
         pid = self._pool.pid(ticket.worker_id)
+        self._scheduler.free_slot(ticket)
         if isinstance(answer, Failure):
-            # The error gets no local name here: its traceback holds this frame.
-            self._free_slot(ticket)
-            note = describe_loading(ticket, pid)
+            error = answer.error.rebuilt(describe_loading(ticket, pid))
             if answer.is_final:
-                self._fail(answer.error.rebuilt(note), "its dataset could not be resumed")
+                self._fail(error, "its dataset could not be resumed")
             self._note_delivery(ticket, None)
             self._offer()
-            self._raise_on_purpose(answer.error.rebuilt(note))
+            raise Instead(error)
         if isinstance(answer, Death):
-            self._free_slot(ticket)
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
         raise InternalError(f"an answer of unknown type: {answer!r}")
 
     def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         notes = self._scheduler.handed_over(ticket)
-        left_out: tuple[int, ...] = ()
-        if self._left_out:
-            left_out = tuple(self._left_out)
-            self._left_out.clear()
-        self.delivery = delivery_of((ticket.seq, left_out, notes, times))
-
-    def _times(self, ticket: Ticket, answer: Batch) -> BatchTimes:
-        return batch_times(
-            (
-                ticket.worker_id,
-                ticket.offered_ns,
-                ticket.sent_ns,
-                answer.times,
-                answer.looked_ns,
-                answer.seen_ns,
-                time.monotonic_ns(),
-                answer.nbytes,
-                self._scheduler.slots.lent_count,
-            )
-        )
-
-    def _free_slot(self, ticket: Ticket) -> None:
-        """Free a ticket's slot, if it has one that is not lent."""
-        if self._slots is not None:
-            self._slots.free_slot(ticket)
+        left_out, self._left_out = tuple(self._left_out), []
+        self.delivery = Delivery(ticket.seq, left_out, notes, times)
 
     # Tickets out -------------------------------------------------------------------------
 
-    def _offer_indices(self, indices: object, now_ns: int) -> None:
-        ticket = self._scheduler.offer(indices, now_ns)
-        if self._has_queue:
-            assert ticket is not None
-            self._pool.send(ticket, self._scheduler.epoch)
+    def _offer(self) -> None:
+        """Draw one index batch and send it to a worker."""
+        began_ns = time.monotonic_ns()
+        try:
+            indices = self._draw()
+        except StopIteration:
+            return
+        except Exception as error:
+            if is_interruption(error):
+                self.note_interruption(error, in_sampler=True)
+                raise
+            # The sampler's own error comes in place of the batch, after which it may continue.
+            self.delivery = None
+            raise Instead(error) from None
+        except BaseException as error:
+            self.note_interruption(error, in_sampler=True)
+            raise
+        drawn_ns = time.monotonic_ns()
+        self.draw_ns += drawn_ns - began_ns
+        scheduler = self._scheduler
+        scheduler.offer(indices, drawn_ns)
+        if scheduler.unsent or self.is_dynamic:
+            self._send_tasks(drawn_ns)
+
+    def _offer_another(self, *, is_addition: bool = False) -> None:
+        """Offer a ticket in place of one that yields no batch, or in addition to all others."""
+        if self._inbox is None:
+            self._offer()
         else:
-            self._send_tasks(now_ns)
+            self._inbox.ask(is_addition)
+
+    def _awaits_tickets(self) -> bool:
+        """Return whether the user's thread may still send a ticket that a worker takes."""
+        inbox = self._inbox
+        return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
 
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that have a worker, or that a worker has room for."""
-        while (ticket := self._scheduler.next_task(now_ns)) is not None:
-            self._send(ticket)
+        scheduler = self._scheduler
+        while scheduler.unsent or self.is_dynamic:
+            ticket = scheduler.next_task(now_ns)
+            if ticket is None:
+                return
+            try:
+                refused = self._pool.send(ticket, scheduler.epoch)
+            except SharedMemoryError as error:
+                self._fail(error)
+            if refused is not None:
+                # Delivered in order, like a failure of the dataset.
+                self.answered(ticket.seq, scheduler.epoch, ticket.worker_id, refused)
 
     def _ask_for_tickets(self) -> None:
         # With dynamic dispatch, more tickets are wanted for more workers: no stream can end there.
@@ -458,36 +581,25 @@ class Engine(EngineBase):
         for _ in range(self._scheduler.take_wanted_tickets()):
             self._offer_another(is_addition=self.is_dynamic)
 
-    def _send(self, ticket: Ticket) -> None:
-        """Send a ticket's task to its worker."""
-        try:
-            refused = self._pool.send(ticket, self._scheduler.epoch)
-        except (OSError, SharedMemoryError) as error:
-            if is_interruption(error):
-                raise
-            self.check_open()  # another thread may have closed the sockets
-            self._fail(error)
-        if refused is not None:
-            # Delivered in order, like a failure of the dataset.
-            self.answered(ticket.seq, self._scheduler.epoch, ticket.worker_id, refused)
-
     # Answers in --------------------------------------------------------------------------
 
-    def _receive_any(self, deadline: float | None) -> None:
-        """Wait until the pool reports something, and handle all reports."""
+    def _receive_any(self, deadline: float | None) -> bool:
+        """Wait until the pool reports something, and handle all reports.
+
+        Returns:
+            False if nothing has happened and the deadline has passed.
+        """
         timeout_s = None if deadline is None else deadline - time.monotonic()
-        self.in_transit = True
         if self._hang_watch is not None:
             look_s = self._hang_watch.look()
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
         if not happened and deadline is not None and time.monotonic() >= deadline:
-            self.in_transit = False
-            raise self.late()
+            return False
         if self.is_dynamic and happened:
             self._send_tasks(time.monotonic_ns())
-        self.in_transit = False
         self._restart_workers()
+        return True
 
     def late(self) -> LoaderTimeoutError:
         """Return the error for a batch that has not come in time. Called from any thread."""
@@ -521,8 +633,6 @@ class Engine(EngineBase):
 
     def _restart_worker(self, worker_id: int, text: str) -> None:
         """Start a worker in place of a lost one, on the user's thread."""
-        # An interrupt here leaves the engine unusable.
-        self.in_transit = True
         try:
             self._slot_pool.replace(worker_id)
         except ClosedLoaderError:
@@ -540,7 +650,6 @@ class Engine(EngineBase):
         self._resume(worker_id)
         self._scheduler.worker_started(worker_id)
         self._send_tasks(time.monotonic_ns())
-        self.in_transit = False
 
     # More workers, or fewer ---------------------------------------------------------------
 
@@ -584,7 +693,6 @@ class Engine(EngineBase):
 
     def _start_worker(self, worker_id: int, refusals: list[str]) -> None:
         """Start a worker, on the user's thread. If that fails, add the reason to ``refusals``."""
-        self.in_transit = True
         try:
             self._slot_pool.start(worker_id)
         except ClosedLoaderError:
@@ -594,34 +702,22 @@ class Engine(EngineBase):
             if is_interruption(error) or isinstance(error, InternalError):
                 raise
             refusals.append(str(error))
-            self.in_transit = False
 
     # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
-
-    def last_layout(self, worker_id: int) -> object:
-        """Return the last layout of a worker's batches."""
-        return self._scheduler.workers[worker_id].last_layout
-
-    def last_layouts(self) -> Iterable[object]:
-        """Return the last layouts of all workers."""
-        return [worker.last_layout for worker in self._scheduler.workers]
-
-    def layout_sent(self, worker_id: int, layout: object) -> None:
-        """Note the layout that a worker's batches have from now on."""
-        self._scheduler.layout_sent(worker_id, layout)
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Note the answer to a task: its batch, or a failure."""
         now_ns = time.monotonic_ns()
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
-        self._scheduler.answered(
+        scheduler = self._scheduler
+        scheduler.answered(
             seq,
             epoch,
             answer,
             taker=worker_id if self._has_queue else None,
             now_ns=now_ns,
-            note=None if self._scheduler.progress is None else _note_of(worker_id, answer),
+            note=None if scheduler.progress is None else _note_of(worker_id, answer),
         )
 
     def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
@@ -661,15 +757,45 @@ class Engine(EngineBase):
 
     # Ends --------------------------------------------------------------------------------
 
+    def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
+        """Close the engine, and raise an error.
+
+        Args:
+            error: The error to raise.
+            why: The reason that later calls report; None for the error's own text.
+        """
+        self._closed_because = f" since: {error if why is None else why}"
+        self.close()
+        raise Instead(error) from None
+
+    def give_up(self, error: BaseException) -> None:
+        """Close, and have later calls report the exception that interrupted the engine."""
+        self.note_interruption(error)
+        self.close()
+
+    def note_interruption(self, error: BaseException, *, in_sampler: bool = False) -> None:
+        """Have calls after the end report an exception, unless the engine is closed already."""
+        if not (self._is_closed or self._closed_because):
+            self._closed_because = describe_interruption(error, in_sampler=in_sampler)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed, by the user or because of an error."""
+        return self._is_closed
+
+    @property
+    def was_closed_by_user(self) -> bool:
+        """Whether ``close()`` was called, perhaps by another thread, and nothing else closed it."""
+        return self._is_closed and not self._closed_because
+
     def check_open(self) -> None:
-        """Raise ClosedLoaderError if the engine is closed, or in a forked child."""
-        if self._pool.is_inherited:
-            raise ClosedLoaderError("the iterator belongs to the process that made it")
+        """Raise an Instead with a ClosedLoaderError if the engine is closed, or in a child."""
+        if self._waiter.is_inherited:
+            raise Instead(ClosedLoaderError("the iterator belongs to the process that made it"))
         if self._is_closed:
             because = self._closed_because
-            raise ClosedLoaderError(
-                f"the iterator is closed{because}" if because else ITERATOR_CLOSED
-            )
+            text = f"the iterator is closed{because}" if because else ITERATOR_CLOSED
+            raise Instead(ClosedLoaderError(text))
 
     def close(self) -> None:
         """End the workers and free all memory. May be called again, and from any thread."""

@@ -15,7 +15,7 @@ beyond the spread.)
 
 from collections.abc import Iterable, Sequence
 
-from shmloader.engine.workers import Worker, WorkerTable
+from shmloader.engine.workers import Worker
 
 # With one task, a worker is idle for some 0.1 ms after each batch; with two, the second may be
 # stuck behind a slow one. Simulated with 1 % of samples 50 times slower, 16 samples in a batch,
@@ -29,39 +29,6 @@ _WEIGHT = 1 / 16
 
 # More tasks than any worker has.
 _MANY = 1 << 62
-
-
-class Router:
-    """Takes the workers in turn, beginning at ``first`` in the first epoch."""
-
-    def __init__(self, window: int, *, in_order: bool, first: int = 0) -> None:
-        self._window = window
-        self._in_order = in_order
-        self._next = first
-
-    def restart(self) -> None:
-        """Begin at worker 0 again, as each epoch does."""
-        self._next = 0
-
-    def pick(self, workers: WorkerTable) -> Worker | None:
-        """Return the worker for the next ticket; None if no worker takes tickets."""
-        count, worker_id = len(workers), self._next
-        fallback: Worker | None = None
-        share = 0
-        if not self._in_order:
-            share = self._window // max(1, sum(worker.has_stream for worker in workers))
-        for _ in range(count):
-            worker = workers[worker_id]
-            worker_id = (worker_id + 1) % count
-            if worker.has_stream:
-                if self._in_order or worker.in_flight < share:
-                    self._next = worker_id
-                    return worker
-                if fallback is None or worker.in_flight < fallback.in_flight:
-                    fallback = worker
-        if fallback is not None:
-            self._next = (fallback.worker_id + 1) % count
-        return fallback
 
 
 def pick_idle(

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.dataset_progress import DatasetNote, DatasetProgress
-from shmloader.engine.routing import Pace, Router, pick_idle
-from shmloader.engine.slots import FREE, FULL, SlotState, SlotTable
+from shmloader.engine.routing import Pace, pick_idle
+from shmloader.engine.slots import SlotTable
 from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
@@ -86,6 +86,7 @@ class Scheduler:
             from the start, or no worker until its answer comes if the pool has a queue.
         task_limit: The most tasks that a worker may have, with dynamic dispatch.
         progress: Keeps checkpoints of the workers' datasets; None if there are none.
+        unsent: Tickets that have a worker, to be sent.
     """
 
     def __init__(
@@ -143,18 +144,18 @@ class Scheduler:
         # Ranks that share workers begin at different workers.
         self._by_preference = [*self.workers][first_worker:] + [*self.workers][:first_worker]
         self._window = window
-        self._lend_limit = lend_limit
         self._in_order = in_order
-        self._router = Router(window, in_order=in_order, first=first_worker)
+        # The worker that gets the next ticket, if it takes tickets.
+        self._next_worker = first_worker
         self._pace = Pace()
         self.restart_limit = self._restarts_left = restart_limit
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
         self._next_delivery = 0
         self._arrived: collections.deque[Ticket] = collections.deque()
-        # Tickets that wait for a worker, the oldest first; tickets that have one, to be sent.
+        # Tickets that wait for a worker, the oldest first.
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._unsent: collections.deque[Ticket] = collections.deque()
+        self.unsent: collections.deque[Ticket] = collections.deque()
         # How many tickets are to be drawn in addition to those that replace delivered ones; and
         # the most tickets that were wanted for the present workers so far in this epoch.
         self._wanted_tickets = 0
@@ -170,29 +171,55 @@ class Scheduler:
 
         Returns:
             The ticket, which is already answered if its worker is dead; None if no worker takes
-            tickets any more. The engine sends it at once to a pool with a queue.
+            tickets any more.
         """
-        if self.is_dynamic or self._has_queue:
-            if len(self._tickets) >= self._window:
-                raise InternalError("there are more tickets than the window has (I4)")
-            ticket = self._add(indices, now_ns)
-            if self.is_dynamic:
-                self._waiting.append(ticket)
+        worker = None
+        if not (self.is_dynamic or self._has_queue):
+            # Round robin, where this worker takes tickets: most often.
+            worker = self.workers[self._next_worker]
+            if worker.has_stream and self._in_order:
+                following = worker.worker_id + 1
+                self._next_worker = following if following < len(self.workers) else 0
             else:
-                ticket.sent_ns = now_ns
-            return ticket
-        worker = self._router.pick(self.workers)
-        if worker is None:
-            return None
-        ticket = self._add(indices, now_ns)
-        self._assign(ticket, worker)
-        return ticket
-
-    def _add(self, indices: object, now_ns: int) -> Ticket:
+                worker = self._pick()
+                if worker is None:
+                    return None
+        elif len(self._tickets) >= self._window:
+            raise InternalError("there are more tickets than the window has (I4)")
         seq = self._next_seq
         self._next_seq = seq + 1
         ticket = self._tickets[seq] = Ticket(seq, UNASSIGNED, UNASSIGNED, indices, now_ns)
+        if worker is None:
+            (self._waiting if self.is_dynamic else self.unsent).append(ticket)
+        elif worker.state is READY or worker.state is STARTING:
+            ticket.worker_id = worker.worker_id
+            if self._has_slots:
+                ticket.slot_id = self.slots.take(ticket.worker_id)
+            worker.in_flight += 1
+            self.unsent.append(ticket)
+        else:
+            self._assign(ticket, worker)
         return ticket
+
+    def _pick(self) -> Worker | None:
+        """Return the worker for the next ticket, in turn; None if no worker takes tickets."""
+        count, worker_id = len(self.workers), self._next_worker
+        fallback: Worker | None = None
+        share = 0
+        if not self._in_order:
+            share = self._window // max(1, sum(worker.has_stream for worker in self.workers))
+        for _ in range(count):
+            worker = self.workers[worker_id]
+            worker_id = (worker_id + 1) % count
+            if worker.has_stream:
+                if self._in_order or worker.in_flight < share:
+                    self._next_worker = worker_id
+                    return worker
+                if fallback is None or worker.in_flight < fallback.in_flight:
+                    fallback = worker
+        if fallback is not None:
+            self._next_worker = (fallback.worker_id + 1) % count
+        return fallback
 
     def _assign(self, ticket: Ticket, worker: Worker) -> None:
         """Assign a ticket to a worker, to be sent unless the worker does not run."""
@@ -204,19 +231,18 @@ class Scheduler:
             # The death is delivered in the ticket's place in the order.
             self._answer(ticket, worker, worker.death)
         elif worker.state is not LOST:
-            self._unsent.append(ticket)
+            self.unsent.append(ticket)
 
     def next_task(self, now_ns: int = 0) -> Ticket | None:
         """Return the next ticket to send to its worker; None if there is none, or no room.
 
-        Called after each event until it returns None. A pool with a queue is sent a ticket when it
-        is offered, and by this method only if the ticket's worker was ended.
+        Called after each event until it returns None.
         """
         if self._waiting:
             self._assign_waiting()
-        if not self._unsent:
+        if not self.unsent:
             return None
-        ticket = self._unsent.popleft()
+        ticket = self.unsent.popleft()
         ticket.sent_ns = now_ns
         return ticket
 
@@ -288,16 +314,31 @@ class Scheduler:
                 or if the answer stands for no batch.
 
         Returns:
-            The ticket. Its slot is FULL; or FREE, if the ticket was dropped (I6).
+            The ticket. Its slot is free if the ticket was dropped (I6).
         """
-        ticket = self._in_work(seq, epoch, taker)
+        ticket = self._tickets.get(seq) if epoch == self.epoch else None
+        if ticket is None or ticket.answer is not None:
+            raise _not_in_flight(seq, epoch)
+        if taker is not None:
+            ticket.worker_id = taker
+            self.workers[taker].in_flight += 1
+        elif ticket.worker_id == UNASSIGNED:
+            raise _not_in_flight(seq, epoch)
         worker = self.workers[ticket.worker_id]
         if self.is_dynamic and worker.last_answer_ns:  # before its first answer a worker prepares
             began_ns = max(worker.last_answer_ns, ticket.sent_ns)
             self.task_limit = self._pace.note(now_ns - began_ns)
-        self._note_alive(worker, now_ns)
-        self._answer(ticket, worker, answer)
-        if note is not None and self.progress is not None and not ticket.is_dropped:
+        worker.last_answer_ns = now_ns
+        if worker.state is STARTING:
+            self.workers.move(worker.worker_id, READY)
+        if ticket.is_dropped:
+            self._answer(ticket, worker, answer)
+            return ticket
+        worker.in_flight -= 1
+        ticket.answer = answer
+        if not self._in_order:
+            self._arrived.append(ticket)
+        if note is not None and self.progress is not None:
             ticket.note = note
             self.progress.answered(note)
         return ticket
@@ -317,31 +358,20 @@ class Scheduler:
         if ticket.note is not None and self.progress is not None:
             self.progress.left_out(ticket.note)
 
-    def _note_alive(self, worker: Worker, now_ns: int) -> None:
-        """Note that a worker has answered something."""
-        worker.last_answer_ns = now_ns
-        if worker.state is STARTING:
-            self.workers.move(worker.worker_id, READY)
-
-    def layout_sent(self, worker_id: int, layout: object) -> None:
-        """Note the layout that a worker's batches have from now on."""
-        self.workers[worker_id].last_layout = layout
-
     def _answer(self, ticket: Ticket, worker: Worker, answer: object) -> None:
         worker.in_flight -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
-            self._move_slot(ticket, FREE)
+            self.free_slot(ticket)
             return
         ticket.answer = answer
-        self._move_slot(ticket, FULL)
         if not self._in_order:
             self._arrived.append(ticket)
 
-    def _move_slot(self, ticket: Ticket, state: SlotState) -> None:
-        """Change the state of a ticket's slot, if it has one."""
-        if self._has_slots:
-            self.slots.move(ticket.slot_id, state)
+    def free_slot(self, ticket: Ticket) -> None:
+        """Free the slot of a ticket, if it has one."""
+        if ticket.slot_id != UNASSIGNED:
+            self.slots.free(ticket.slot_id)
 
     def stream_ended(
         self,
@@ -361,10 +391,14 @@ class Scheduler:
             next_epoch: What the dataset's next epoch begins with.
             now_ns: The time, by the engine's clock.
         """
-        ticket = self._in_work(seq, epoch)
+        ticket = self._tickets.get(seq) if epoch == self.epoch else None
+        if ticket is None or ticket.answer is not None:
+            raise _not_in_flight(seq, epoch)
         ticket.is_dropped = True
         worker = self.workers[ticket.worker_id]
-        self._note_alive(worker, now_ns)
+        worker.last_answer_ns = now_ns
+        if worker.state is STARTING:
+            self.workers.move(worker.worker_id, READY)
         self._answer(ticket, worker, None)
         if not worker.has_stream:
             return
@@ -408,7 +442,7 @@ class Scheduler:
         if self._has_queue:
             self.workers.move(worker_id, LOST)
             if ticket is not None:
-                self._unsent.append(ticket)
+                self.unsent.append(ticket)
 
     def worker_lost(
         self,
@@ -443,8 +477,8 @@ class Scheduler:
             for ticket in self._tickets.values()
             if ticket.worker_id == worker_id and ticket.answer is None
         ]
-        self._unsent = collections.deque(
-            ticket for ticket in self._unsent if ticket.worker_id != worker_id
+        self.unsent = collections.deque(
+            ticket for ticket in self.unsent if ticket.worker_id != worker_id
         )
         culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
         is_free = bool(worker.hang) or was_elsewhere
@@ -474,7 +508,7 @@ class Scheduler:
     def _take_back(self, ticket: Ticket, worker: Worker) -> None:
         """Make a ticket that a lost worker had not begun wait for another worker."""
         worker.in_flight -= 1
-        self.slots.move(ticket.slot_id, FREE)
+        self.slots.free(ticket.slot_id)
         ticket.worker_id = ticket.slot_id = UNASSIGNED
         younger = [other for other in self._waiting if other.seq > ticket.seq]
         older = [other for other in self._waiting if other.seq < ticket.seq]
@@ -490,7 +524,7 @@ class Scheduler:
         self.workers.move(worker_id, STARTING)
         worker.death, worker.hang = None, ""
         worker.has_left_epoch = True
-        self._unsent.extend(self.wanted_of(worker_id))
+        self.unsent.extend(self.wanted_of(worker_id))
         self._balance()
 
     def worker_stopped(self, worker_id: int) -> None:
@@ -531,14 +565,16 @@ class Scheduler:
         return first is not None and first.answer is not None
 
     def take_next(self) -> Ticket | None:
-        """Return the next ticket to deliver if its answer is here. Its slot stays FULL."""
+        """Return the next ticket to deliver if its answer is here."""
         if not self._in_order:
             if not self._arrived:
                 return None
             ticket = self._arrived.popleft()
             del self._tickets[ticket.seq]
             return ticket
-        first = self._first()
+        first = self._tickets.get(self._next_delivery)
+        if first is None or first.is_dropped:
+            first = self._first()
         if first is None or first.answer is None:
             return None
         del self._tickets[first.seq]
@@ -558,7 +594,10 @@ class Scheduler:
 
     def awaited(self) -> Ticket | None:
         """Return the ticket whose answer must come next; None if any may, or there is none."""
-        return self._first() if self._in_order else None
+        if not self._in_order:
+            return None
+        first = self._tickets.get(self._next_delivery)
+        return self._first() if first is None or first.is_dropped else first
 
     @property
     def delivers_in_order(self) -> bool:
@@ -580,11 +619,6 @@ class Scheduler:
         """All tickets in flight, in order."""
         return list(self._tickets.values())
 
-    @property
-    def may_lend(self) -> bool:
-        """Whether one more batch may be lent, rather than copied out (I4, I5)."""
-        return self.slots.lent_count < self._lend_limit
-
     # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
@@ -594,16 +628,16 @@ class Scheduler:
         queue. LEAVING workers stay, since their answers have to be awaited.
         """
         queued = [one for one in self._tickets.values() if one.answer is None]
-        for ticket in queued if self._has_queue else [*self._waiting, *self._unsent]:
+        for ticket in queued if self._has_queue else [*self._waiting, *self.unsent]:
             self._forget(ticket)
         self._waiting.clear()
-        self._unsent.clear()
+        self.unsent.clear()
         for ticket in list(self._tickets.values()):
             if ticket.answer is None:
                 ticket.is_dropped = True
             else:
                 del self._tickets[ticket.seq]
-                self._move_slot(ticket, FREE)
+                self.free_slot(ticket)
         self._arrived.clear()
         self.workers.let_all_stay()
         self._wanted_tickets = 0
@@ -616,8 +650,7 @@ class Scheduler:
     def _forget(self, ticket: Ticket) -> None:
         """Remove a ticket that was not sent to any worker."""
         del self._tickets[ticket.seq]
-        if ticket.slot_id != UNASSIGNED:
-            self.slots.move(ticket.slot_id, FREE)
+        self.free_slot(ticket)
         if ticket.worker_id != UNASSIGNED:
             self.workers[ticket.worker_id].in_flight -= 1
 
@@ -657,7 +690,7 @@ class Scheduler:
         self.epoch += 1
         self._restarts_left = self.restart_limit
         self._next_seq = self._next_delivery = 0
-        self._router.restart()
+        self._next_worker = 0  # as torch does
         for worker in self.workers:
             worker.has_stream = True
             worker.is_death_untold = False
@@ -665,18 +698,10 @@ class Scheduler:
             self.progress.start_epoch()
 
     def close(self) -> None:
-        """Release all batches, and the layouts, which keep references to slots."""
+        """Release all batches."""
         self._tickets.clear()
         self._arrived.clear()
-        for worker in self.workers:
-            worker.last_layout = None
 
-    def _in_work(self, seq: int, epoch: int, taker: int | None = None) -> Ticket:
-        """Return the ticket of an answer, after noting the worker that took it."""
-        ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if taker is not None and ticket is not None:
-            ticket.worker_id = taker
-            self.workers[taker].in_flight += 1
-        if ticket is None or ticket.answer is not None or ticket.worker_id == UNASSIGNED:
-            raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
-        return ticket
+
+def _not_in_flight(seq: int, epoch: int) -> InternalError:
+    return InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")

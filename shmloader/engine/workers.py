@@ -77,8 +77,6 @@ class Worker:
         undelivered: Its answers that were not delivered yet; counted only with checkpoints.
         next_beginning: Pieces of the pickled ``Beginning`` of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
-        last_layout: The layout of its last batch; None before the first batch. A worker sends a
-            layout only when it differs from the last one.
         last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
         is_death_untold: Whether it is DEAD and no ticket of its own reports that to the user.
@@ -93,7 +91,6 @@ class Worker:
     undelivered: int = 0
     next_beginning: bytearray = field(default_factory=bytearray)
     has_left_epoch: bool = False
-    last_layout: object = None
     last_answer_ns: int = 0
     death: object = None
     is_death_untold: bool = False
@@ -158,7 +155,6 @@ class WorkerTable(list[Worker]):
         self._counts[new] += 1
         worker.state = new
         if not worker.is_alive:  # its replacement knows none of this
-            worker.last_layout = None
             worker.last_answer_ns = 0
             worker.next_beginning.clear()
 

@@ -1,9 +1,10 @@
-"""The base of iterators whose ``next()`` counts its batch as its last step, or not at all.
+"""The base of our iterators: ``next()``, its one ``raise``, and what an interruption does.
 
-A signal handler may raise between any two instructions. If a batch or a ticket was in transit at
-that point, continuing would silently leave it out. So the iterator is closed, and the count goes
-back: the loader's state is that of the last batch that ``next()`` returned. If nothing was in
-transit, the exception is raised and the next call continues.
+A signal handler may raise between any two instructions. If a batch or a ticket was on its way at
+that point, continuing would silently leave it out. So there is one rule: **an exception that leaves
+``next()`` and is not an** :class:`~shmloader.engine.delivery.Instead` **closes the iterator, unless
+the iterator only waited for a batch.** The loader's state stays that of the last batch that
+``next()`` returned.
 
 Guarantees:
     * Counting the batch is the last thing that ``next()`` does before it returns.
@@ -20,11 +21,16 @@ from typing import Any, NoReturn
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.errors import ClosedLoaderError
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import Instead
+from shmloader.engine.stream_here import DatasetHere, StreamHere
+from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.tracebacks import user_part
 
 #: Raised by an iterator that was made before a state was loaded.
 REPLACED = (
@@ -59,8 +65,11 @@ class CountingIterator(_BaseDataLoaderIter):
     """An iterator that counts batches as it delivers them."""
 
     _IterableDataset_len_called: int | None  # type: ignore[assignment]
-    # The order of the iterator's epoch.
+    # The order of the iterator's epoch, and how far the user has come in it.
     _order: SeededOrder | SamplerOrder
+    _progress: Progress
+    # Checkpoints of the datasets after the last delivered batch; None if none are kept.
+    _checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None
     # The thread that is inside next(), or that was when an exception left next() unfinished.
     _caller = 0
 
@@ -73,74 +82,117 @@ class CountingIterator(_BaseDataLoaderIter):
     def _index_sampler(self, _: object) -> None:
         """Ignore the loader's, which torch's constructor sets."""
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Any:  # noqa: PLR0912 - each call of a part would cost 0.1 µs a batch
         """Return the next batch."""
         began_ns = time.monotonic_ns()
-        caller = threading.get_ident()
         # No other thread runs between this test and the assignment: Python switches threads only at
         # calls and backward jumps.
+        caller = threading.get_ident()
         if self._caller:
             refuse(self._caller, caller)
         mark = None
         try:
             self._caller = caller
-            mark = self._mark()
-            # torch's __next__ takes longer, so it is called only where it does more: it warns of an
-            # iterable dataset that is longer than its length, and records for the profiler.
-            if self._IterableDataset_len_called is None and not _profiler_enabled():
-                batch = self._next_data()
-                self._num_yielded += 1
-            else:
-                batch = super().__next__()
-            if FAULTS is not None:
-                FAULTS.reach("main.return")
-            self._note_times(batch, began_ns)
-            self._note_done()
-            self._caller = 0
-            return batch
-        except BaseException as error:
+            progress, checkpoints = self._progress, self._checkpoints
+            mark = (
+                progress.position if progress.is_plain else progress.mark(),
+                None if checkpoints is None else checkpoints.mark(),
+            )
             try:
-                if mark is not None:
-                    self._leave(error, mark, began_ns)
+                # torch's __next__ takes longer, so it is called only where it does more: it warns
+                # of an iterable dataset that is longer than its length, and tells the profiler.
+                if self._IterableDataset_len_called is None and not _profiler_enabled():
+                    batch = self._next_data()
+                    self._num_yielded += 1
+                else:
+                    batch = super().__next__()
+            except (Instead, UserWarning) as instead:  # torch's warning may be made an error
+                error = instead.error if isinstance(instead, Instead) else instead
+                if self._was_closed_by_user:
+                    error = _closed_meanwhile(error)
+                self._count_error(error, began_ns)
+            else:
+                if FAULTS is not None:
+                    FAULTS.reach("main.return")
+                self._count(batch, began_ns)
+                self._caller = 0
+                return batch
+            self._caller = 0
+        except BaseException as interruption:
+            try:
+                self._leave(interruption, mark, began_ns)
             finally:
                 self._caller = 0
+            if isinstance(interruption, KeyboardInterrupt):
+                # Hides the exception that was being handled, which does not concern the user.
+                raise interruption from interruption.__cause__
             raise
+        traceback, context = error.__traceback__, error.__context__
+        try:
+            raise error
+        except BaseException:
+            # The user sees no frame of ours around those of the user's code.
+            error.__traceback__ = user_part(traceback)
+            if context is not None:
+                # If next() is called in an except block, ``raise`` has replaced the context by the
+                # exception that is handled there, which is already the last in the user's chain.
+                object.__setattr__(error, "__context__", context)
+            raise
+        finally:
+            del error, traceback, context  # breaks a reference cycle, as they refer to this frame
 
     def _leave(self, error: BaseException, mark: Any, began_ns: int) -> None:
-        """Handle an exception that ends a call."""
-        try:
-            if not self._loses(error):
-                self._note_raised(error, began_ns)
-                return
-        except BaseException as another:
-            uninterruptible(functools.partial(self._give_up, another, mark))
-            raise
-        uninterruptible(functools.partial(self._give_up, error, mark))
+        """Handle an exception that has interrupted a call: close, unless that only waited."""
+        if self._is_waiting:
+            self._count_wait(began_ns)
+            return
+        was_closed = self._was_closed_by_user and isinstance(error, Exception)
+        uninterruptible(functools.partial(self._go_back, error, mark))
+        if was_closed:
+            raise _closed_meanwhile(error)
+
+    def _go_back(self, error: BaseException, mark: Any) -> None:
+        """Close, with the state of the last batch that ``next()`` returned."""
+        if mark is not None:
+            self._progress.go_back(mark[0])
+            if self._checkpoints is not None:
+                self._checkpoints.go_back(mark[1])
+        self._give_up(error)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the call only waited for a batch, and nothing is on its way."""
+        return False
+
+    @property
+    @abc.abstractmethod
+    def _was_closed_by_user(self) -> bool:
+        """Whether ``close()`` was called, perhaps by another thread."""
 
     @abc.abstractmethod
     def _next_data(self) -> Any:
-        """Return the next batch; torch's ``__next__`` calls this, too."""
+        """Return the next batch, or raise an ``Instead``; torch's ``__next__`` calls this, too."""
 
     @abc.abstractmethod
-    def _mark(self) -> Any:
-        """Return how far the epoch has come, for :meth:`_give_up`."""
+    def _count(self, batch: Any, began_ns: int) -> None:
+        """Count a delivered batch, and note how long its steps took."""
 
     @abc.abstractmethod
-    def _note_times(self, batch: Any, began_ns: int) -> None:
-        """Note how long each step of a batch took."""
+    def _count_error(self, error: BaseException, began_ns: int) -> None:
+        """Count an exception in place of a batch, or at the epoch's end."""
+
+    def _count_wait(self, began_ns: int) -> None:
+        """Count a wait that was interrupted, after which the iterator goes on."""
 
     @abc.abstractmethod
-    def _note_done(self) -> None:
-        """Count a delivered batch, or an exception in its place."""
+    def _give_up(self, error: BaseException) -> None:
+        """Close the iterator after an interruption."""
 
-    @abc.abstractmethod
-    def _loses(self, error: BaseException) -> bool:
-        """Return whether continuing after an exception would leave out a batch."""
 
-    @abc.abstractmethod
-    def _note_raised(self, error: BaseException, began_ns: int) -> None:
-        """Note an exception after which the iterator may continue."""
-
-    @abc.abstractmethod
-    def _give_up(self, error: BaseException, mark: Any) -> None:
-        """Close the iterator after an exception from outside, and go back to the mark."""
+def _closed_meanwhile(error: BaseException) -> BaseException:
+    """Return what to raise instead of an error that arose since another thread has closed."""
+    if isinstance(error, ClosedLoaderError | StopIteration):
+        return error
+    closed = ClosedLoaderError(CLOSED_MEANWHILE)
+    closed.__cause__ = error
+    return closed

@@ -27,10 +27,12 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
 from shmloader.device.structure import map_tensors
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import Instead
 from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.engine.wording import describe_interruption
-from shmloader.errors import CLOSED_MEANWHILE, ITERATOR_CLOSED, ClosedLoaderError
+from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
@@ -45,7 +47,6 @@ from shmloader.sampling.rng import (
     set_global_rng_state,
     with_global_rng_state,
 )
-from shmloader.tracebacks import user_part
 
 
 class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
@@ -58,7 +59,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     # As slots, they are not among the attributes of torch's iterator: with too many of these, each
     # iterator's dict would have keys of its own, and take four times the memory.
     __slots__ = (
-        "_checkpoint",
+        "_checkpoints",
         "_closed_because",
         "_draw_ns",
         "_end",
@@ -66,6 +67,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         "_is_drawing",
         "_is_exhausted",
         "_is_loading",
+        "_is_made",
         "_is_stream",
         "_maker",
         "_plan",
@@ -140,7 +142,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             is_elsewhere=plan.is_elsewhere,
         )
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
-        self._checkpoint = parts.checkpoints = self._maker.checkpoint
+        self._checkpoints = parts.checkpoints = self._maker.checkpoint
         self._record = Record(plan.epoch, "in-process", 0, begin_ns=begin_ns)
         parts.statistics.begin(self._record, self)
         self._sampler_iter = plan.draw(self._sampler_iter, as_arrays=config.fetch.takes_arrays)
@@ -169,44 +171,43 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             began_ns = time.monotonic_ns()
             try:
                 indices = next(self._sampler_iter)
-            except StopIteration:
-                break
-            drawn_ns = time.monotonic_ns()
-            self._draw_ns += drawn_ns - began_ns
-            self._timer.begin(drawn_ns)
-            self._seq += 1
-            self._is_loading, self._is_drawing = True, False
-            try:
+                drawn_ns = time.monotonic_ns()
+                self._draw_ns += drawn_ns - began_ns
+                self._timer.begin(drawn_ns)
+                self._seq += 1
+                self._is_loading, self._is_drawing = True, False
                 batch = self._make(indices)
+                if batch is EmptyBatchError:
+                    self._is_loading = False
+                    continue
+                if FAULTS is not None:
+                    FAULTS.reach("main.deliver")
+                return batch if self._transform is no_transform else self._transform(batch)
             except StopIteration as error:
-                if self._is_stream:
+                if self._is_drawing or self._is_stream:
                     break
-                raise map_style_stop(error) from error
-            if batch is EmptyBatchError:
-                self._is_loading = False
-                continue
-            if FAULTS is not None:
-                FAULTS.reach("main.deliver")
-            return batch if self._transform is no_transform else self._transform(batch)
+                raise Instead(map_style_stop(error)) from None
+            except Instead:
+                raise
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                if self._is_loading and self._maker.is_replaying:
+                    self._close_since("its dataset could not be resumed")
+                elif self._is_loading and self._watch is not None and not self._is_made:
+                    self._note_samples()
+                raise Instead(error) from None
         if not self._is_exhausted:
             self._end_epoch()
-        raise StopIteration
+        raise Instead(StopIteration())
 
     def _make(self, indices: object) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""
+        self._is_made = False
         batch: Any = EmptyBatchError
-        try:
+        with contextlib.suppress(EmptyBatchError):
             batch = self._maker.make(indices)
-        except EmptyBatchError:
-            pass
-        except Exception as error:
-            is_handled = self._maker.is_replaying or self._watch is not None
-            if is_handled and not is_interruption(error):
-                if self._maker.is_replaying:
-                    self._close_since("its dataset could not be resumed")
-                else:
-                    self._note_samples()
-            raise
+        self._is_made = True
         if self._watch is not None:
             self._note_samples(indices if batch is EmptyBatchError else None)
         return batch
@@ -223,7 +224,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             left_out: The indices of the batch, if all its samples failed.
 
         Raises:
-            TooManyFailures: If too many have failed.
+            Instead: With a TooManyFailures if too many have failed.
         """
         report, watch, error = self._maker.take_report(), self._watch, None
         assert watch is not None
@@ -234,66 +235,52 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             error = watch.left_out(f"batch {self._seq} ({describe_indices(left_out)})")
         if error is not None:
             self._close_since(error)
-            raise error
+            raise Instead(error)
 
     def _end_epoch(self) -> None:
         """Note that the epoch has ended.
 
         Raises:
-            TooManyFailures: If too many samples of the epoch failed.
+            Instead: With a TooManyFailures if too many samples of the epoch failed.
         """
         self._check_open()  # if it was closed meanwhile, the epoch has not ended
         error = None if self._watch is None else self._watch.end_epoch()
         if error is not None:
             self._close_since(error)
-            raise error
+            raise Instead(error)
         self._is_exhausted = self._progress.is_ended = True
         self._is_drawing = self._is_loading = False
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
         self.close()
 
-    def _note_times(self, batch: Any, began_ns: int) -> None:
+    def _count(self, batch: Any, began_ns: int) -> None:
         work, nbytes = self._timer.read(), bytes_of(batch)
         ended_ns = time.monotonic_ns()
         self._record.add(began_ns, ended_ns, self._draw_ns, work, self._step, nbytes)
+        self._note_done()
 
-    def _note_done(self, *, has_failed: bool = False) -> None:
-        self._progress.done_until(self._seq)
-        if self._checkpoint is not None:
-            fingerprint, is_short = self._maker.last
-            self._checkpoint.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
-
-    # Ends ------------------------------------------------------------------------------------
-
-    def _mark(self) -> tuple[int, Any]:
-        checkpoint = self._checkpoint
-        return self._progress.mark(), None if checkpoint is None else checkpoint.mark()
-
-    def _loses(self, error: BaseException) -> bool:
-        return (self._is_drawing or self._is_loading) and is_interruption(error)
-
-    def _note_raised(self, error: BaseException, began_ns: int) -> None:
+    def _count_error(self, error: BaseException, began_ns: int) -> None:
         is_end = isinstance(error, StopIteration)
         place = "end" if is_end else "other"
         self._record.add(began_ns, time.monotonic_ns(), 0, None, place, 0)
-        if is_end:
-            return
-        if not self._is_closed:
-            if self._is_loading:
-                self._record.failures += 1
-                self._note_done(has_failed=True)
-        elif (
-            (self._is_drawing or self._is_loading)
-            and not self._closed_because
-            and not isinstance(error, ClosedLoaderError)
-        ):
-            raise ClosedLoaderError(CLOSED_MEANWHILE) from error
-        error.with_traceback(user_part(error.__traceback__))
+        if self._is_loading and not (is_end or self._is_closed):
+            self._record.failures += 1
+            self._note_done(has_failed=True)
 
-    def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
-        self._progress.go_back(mark[0])
-        if self._checkpoint is not None:
-            self._checkpoint.go_back(mark[1])
+    def _note_done(self, *, has_failed: bool = False) -> None:
+        self._progress.done_until(self._seq)
+        if self._checkpoints is not None:
+            fingerprint, is_short = self._maker.last
+            assert not isinstance(self._checkpoints, DatasetCheckpoints)
+            self._checkpoints.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+
+    # Ends ------------------------------------------------------------------------------------
+
+    @property
+    def _was_closed_by_user(self) -> bool:
+        return self._is_closed and not (self._closed_because or self._is_exhausted)
+
+    def _give_up(self, error: BaseException) -> None:
         if not self._is_closed:
             self._closed_because = describe_interruption(error, in_sampler=self._is_drawing)
         self.close()
@@ -306,9 +293,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     def _check_open(self) -> None:
         if self._is_closed:
             because = self._closed_because
-            raise ClosedLoaderError(
-                f"the iterator is closed{because}" if because else ITERATOR_CLOSED
-            )
+            text = f"the iterator is closed{because}" if because else ITERATOR_CLOSED
+            raise Instead(ClosedLoaderError(text))
 
     def close(self) -> None:
         """Give up the epoch. May be called again, and from any thread."""

@@ -16,10 +16,9 @@ from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
 from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
-from shmloader.engine.base import EngineBase
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine
-from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
 from shmloader.loader.calls import REPLACED, CountingIterator
@@ -35,7 +34,6 @@ from shmloader.pools.adapting import Adapter
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
-from shmloader.tracebacks import user_part
 
 # An engine that has moved to its own thread stays there for at least so many batches. A move takes
 # some 0.3 ms, and to an engine that runs on the user's thread, a pause of the user's looks like a
@@ -66,6 +64,7 @@ class EngineIterator(CountingIterator):
 
     _pool: Pool
     _engine: Engine
+    _checkpoints: DatasetCheckpoints | None
 
     def __init__(
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
@@ -89,40 +88,58 @@ class EngineIterator(CountingIterator):
         stage, locker = self._make_stage()
         self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
+        error = None
         try:
-            self._open(locker)
-            config = self._config
-            self._begin_record(config.num_workers, begin_ns)
-            # The finalizer ends the workers when the iterator is garbage, but not at the
-            # interpreter's exit. It must not hold the sampler, which may hold the loader and this
-            # iterator. An engine without its own thread holds the sampler, so there the finalizer
-            # closes the pool instead.
-            self._source: EngineBase | StagedEngine = self._engine
-            self._staged: StagedEngine | None = None
-            is_optional = stage is None and self._needs_thread
-            if is_optional:
-                stage = PassThroughStage()
-            if stage is None:
-                self._finalize_by(self._ender())
-            else:
-                self._pool.enable_wake()
-                self._staged = StagedEngine(self._engine, stage, config.window, config.timeout_s)
-                self._source = self._staged
-                self._finalize_by(self._staged.owner.end)
-            self._has_optional_thread = is_optional and self._adapter is None
-            # The engine does not move again before this many batches of the epoch.
-            self._stays_until = 0
-            self._is_exhausted = self._is_replaced = False
-            super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
-            self._begin_draws()
-            self._source.start(self._sampler_iter)
-            self._record.begin(self._source.draw_ns)
+            self._begin(loader, begin_ns, stage, locker)
+        except Instead as instead:
+            error = instead.error
+            self._close_all()
         except BaseException:
-            if hasattr(self, "_finalizer"):
-                self.close()
-            if hasattr(self, "_pool"):
-                self._pool.close()  # after a Ctrl-C no other code closes the workers
+            self._close_all()
             raise
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # breaks a reference cycle: the traceback holds this frame
+
+    def _begin(
+        self, loader: Any, begin_ns: int, stage: Stage | None, locker: PageLocker | None
+    ) -> None:
+        """Start the workers and draw the first tickets."""
+        self._open(locker)
+        config = self._config
+        self._begin_record(config.num_workers, begin_ns)
+        # The finalizer ends the workers when the iterator is garbage, but not at the interpreter's
+        # exit. It must not hold the sampler, which may hold the loader and this iterator. An engine
+        # without its own thread holds the sampler, so there the finalizer closes the pool instead.
+        self._source: Engine | StagedEngine = self._engine
+        self._staged: StagedEngine | None = None
+        is_optional = stage is None and self._needs_thread
+        if is_optional:
+            stage = PassThroughStage()
+        if stage is None:
+            self._finalize_by(self._ender())
+        else:
+            self._pool.enable_wake()
+            self._staged = StagedEngine(self._engine, stage, config.window, config.timeout_s)
+            self._source = self._staged
+            self._finalize_by(self._staged.owner.end)
+        self._has_optional_thread = is_optional and self._adapter is None
+        # The engine does not move again before this many batches of the epoch.
+        self._stays_until = 0
+        self._is_exhausted = self._is_replaced = False
+        super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
+        self._begin_draws()
+        self._source.start(self._sampler_iter)
+        self._record.begin(self._source.draw_ns)
+
+    def _close_all(self) -> None:
+        """Close what the constructor has opened."""
+        if hasattr(self, "_finalizer"):
+            self.close()
+        if hasattr(self, "_pool"):
+            self._pool.close()  # after a Ctrl-C no other code closes the workers
 
     def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
         """Begin to track the workers' datasets, if states of the loader contain theirs.
@@ -130,7 +147,7 @@ class EngineIterator(CountingIterator):
         Args:
             resumed: The checkpoints from which they resume; None for their beginnings.
         """
-        self._checkpoints: DatasetCheckpoints | None = None
+        self._checkpoints = None
         config = self._config
         if config.saves_dataset:
             begun = resumed or DatasetCheckpoints.at_beginning(
@@ -207,7 +224,19 @@ class EngineIterator(CountingIterator):
         self._progress = self._plan.progress
         self._is_exhausted = self._is_replaced = False
         self._stays_until = 0
-        self._source.restart(self._sampler_iter)
+        error = None
+        try:
+            self._source.restart(self._sampler_iter)
+        except Instead as instead:
+            error = instead.error
+        except BaseException as interruption:
+            uninterruptible(functools.partial(self._give_up, interruption))
+            raise
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # breaks a reference cycle: the traceback holds this frame
         if self._engine.beginnings is not None:
             self._checkpoints = self._parts.checkpoints = self._engine.beginnings
         self._record.begin(self._source.draw_ns)
@@ -234,19 +263,20 @@ class EngineIterator(CountingIterator):
 
     def _next_data(self) -> Any:
         if self._is_replaced:
-            raise RuntimeError(REPLACED)
-        if not self._is_exhausted:
-            try:
-                if self._has_optional_thread:
-                    self._place_engine()
-                batch = self._source.next_batch()
-            except StopIteration:
-                self._note_end()
-            else:
-                return batch if self._transform is no_transform else self._transformed(batch)
-            if not self._persistent_workers:
-                self.close()  # outside the except block, so that an interrupt has no context
-        raise StopIteration
+            raise Instead(RuntimeError(REPLACED))
+        if self._is_exhausted:
+            raise Instead(StopIteration())
+        try:
+            if self._has_optional_thread:
+                self._place_engine()
+            batch = self._source.next_batch()
+        except Instead as instead:
+            if not isinstance(instead.error, StopIteration):
+                raise
+        else:
+            return batch if self._transform is no_transform else self._transformed(batch)
+        self._end_epoch()
+        raise Instead(StopIteration())
 
     def _place_engine(self) -> None:
         """Run the engine on a thread of its own while that is needed, and otherwise on this one.
@@ -269,23 +299,14 @@ class EngineIterator(CountingIterator):
         engine = self._engine
         if engine.is_closed or self._pool.is_inherited:
             return
-        staged.raised_id = 0
-        try:
-            if not to_thread and staged.leave_to_user():
-                self._finalize_by(self._ender())
-                self._source = engine
-            elif to_thread and (count := engine.ticket_count):
-                self._stays_until = self._num_yielded + _BATCHES_BETWEEN_MOVES
-                if staged.take_over(self._sampler_iter, count):
-                    self._finalize_by(staged.owner.end)
-                    self._source = staged
-        except BaseException as error:
-            if engine.is_closed_elsewhere(error):
-                raise ClosedLoaderError(CLOSED_MEANWHILE) from error
-            if staged.raised_id != id(error):
-                uninterruptible(functools.partial(staged.give_up, error))
-                staged.in_transit = True  # so that the caller ends the record
-            raise
+        if not to_thread and staged.leave_to_user():
+            self._finalize_by(self._ender())
+            self._source = engine
+        elif to_thread and (count := engine.ticket_count):
+            self._stays_until = self._num_yielded + _BATCHES_BETWEEN_MOVES
+            if staged.take_over(self._sampler_iter, count):
+                self._finalize_by(staged.owner.end)
+                self._source = staged
 
     def replace(self) -> None:
         """Deliver no further batch of this epoch, since the loader continues from a state."""
@@ -295,51 +316,55 @@ class EngineIterator(CountingIterator):
         try:
             return self._transform(batch)
         except Exception as error:
-            if not is_interruption(error):
-                self._source.raised_id = id(error)  # the user's own error, in place of the batch
-            raise
+            if is_interruption(error):
+                raise
+            raise Instead(error) from None
 
-    def _note_end(self) -> None:
-        source = self._source
-        source.in_transit = True  # an interrupt here would leave ends of streams uncounted
+    def _end_epoch(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.note(self._engine.take_notes())
         self._is_exhausted = self._progress.is_ended = True
-        source.in_transit = False
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
+        if not self._persistent_workers:
+            self.close()
 
-    def _note_done(self, *, has_failed: bool = False) -> None:  # noqa: ARG002 - the workers note it
-        delivery = self._source.delivery
-        if delivery is not None:
-            seq, left_out, notes, _ = delivery
-            if self._checkpoints is not None:
-                self._checkpoints.note(notes)
-            if self._in_order:
-                self._progress.done_until(seq)
-            else:
-                for each in (*left_out, seq):
-                    self._progress.done(each)
-
-    def _mark(self) -> tuple[int, Any]:
-        checkpoints = self._checkpoints
-        return self._progress.mark(), None if checkpoints is None else checkpoints.mark()
-
-    def _note_times(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - the delivery has it
+    def _count(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - the delivery has it
+        source, record = self._source, self._record
         ended_ns = time.monotonic_ns()
-        source = self._source
         delivery = source.delivery
-        if delivery is not None and delivery.times is not None:
-            self._record.add(began_ns, ended_ns, source.draw_ns, delivery.times, source.staged, 0)
-            for note in delivery.notes:
-                if type(note.snapshot) is bytes:
-                    batch_ns = sum(delivery.times.work[1:4]) - note.state_ns
-                    cost = self._parts.state_cost
-                    cost.note(len(note.snapshot), note.state_ns, batch_ns, stacklevel=3)
-            if self._adapter is not None:
-                busy_ns = sum(delivery.times.work[1:4])
-                self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
+        assert delivery is not None
+        times = delivery.times
+        if times is None:
+            record.add(began_ns, ended_ns, 0, None, "other", 0)
         else:
-            self._record.add(began_ns, ended_ns, 0, None, "other", 0)
+            record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, 0)
+            if delivery.notes or self._adapter is not None:
+                self._note_costs(delivery, began_ns, ended_ns)
+        progress = self._progress
+        if progress.is_plain and self._in_order and self._checkpoints is None:
+            progress.position = progress.start + delivery.seq + 1
+        else:
+            self._note_done(delivery)
+
+    def _note_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
+        """Note what the states of datasets cost, and adapt the number of workers."""
+        assert delivery.times is not None
+        busy_ns = sum(delivery.times.work[1:4])
+        for note in delivery.notes:
+            if type(note.snapshot) is bytes:
+                cost, batch_ns = self._parts.state_cost, busy_ns - note.state_ns
+                cost.note(len(note.snapshot), note.state_ns, batch_ns, stacklevel=4)
+        if self._adapter is not None:
+            self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
+
+    def _note_done(self, delivery: Delivery) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.note(delivery.notes)
+        if self._in_order:
+            self._progress.done_until(delivery.seq)
+        else:
+            for each in (*delivery.left_out, delivery.seq):
+                self._progress.done(each)
 
     def _begin_adapting(self, adapter: Adapter) -> None:
         """Begin an epoch with ``num_workers="auto"``."""
@@ -350,25 +375,29 @@ class EngineIterator(CountingIterator):
         The arguments are those of :meth:`Adapter.note`, for one batch.
         """
 
-    def _loses(self, error: BaseException) -> bool:
-        return self._source.loses(error)
+    @property
+    def _is_waiting(self) -> bool:
+        return self._source.is_waiting
 
-    def _note_raised(self, error: BaseException, began_ns: int) -> None:
-        record, source = self._record, self._source
-        place = "end" if isinstance(error, StopIteration) else "other"
-        record.add(began_ns, time.monotonic_ns(), 0, None, place, 0)
+    @property
+    def _was_closed_by_user(self) -> bool:
+        return self._engine.was_closed_by_user and not self._is_exhausted
+
+    def _count_wait(self, began_ns: int) -> None:
+        self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
+
+    def _count_error(self, error: BaseException, began_ns: int) -> None:
+        record, delivery = self._record, self._source.delivery
         if isinstance(error, StopIteration):
+            record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
             record.end()
-        elif source.raised_id == id(error) and source.delivery is not None:
+            return
+        record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
+        if delivery is not None:
             record.failures += 1
-            self._note_done(has_failed=True)
-        if source.raised_id == id(error):
-            error.with_traceback(user_part(error.__traceback__))
+            self._note_done(delivery)
 
-    def _give_up(self, error: BaseException, mark: tuple[int, Any]) -> None:
-        self._progress.go_back(mark[0])
-        if self._checkpoints is not None:
-            self._checkpoints.go_back(mark[1])
+    def _give_up(self, error: BaseException) -> None:
         self._source.give_up(error)
         self._end_record()
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from shmloader.memory.arena import ALIGNMENT, Slot, align
-from shmloader.memory.lease import hold
+from shmloader.memory.lease import hold, prepare_holding
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -119,6 +119,7 @@ class FlatReader:
         self._pieces = [_make_piece(group) for group in layout.groups]
         self._count = _field_count(layout)
         self._shards = layout.shards
+        prepare_holding()
         self.lends = any(piece.is_lendable for piece in self._pieces)
 
     def read(self, slot: Slot, lease: object | None) -> object:
@@ -132,17 +133,19 @@ class FlatReader:
         if owner is not self:
             sources = [_make_source(slot, piece) for piece in self._pieces]
             slot.views = (self, sources)
-        if self._container == BARE and not self._shards:
-            return _take(self._pieces[0], sources[0], lease)
         fields: list[Any] = [None] * self._count
         for piece, source in zip(self._pieces, sources, strict=True):
             positions = piece.group.positions
-            if len(positions) == 1:
-                fields[positions[0]] = _take(piece, source, lease)
-            else:
+            if len(positions) > 1:
                 for position, tensor in zip(positions, _take_all(piece, source), strict=True):
                     fields[position] = tensor
+            elif lease is not None and piece.is_lendable:
+                fields[positions[0]] = _make_view(piece, lease, piece.group.offset)
+            else:
+                fields[positions[0]] = _copy_out(piece, source)
         if not self._shards:
+            if self._container == LIST:
+                return fields
             return contain(self._container, self._keys, fields)
         length = self._count // self._shards
         return [
@@ -215,13 +218,6 @@ def _array_type(nbytes: int) -> Any:
     return ctypes.c_char * nbytes
 
 
-def _take(piece: _Piece, source: Any, lease: Any) -> torch.Tensor:
-    """Return a field as the user gets it: a view of the lease, or a copy."""
-    if lease is not None and piece.is_lendable:
-        return _make_view(piece, lease, piece.group.offset)
-    return _copy_out(piece, source)
-
-
 def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
     """Return a copy of a field in private, aligned memory."""
     if not piece.is_lendable and type(source) is np.ndarray:
@@ -231,7 +227,7 @@ def _copy_out(piece: _Piece, source: Any) -> torch.Tensor:
         copied = np.ndarray(source.shape, source.dtype, memory, first)
         copied[...] = source
         tensor = torch.from_numpy(copied)
-        hold(tensor.untyped_storage(), memory)
+        tensor.untyped_storage()._shmloader_memory = memory  # type: ignore[attr-defined]
         return tensor
     tensor = torch.as_tensor(source)
     if tensor.numel() == 0:
@@ -254,7 +250,7 @@ def _make_view(piece: _Piece, home: Any, offset: int) -> torch.Tensor:
         flat = torch.frombuffer(home, dtype=group.dtype, count=count, offset=offset)
         tensor = torch.empty(0, dtype=group.dtype, device="cpu")
         tensor.set_(flat.untyped_storage(), 0, group.shape, piece.strides)
-    hold(tensor.untyped_storage(), home)
+    tensor.untyped_storage()._shmloader_memory = home  # type: ignore[attr-defined]
     return tensor
 
 

@@ -40,13 +40,15 @@ def hold(storage: Any, memory: object) -> None:
         storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
         memory: The lease, or the private memory that the batch was copied to.
     """
-    _free_shared_storages_at_collections()
+    prepare_holding()
     storage._shmloader_memory = memory
 
 
 @functools.cache
-def _free_shared_storages_at_collections() -> None:
-    """Where torch needs it, make the garbage collector free storages that were sent elsewhere.
+def prepare_holding() -> None:
+    """Make the garbage collector free storages that were sent elsewhere, where torch needs it.
+
+    Called before a storage is given a ``_shmloader_memory``.
 
     torch's cache of storages that were sent to other processes refers to them weakly. In
     torch 2.6, for example, a storage's Python object, and so what it holds, outlives the storage

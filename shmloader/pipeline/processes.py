@@ -30,6 +30,7 @@ import torch
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.remote_error import RemoteError
+from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
@@ -229,7 +230,8 @@ class ProcessExecutor(BackgroundThread):
             result = engine.next_batch()
         except _Stop:
             raise
-        except BaseException as error:  # noqa: BLE001 - raised to the consumer
+        except BaseException as raised:  # noqa: BLE001 - raised to the consumer
+            error = raised.error if isinstance(raised, Instead) else raised
             delivery = engine.delivery
             if delivery is None:
                 # The engine is closed, because a worker died or it cannot continue.

@@ -22,7 +22,7 @@ Every pool keeps these rules:
   thread. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
   ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
-  KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
+  KeyboardInterrupt that arrives while the pool only waits (``waiter.is_waiting``) loses nothing.
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
@@ -39,7 +39,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
@@ -78,16 +78,7 @@ class SentTicket(Protocol):
 
 
 class Events(Protocol):
-    """The engine, as a pool sees it: receives reports, and says which layouts workers sent last."""
-
-    def last_layout(self, worker_id: int) -> object:
-        """Return the layout that a worker sent last, or None. A restarted worker has sent none."""
-
-    def last_layouts(self) -> Iterable[object]:
-        """Return the last layouts of all workers."""
-
-    def layout_sent(self, worker_id: int, layout: object) -> None:
-        """Note the layout that a worker's batches have from now on."""
+    """The engine, as a pool sees it: it receives reports."""
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Note that a task is done or has failed."""
@@ -117,6 +108,22 @@ class Events(Protocol):
         """Note that a worker died and was reaped. ``was_at`` says what it was doing."""
 
 
+class Waiter(Protocol):
+    """What waits for the workers.
+
+    Attributes:
+        is_waiting: Whether :meth:`Pool.wait` waits, or was left by an exception while it waited. In
+            that state everything that was taken from a worker has been reported. The engine resets
+            it at the beginning of a call.
+    """
+
+    is_waiting: bool
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child of the process that has the workers."""
+
+
 class Pool(Protocol):
     """Workers, numbered from 0. Their batches come in slots only in a :class:`SlotPool`.
 
@@ -136,14 +143,8 @@ class Pool(Protocol):
         """The slots' memory, if batches come in slots."""
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether :meth:`wait` waits, or was left by an exception while it waited.
-
-        In that state everything that was taken from a worker has been reported.
-        """
-
-    @is_waiting.setter
-    def is_waiting(self, value: bool) -> None: ...
+    def waiter(self) -> Waiter:
+        """The part of the pool that waits; the pool itself, or an object that it owns."""
 
     @property
     def is_inherited(self) -> bool:

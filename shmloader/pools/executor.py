@@ -161,6 +161,11 @@ class ExecutorPool:
         self._pids: dict[int, int] = {}
 
     @property
+    def waiter(self) -> "ExecutorPool":
+        """The pool itself."""
+        return self
+
+    @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child, which does not own the tasks."""
         return os.getpid() != self._owner_pid

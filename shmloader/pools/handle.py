@@ -10,10 +10,10 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
 
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.nursery import Forked
-from shmloader.pools.waker import LOOKS, SHARED_LOOKS, receive_soon
+from shmloader.pools.waker import LOOKS, SHARED_LOOKS
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
 # processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
@@ -35,7 +35,7 @@ class WorkerChannel:
         channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
-        looks: How often :meth:`receive` looks for a message that is about to arrive.
+        looks: How often a reader looks for a message that is about to arrive.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
@@ -94,20 +94,11 @@ class WorkerChannel:
             self.outbox.popleft()
         return True
 
-    def receive(self, *, soon: bool = False) -> bytes | None:
-        """Return the next message, if one is there. Does not sleep.
-
-        Args:
-            soon: Whether to look a few times, for a message that is about to arrive.
-        """
-        receive = self.channel.recv
+    def receive(self) -> bytes | None:
+        """Return the next message, if one is there. Does not sleep."""
         try:
-            if soon:
-                return receive_soon(receive, RECEIVE_BYTES, looks=self.looks) or None
-            return receive(RECEIVE_BYTES) or None
-        except OSError as error:  # also a BlockingIOError, or a TimeoutError of a signal handler
-            if is_interruption(error):
-                raise
+            return self.channel.recv(RECEIVE_BYTES) or None
+        except (BlockingIOError, ConnectionError):
             return None  # if the socket has failed, the pidfd will show why
 
     def hang_up(self) -> None:

@@ -55,6 +55,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         OSError: If there are no descriptors left, or the owner has ended.
     """
 
+    notes_tasks = True
+
     def __init__(
         self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig, count: int
     ) -> None:

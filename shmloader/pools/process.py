@@ -12,8 +12,14 @@ from shmloader.interruptions import is_interruption
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena
 from shmloader.messages import (
+    DONE,
+    DONE_HEAD,
     INLINE_BYTES,
+    NO_EPOCH,
     PART_BYTES,
+    RECEIVE_BYTES,
+    TASK,
+    TASK_HEAD,
     BatchDone,
     BatchEmpty,
     BatchFailed,
@@ -30,12 +36,12 @@ from shmloader.messages import (
     unpack,
 )
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Failure
+from shmloader.pools.answers import Batch, Failure, Reader
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork
+from shmloader.pools.waker import let_others_run
 from shmloader.pools.worker_channels import WorkerChannels
-from shmloader.threads.uninterruptible import uninterruptible
 
 
 class ProcessPool(SlotReader):
@@ -65,13 +71,9 @@ class ProcessPool(SlotReader):
         self._told_count: int | None = None
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether :meth:`wait` waits, or was left by an exception while it waited."""
-        return self._workers.is_waiting
-
-    @is_waiting.setter
-    def is_waiting(self, value: bool) -> None:
-        self._workers.is_waiting = value
+    def waiter(self) -> WorkerChannels[Any]:
+        """The workers' channels, which wait."""
+        return self._workers
 
     @property
     def is_inherited(self) -> bool:
@@ -102,10 +104,16 @@ class ProcessPool(SlotReader):
         if ticket.hung:
             for sample, text in ticket.hung.items():
                 self._workers.send(worker_id, pack(SampleHung(sample, text)))
-        touched_bytes = self.memory.arena.slots[slot_id].touched_bytes
-        self._workers.note_task(worker_id, epoch, ticket.seq)
-        task = Task(ticket.seq, epoch, slot_id, body, touched_bytes, self.dataset_epoch)
-        self._workers.send(worker_id, pack(task))
+        touched_bytes = self.memory.slots[slot_id].touched_bytes
+        if self._workers.notes_tasks:
+            self._workers.note_task(worker_id, epoch, ticket.seq)
+        told = self.dataset_epoch
+        if isinstance(body, bytes):
+            told = NO_EPOCH if told is None else told
+            data = TASK_HEAD.pack(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + body
+        else:
+            data = pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes, told))
+        self._workers.send(worker_id, data)
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None
@@ -144,10 +152,34 @@ class ProcessPool(SlotReader):
     def poll(self, worker_id: int | None, events: Events) -> bool:
         """Report what a worker answered, if a message is here or about to arrive."""
         assert worker_id is not None
-        data = self._workers.receive(worker_id)
-        if data is None:
+        worker = self._workers.channels[worker_id]
+        receive = worker.channel.recv
+        for _ in range(worker.looks):
+            try:
+                data = receive(RECEIVE_BYTES)
+                break
+            except BlockingIOError:
+                let_others_run()
+            except ConnectionError:
+                return False  # the worker has died, as its pidfd will show
+        else:
             return False
-        self._take(worker_id, data, events)
+        if not data:
+            return False
+        reader = self._readers.get(worker_id)
+        if data[0] != DONE or not isinstance(reader, Reader):
+            self._take(worker_id, data, events)
+            return True
+        # A batch with nothing unusual about it.
+        _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
+        memory = self.memory
+        if used_bytes > memory.slots[slot_id].touched_bytes:
+            memory.count_pages(slot_id, used_bytes)
+        memory.recent_bytes = max(memory.recent_bytes, used_bytes)
+        memory.batches += 1
+        answer = Batch(reader, None, times, used_bytes)
+        answer.lends = reader.lends
+        events.answered(seq, epoch, worker_id, answer)
         return True
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
@@ -233,10 +265,12 @@ class ProcessPool(SlotReader):
 
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of one that died."""
+        self.forget_layout(worker_id)
         self._workers.replace(worker_id)
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after it was retired."""
+        self.forget_layout(worker_id)
         self._workers.start(worker_id)
 
     def retire(self, worker_id: int) -> None:
@@ -252,4 +286,4 @@ class ProcessPool(SlotReader):
         try:
             self._workers.close()
         finally:
-            uninterruptible(self.memory.close)
+            self.free_memory()

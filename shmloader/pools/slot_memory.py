@@ -49,9 +49,12 @@ class SlotMemory:
     Any thread may call ``close``.
 
     Attributes:
-        arena: The slots.
+        arena: The arena.
+        slots: The slots, by number.
+        locks_pages: Whether the pages of lent slots are locked, since a device reads them.
         ended: Leases that have died, each with the number of its slot. They die on any thread.
         batches: Batches since the last :meth:`trim`.
+        recent_bytes: What recent batches needed of a slot at most; earlier ones count for less.
         is_short: Whether memory is short, so that free slots give their pages back: there may not
             be enough memory for all slots of a plain loop and for samples.
         counts: Counts how slots grow.
@@ -71,11 +74,12 @@ class SlotMemory:
         self.arena = arena
         arena.is_read_by_device = locker is not None
         self.ended: collections.deque[Lease] = collections.deque()
-        self._slots = arena.slots
+        self.slots = arena.slots
+        self.locks_pages = locker is not None
         self._locker = locker
         self._admission = admission
         self._owner_pid = os.getpid()
-        self._recent_bytes = 0.0
+        self.recent_bytes = 0.0
         self.batches = 0
         self.is_short = False
         self.counts = Counts(slot_count=len(arena.slots))
@@ -86,7 +90,7 @@ class SlotMemory:
         Raises:
             SharedMemoryError: If the slot cannot be mapped.
         """
-        slot = self._slots[slot_id]
+        slot = self.slots[slot_id]
         end = max(end, slot.touched_bytes)
         if slot.nbytes < end:
             self._unlock(slot)
@@ -102,14 +106,14 @@ class SlotMemory:
 
     def count_batch(self, slot_id: int, used_bytes: int) -> None:
         """Count a batch that takes ``used_bytes`` of a slot."""
-        if used_bytes > self._slots[slot_id].touched_bytes:
+        if used_bytes > self.slots[slot_id].touched_bytes:
             self.count_pages(slot_id, used_bytes)
-        self._recent_bytes = max(self._recent_bytes, used_bytes)
+        self.recent_bytes = max(self.recent_bytes, used_bytes)
         self.batches += 1
 
     def count_pages(self, slot_id: int, touched_bytes: int) -> None:
         """Count the pages of a slot that was written to, perhaps for a batch that has failed."""
-        slot = self._slots[slot_id]
+        slot = self.slots[slot_id]
         before = slot.touched_bytes
         if touched_bytes <= before:
             return
@@ -133,7 +137,7 @@ class SlotMemory:
         later.
         """
         if self.is_short and self._locker is None:
-            self._give_back(self._slots[slot_id], 0)
+            self._give_back(self.slots[slot_id], 0)
 
     def grow(self, slot_id: int, end: int) -> Slot:
         """Prepare a slot that this process is about to write to, up to ``end``, and return it.
@@ -162,10 +166,10 @@ class SlotMemory:
     def trim(self, free_ids: list[int]) -> None:
         """Give back pages of free slots that hold far more than recent batches needed."""
         self.batches = 0
-        keep = int(self._recent_bytes)
-        self._recent_bytes *= _RECENT_DECAY
+        keep = int(self.recent_bytes)
+        self.recent_bytes *= _RECENT_DECAY
         for slot_id in free_ids:
-            slot = self._slots[slot_id]
+            slot = self.slots[slot_id]
             if has_excess(slot.touched_bytes, keep) and slot.kept is None:
                 if self._locker is not None and not self._locker.unlock(slot):
                     continue
@@ -185,7 +189,7 @@ class SlotMemory:
         Raises:
             SharedMemoryError: If the slot cannot be mapped.
         """
-        slot = self._slots[slot_id]
+        slot = self.slots[slot_id]
         if slot.nbytes < slot.touched_bytes:
             self.mapped(slot_id)
         if self._locker is None:
@@ -206,7 +210,7 @@ class SlotMemory:
 
     def close(self) -> None:
         """Free all slots, except for memory under live views. May be called again."""
-        slots = self._slots
+        slots = self.slots
         if self._locker is not None:
             # Several devices may still read the lent ones.
             self._locker.end_reads(slots)

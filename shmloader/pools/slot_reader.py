@@ -3,6 +3,8 @@
 Runs on the engine's thread.
 """
 
+from typing import Any
+
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
@@ -19,6 +21,7 @@ from shmloader.pools.answers import (
     read_layout,
 )
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
+from shmloader.threads.uninterruptible import uninterruptible
 
 
 class SlotReader:
@@ -45,10 +48,22 @@ class SlotReader:
         self.dataset_epoch: int | None = None
         self.memory = SlotMemory(arena, locker, admission)
         self.counts = self.memory.counts
+        # The reader of each worker's last layout: a worker sends a layout only if it differs.
+        self._readers: dict[int, Reader | UnreadableLayout] = {}
         # The layout that was read last, as it was sent, and its reader.
-        self._last_layout: tuple[bytes, Reader | UnreadableLayout | None] = (b"", None)
+        self._last_layout: tuple[bytes, Any] = (b"", None)
         # Whether a state that did not fit was reported, which is done only once.
         self._has_lost_state = False
+
+    def forget_layout(self, worker_id: int) -> None:
+        """Forget a worker's last layout: its replacement sends one with its first batch."""
+        self._readers.pop(worker_id, None)
+
+    def free_memory(self) -> None:
+        """Free all memory except what lies under the user's views. May be called again."""
+        self._readers.clear()
+        self._last_layout = b"", None
+        uninterruptible(self.memory.close)
 
     # Answers -----------------------------------------------------------------------------
 
@@ -61,9 +76,9 @@ class SlotReader:
         if layout is not None:
             data = layout if isinstance(layout, bytes) else self._spilled(slot_id, layout)
             if data != self._last_layout[0]:
-                self._last_layout = data, read_layout(data, events.last_layouts())
-            events.layout_sent(worker_id, self._last_layout[1])
-        reader = events.last_layout(worker_id)
+                self._last_layout = data, read_layout(data, self._readers.values())
+            self._readers[worker_id] = self._last_layout[1]
+        reader = self._readers.get(worker_id)
         if isinstance(reader, UnreadableLayout):
             events.answered(seq, epoch, worker_id, Failure(reader.error, report=report))
             return

@@ -399,6 +399,11 @@ class ThreadPool:
         return _Worker(worker_id, self._post, None if config is None else config.init_fn)
 
     @property
+    def waiter(self) -> "ThreadPool":
+        """The pool itself."""
+        return self
+
+    @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child, where no thread runs."""
         return os.getpid() != self._pid

@@ -65,7 +65,7 @@ def receive_soon(receive: Callable[..., Any], *arguments: object, looks: int = L
         try:
             return receive(*arguments)
         except BlockingIOError:
-            _let_others_run()
+            let_others_run()
     return None
 
 
@@ -78,11 +78,12 @@ def poll_soon(poll: "select.poll") -> list[tuple[int, int]]:
     for _ in range(LOOKS):
         if happened := poll.poll(0):
             return happened
-        _let_others_run()
+        let_others_run()
     return []
 
 
-def _let_others_run() -> None:
+def let_others_run() -> None:
+    """Let another process have this core, if one is ready to run."""
     try:
         os.sched_yield()
     except OSError as error:  # a sandbox refuses it, or a signal handler raised a TimeoutError

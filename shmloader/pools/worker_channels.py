@@ -45,13 +45,17 @@ class WorkerChannels(Generic[_Channel]):
         is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
             state every message that was taken from a worker has been returned.
         wanted_count: How many workers there should be, if that is decided for all ranks of a host.
+        channels: The workers, by number.
+        notes_tasks: Whether :meth:`note_task` does anything.
     """
 
     wanted_count: int | None = None
+    notes_tasks = False
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._workers: list[_Channel] = []
+        self.channels = self._workers
         self._is_closed = False
         self._is_exiting = False
         self.is_waiting = self.is_inherited = False
@@ -148,13 +152,18 @@ class WorkerChannels(Generic[_Channel]):
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
+        if not (worker.outbox or descriptors):
+            try:
+                worker.channel.send(data)
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                return  # the worker is dying, as its pidfd will show
+            else:
+                return
         if worker.outbox or not worker.try_send(data, descriptors):
             worker.outbox.append((data, descriptors))
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
-
-    def receive(self, worker_id: int) -> bytes | None:
-        """Return a worker's next message, if one is there or about to arrive. Does not sleep."""
-        return self._workers[worker_id].receive(soon=True)
 
     def enable_wake(self) -> None:
         """Enable the three methods below. Called before another thread uses this."""

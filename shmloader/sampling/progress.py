@@ -18,6 +18,8 @@ class Progress:
         position: All tickets of the epoch before this number are done.
         is_ended: Whether the user has seen the epoch's end.
         offset: The argument.
+        start: The position at which this run began the epoch.
+        is_plain: Whether the position says it all: no later ticket is, or was, done.
 
     Args:
         position: Where the epoch continues; 0 for a new epoch.
@@ -27,12 +29,14 @@ class Progress:
     """
 
     __slots__ = (
-        "_added", "_ahead", "_before", "_removed", "_start", "is_ended", "offset", "position",
+        "_added", "_ahead", "_before", "_removed", "is_ended", "is_plain", "offset", "position",
+        "start",
     )  # fmt: skip
 
     def __init__(self, position: int = 0, ahead: frozenset[int] = _NONE, offset: int = 0) -> None:
         self.offset = offset
-        self._start = self.position = position
+        self.start = self.position = position
+        self.is_plain = not ahead
         # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
         self._before: list[int] = []
         if ahead:
@@ -58,14 +62,15 @@ class Progress:
         if number == self.position:
             self._advance_to(number + 1)
         else:
+            self.is_plain = False
             # In this order, since an interruption may come in between.
             self._added.append(number)
             self._ahead.add(number)
 
     def done_until(self, seq: int) -> None:
         """Note that all tickets up to the one with this ``seq`` are done; see :meth:`done`."""
-        if not self._before and not self._ahead:
-            self.position = self._start + seq + 1
+        if self.is_plain:
+            self.position = self.start + seq + 1
             return
         number = self._number(seq)
         for passed in range(self.position, number):
@@ -86,7 +91,7 @@ class Progress:
 
     def _number(self, seq: int) -> int:
         """Return a ticket's number in the epoch."""
-        return self._start + seq + bisect.bisect_right(self._before, seq)
+        return self.start + seq + bisect.bisect_right(self._before, seq)
 
     def dump(self, number: Callable[[int], int] = int) -> dict[str, Any]:
         """Return the position and the runs of tickets that are done ahead of it.
@@ -114,7 +119,10 @@ class Progress:
         return cls(number(state["position"]), ahead, offset)
 
     def mark(self) -> int:
-        """Return a mark for :meth:`go_back`, valid until ``mark`` is called again."""
+        """Return a mark for :meth:`go_back`, valid until ``mark`` is called again.
+
+        While the progress ``is_plain``, the position is such a mark.
+        """
         self._added.clear()
         self._removed.clear()
         return self.position

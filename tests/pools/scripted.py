@@ -8,10 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.engine.delivery import Instead
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Death
 from shmloader.pools.status_page import AtWork, Phase
+
+
+def next_of(engine: Any) -> Any:
+    """The next batch of an engine; what comes in its place is raised, as ``next()`` does it."""
+    return call_of(engine.next_batch)
+
+
+def call_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of an engine, and raise what an ``Instead`` carries."""
+    try:
+        return function(*args)
+    except Instead as instead:
+        error = instead.error
+    raise error
 
 
 class Content:
@@ -41,7 +56,13 @@ class ScriptedPool:
 
     def __init__(self, worker_count: int, idle: Callable[[ScriptedPool], None]) -> None:
         self.memory: Any = SimpleNamespace(
-            counts=Counts(), ended=(), is_short=False, batches=0, mapped=lambda slot_id: None
+            counts=Counts(),
+            ended=(),
+            is_short=False,
+            batches=0,
+            mapped=lambda slot_id: None,
+            slots=[None] * 100,
+            locks_pages=True,
         )
         self.counts, self.readings = self.memory.counts, Readings()
         self.sent: dict[int, dict[int, Any]] = {number: {} for number in range(worker_count)}
@@ -53,6 +74,10 @@ class ScriptedPool:
         self.hanging: dict[int, AtWork] = {}
         self.sent_hung: dict[int, dict[int, str]] = {}
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
+
+    @property
+    def waiter(self) -> ScriptedPool:
+        return self
 
     # What the test says --------------------------------------------------------------------
 

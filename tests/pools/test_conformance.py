@@ -47,6 +47,7 @@ from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.fork_safety import all_parked
 from tests.pools.calling import CallingPool
+from tests.pools.scripted import next_of
 from tests.process.bytecodes import Preempted, interrupt
 from tests.process.support import Bad, Calls, Gate, wait_until
 
@@ -242,9 +243,8 @@ class Told:
 
     def send(self, *tasks: Any) -> None:
         for indices in tasks:
-            ticket = self.scheduler.offer(indices)
-            tickets = [ticket] if self.pool.has_queue else iter(self.scheduler.next_task, None)
-            for ticket in tickets:
+            self.scheduler.offer(indices)
+            for ticket in iter(self.scheduler.next_task, None):
                 self.slot_ids[ticket.seq] = ticket.slot_id
                 assert self.pool.send(ticket, self.scheduler.epoch) is None
 
@@ -256,19 +256,10 @@ class Told:
             )
         )
 
-    def last_layout(self, worker_id: int) -> object:
-        return self.scheduler.workers[worker_id].last_layout
-
-    def last_layouts(self) -> list[object]:
-        return [worker.last_layout for worker in self.scheduler.workers]
-
-    def layout_sent(self, worker_id: int, layout: object) -> None:
-        self.scheduler.layout_sent(worker_id, layout)
-
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Any) -> None:
         self.threads.add(threading.get_ident())
         assert seq not in self.answers, "each task is answered once"
-        assert not self.pool.is_waiting, "what is interrupted from now on may be lost"
+        assert not self.pool.waiter.is_waiting, "what is interrupted from now on may be lost"
         taker = worker_id if self.pool.has_queue else None
         ticket = self.scheduler.answered(seq, epoch, answer, taker=taker)
         assert ticket.worker_id == worker_id
@@ -349,7 +340,10 @@ def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
     with opened(kind, squared) as pool:
         pool.enable_wake()
         wake = threading.Thread(
-            target=lambda: (before or wait_until(lambda: pool.is_waiting), getattr(pool, name)())
+            target=lambda: (
+                before or wait_until(lambda: pool.waiter.is_waiting),
+                getattr(pool, name)(),
+            )
         )
         wake.start()
         if before:
@@ -426,7 +420,7 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
         told = Told(pool)
 
         def press() -> None:
-            wait_until(lambda: pool.is_waiting)
+            wait_until(lambda: pool.waiter.is_waiting)
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=press)
@@ -434,7 +428,7 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
         with pytest.raises(KeyboardInterrupt):
             wait_until(lambda: pool.wait(60, told))
         thread.join()
-        assert pool.is_waiting
+        assert pool.waiter.is_waiting
         told.send(*range(3))
         told.take_all(3)
 
@@ -452,7 +446,7 @@ def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apar
             gate.open()
             wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
             outcome = interrupt(functools.partial(pool.wait, 60, told), nth, Preempted)
-            if pool.is_waiting:  # otherwise an engine gives up
+            if pool.waiter.is_waiting:  # otherwise an engine gives up
                 while_waiting += 1
                 began = time.monotonic()
                 assert pool.wait(60, told), outcome.where
@@ -554,7 +548,7 @@ def values(engine: Engine) -> list[int]:
     found = []
     with contextlib.suppress(StopIteration):
         while True:
-            found.append(int(engine.next_batch()[0]))
+            found.append(int(next_of(engine)[0]))
     return found
 
 
@@ -564,7 +558,7 @@ def test_an_engine_gives_batches_in_order_epoch_after_epoch(kind) -> None:
         for epoch in range(3):
             assert values(engine) == [index * index for index in range(epoch, 12)]
             engine.restart(iter(range(epoch + 1, 12)))
-        assert int(engine.next_batch()[0]) == 9
+        assert int(next_of(engine)[0]) == 9
         engine.restart(iter([2]))  # and what was in flight never comes
         assert values(engine) == [4]
 
@@ -578,9 +572,9 @@ def test_an_engine_gives_each_batch_once_in_any_order(kind) -> None:
 def test_an_engine_raises_in_a_batch_s_place_and_goes_on(kind) -> None:
     with engine_of(kind, squared) as engine:
         engine.start(iter(range(12, 15)))
-        assert int(engine.next_batch()[0]) == 144
+        assert int(next_of(engine)[0]) == 144
         with pytest.raises(Bad) as caught:
-            engine.next_batch()
+            next_of(engine)
         notes = "".join(getattr(caught.value, "__notes__", ()))
         assert "was loading batch 1 (index 13)" in notes
         assert values(engine) == [196]
@@ -594,7 +588,7 @@ def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
     ) as engine:
         engine.start(iter(range(2)))
         with pytest.raises(LoaderTimeoutError) as caught:
-            engine.next_batch()
+            next_of(engine)
         assert "Batch 0 (index 0)" in str(caught.value)
         gate.open(2)
         assert values(engine) == [0, 1]
@@ -604,18 +598,18 @@ def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
 def test_a_batch_outlives_its_engine(kind) -> None:
     with engine_of(kind, lambda index: torch.full((200_000,), index)) as engine:
         engine.start(iter(range(8)))
-        kept = [engine.next_batch() for _ in range(5)]
+        kept = [next_of(engine) for _ in range(5)]
     assert [set(batch.tolist()) for batch in kept] == [{index} for index in range(5)]
 
 
 def test_a_closed_engine_says_so(kind) -> None:
     with engine_of(kind, squared) as engine:
         engine.start(iter(range(8)))
-        engine.next_batch()
+        next_of(engine)
         engine.close()
         for _ in range(2):
             with pytest.raises(ClosedLoaderError):
-                engine.next_batch()
+                next_of(engine)
 
 
 def test_an_owner_that_cannot_start_a_worker_says_why(monkeypatch) -> None:

@@ -196,7 +196,7 @@ def test_memory_that_cannot_be_unregistered_is_not_given_back(late, locks) -> No
     (slot,) = memory.arena.slots
     memory.count_batch(0, 40 << 20)
     memory.lock(0)
-    memory._recent_bytes = 0
+    memory.recent_bytes = 0
     for _ in range(10):
         with refusing_to_unregister(late):
             memory.trim([0])

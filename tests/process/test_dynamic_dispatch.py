@@ -226,7 +226,7 @@ def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkey
     pool, scheduler = batches._pool, batches._engine._scheduler
     # The engine's thread has taken all answers, and waits: nothing but a ticket can wake it.
     wait_until(lambda: all(ticket.answer is not None for ticket in scheduler.tickets))
-    wait_until(lambda: batches._source.owner.thread.results and pool.is_waiting)
+    wait_until(lambda: batches._source.owner.thread.results and pool.waiter.is_waiting)
     seen = [next(batches)]
     pool = batches._pool._workers
     assert pool._waker.is_due

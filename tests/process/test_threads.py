@@ -24,7 +24,6 @@ import torch
 import torch.utils.data
 from torch.utils.data import get_worker_info
 
-import shmloader.engine.base
 import shmloader.engine.engine
 import shmloader.loader.iterator
 import shmloader.loader.slot_iterator
@@ -570,7 +569,6 @@ def interrupt_where(name: str) -> Any:
 
 
 FILES = {
-    shmloader.engine.base.__file__,
     shmloader.engine.engine.__file__,
     shmloader.loader.iterator.__file__,
     shmloader.loader.slot_iterator.__file__,

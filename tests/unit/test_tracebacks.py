@@ -9,7 +9,6 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import MapFetcher
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer
-from shmloader.engine.engine import Engine
 from shmloader.sampling.checks import whole_number
 from shmloader.tracebacks import format_for_user, user_part, without_ours
 
@@ -60,15 +59,6 @@ def test_of_an_error_in_a_dataset_without_code_the_innermost_frame_is_kept():
     entry = raised.value.__traceback__.tb_next
     assert names_of(entry) == ["make", "fetch", "_load_each"]
     assert names_of(user_part(entry)) == ["_load_each"]
-
-
-def test_an_error_that_the_engine_hands_on_has_no_frames():
-    engine = Engine.__new__(Engine)
-    error = ValueError("of a worker")
-    entry = raised_by(lambda: engine._raise_on_purpose(error)).__traceback__.tb_next
-    assert names_of(entry) == ["_raise_on_purpose"]
-    assert user_part(entry) is None
-    assert user_part(None) is None
 
 
 def test_the_text_is_python_s_but_for_those_frames():

@@ -11,7 +11,7 @@ import pytest
 from shmloader.device.stage import PassThroughStage
 from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.engine import Engine
-from tests.pools.scripted import ScriptedPool
+from tests.pools.scripted import ScriptedPool, call_of, next_of
 from tests.process.support import Bad
 
 
@@ -26,10 +26,10 @@ def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_lef
     staged = StagedEngine(engine, PassThroughStage(), window=4, timeout_s=20)
     with contextlib.closing(staged):
         staged.start(iter(range(9)))
-        assert staged.next_batch() == 0
+        assert next_of(staged) == 0
         with pytest.raises(Bad):
-            staged.restart(failing())
+            call_of(staged.restart, failing())
         with pytest.raises(StopIteration):
-            staged.next_batch()
+            next_of(staged)
         staged.restart(iter(range(3)))
-        assert [staged.next_batch() for _ in range(3)] == [0, 1, 2]
+        assert [next_of(staged) for _ in range(3)] == [0, 1, 2]

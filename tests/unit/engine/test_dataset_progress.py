@@ -12,7 +12,6 @@ from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint, cha
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.scheduler import Scheduler
-from shmloader.engine.slots import SlotState
 
 #: States of random number generators, which are only passed on here.
 RNG = {"torch": "text"}
@@ -63,7 +62,7 @@ class Run:
             return False
         worker_id = ticket.worker_id
         self.user.note(self.scheduler.handed_over(ticket))
-        self.scheduler.slots.move(ticket.slot_id, SlotState.FREE)
+        self.scheduler.slots.free(ticket.slot_id)
         self.walk.append((worker_id, ticket.answer))
         self.seen.append(self.user.mark())
         self.offer()

@@ -13,7 +13,7 @@ from shmloader.errors import (
     SharedMemoryError,
 )
 from shmloader.pools.answers import Batch, Empty
-from tests.pools.scripted import ScriptedPool
+from tests.pools.scripted import ScriptedPool, next_of
 
 
 def nothing(pool: ScriptedPool) -> None:
@@ -35,7 +35,7 @@ def all_of(engine: Engine) -> list[int]:
     found = []
     while True:
         try:
-            found.append(engine.next_batch())
+            found.append(next_of(engine))
         except StopIteration:
             return found
 
@@ -85,7 +85,7 @@ def test_what_is_left_out_at_an_epoch_s_end_is_not_told_in_the_next():
     assert all_of(engine) == [0]
     pool.idle = everything
     engine.restart(iter(range(2)))
-    assert engine.next_batch() == 0
+    assert next_of(engine) == 0
     assert engine.delivery.left_out == ()
 
 
@@ -106,7 +106,7 @@ def test_a_sample_that_has_time_left_is_looked_at_again_when_it_has_not(monkeypa
             pool.answer_all()
 
     pool.idle = look
-    assert engine.next_batch() == 0
+    assert next_of(engine) == 0
     assert pool.now_s == began_s + 0.5
 
 
@@ -126,9 +126,9 @@ def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
         large.lends = True
         pool.answer(0, answer=large)
         with pytest.raises(SharedMemoryError, match="no address space is left"):
-            engine.next_batch()
+            next_of(engine)
     pool.answer(0)
-    assert engine.next_batch() == 3
+    assert next_of(engine) == 3
 
 
 # How many workers --------------------------------------------------------------------------
@@ -153,13 +153,13 @@ def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted
     engine.want_workers(2)
     for number in range(5):
         inbox.ask(False)
-        assert engine.next_batch() == number
+        assert next_of(engine) == number
     assert pool.log == [("refuse", 1)]
     assert [one.getMessage() for one in caplog.records] == [f"num_workers stays at 1: {error}"]
     pool.start = start
     engine.want_workers(2)
     inbox.ask(False)
-    assert engine.next_batch() == 5
+    assert next_of(engine) == 5
     assert pool.log == [("refuse", 1), ("start", 1)]
     assert engine.present_workers == 2
 
@@ -178,5 +178,5 @@ def test_what_is_passed_over_begins_the_time_anew(monkeypatch):
         pool.answer(0, answer=Batch(2, report=report(1, 0)) if seq == 2 else Empty(report(1, 1)))
 
     pool.idle = after_five_seconds
-    assert engine.next_batch() == 2
+    assert next_of(engine) == 2
     assert pool.now_s == pytest.approx(115)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.engine.routing import Pace, Router, pick_idle
+from shmloader.engine.routing import Pace, pick_idle
 from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.workers import WorkerState, WorkerTable
 
@@ -21,56 +21,67 @@ def workers(in_flight, has_stream=None, gone=()) -> WorkerTable:
     return table
 
 
-def picked_by(router: Router, in_flight, has_stream=None) -> int | None:
-    worker = router.pick(workers(in_flight, has_stream))
-    return None if worker is None else worker.worker_id
+def router(window: int, *, in_order: bool) -> Scheduler:
+    """A scheduler with slots for any number of tickets, and workers for which tests decide."""
+    return Scheduler(8, window, 1000, in_order=in_order)
+
+
+def picked_by(subject: Scheduler, in_flight, has_stream=None) -> int | None:
+    """The worker of the next ticket, where the workers have so many."""
+    del subject.workers[len(in_flight) :]
+    for worker in subject.workers:
+        worker.in_flight = in_flight[worker.worker_id]
+        worker.has_stream = has_stream is None or has_stream[worker.worker_id]
+    ticket = subject.offer([0])
+    return None if ticket is None else ticket.worker_id
 
 
 @pytest.mark.parametrize("worker_count", [1, 2, 3, 5, 8])
 def test_in_order_ticket_i_goes_to_worker_i_mod_n(worker_count):
-    router = Router(window=2 * worker_count, in_order=True)
+    subject = router(window=2 * worker_count, in_order=True)
     # Whatever they have to do: content must not depend on speed.
     loads = [[(i * 7 + w * 3) % 5 for w in range(worker_count)] for i in range(50)]
-    picked = [picked_by(router, load) for load in loads]
+    picked = [picked_by(subject, load) for load in loads]
     assert picked == [i % worker_count for i in range(50)]
 
 
-def test_a_restarted_router_begins_at_worker_0():
-    router = Router(window=6, in_order=True)
-    picked_by(router, [0] * 3)
-    router.restart()
-    assert picked_by(router, [0] * 3) == 0
+def test_a_further_epoch_begins_at_worker_0():
+    subject = router(window=6, in_order=True)
+    picked_by(subject, [0] * 3)
+    subject.end_epoch()
+    subject.start_epoch()
+    assert picked_by(subject, [0] * 3) == 0
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_inactive_workers_are_passed_over(in_order):
-    router = Router(window=8, in_order=in_order)
+    subject = router(window=8, in_order=in_order)
     active = [True, False, True, False]
-    assert [picked_by(router, [0] * 4, active) for _ in range(5)] == [0, 2, 0, 2, 0]
+    assert [picked_by(subject, [0] * 4, active) for _ in range(5)] == [0, 2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_with_no_active_worker_nobody_is_picked(in_order):
-    assert picked_by(Router(6, in_order=in_order), [0] * 3, [False] * 3) is None
+    assert picked_by(router(6, in_order=in_order), [0] * 3, [False] * 3) is None
 
 
 def test_in_any_order_a_worker_with_its_share_of_the_window_is_passed_over():
-    router = Router(window=6, in_order=False)
-    assert picked_by(router, [2, 1, 0]) == 1
-    assert picked_by(router, [2, 2, 0]) == 2
+    subject = router(window=6, in_order=False)
+    assert picked_by(subject, [2, 1, 0]) == 1
+    assert picked_by(subject, [2, 2, 0]) == 2
 
 
 def test_in_any_order_the_share_grows_when_others_are_inactive():
-    router = Router(window=6, in_order=False)
-    assert picked_by(router, [5, 0, 0], [True, False, False]) == 0
-    assert picked_by(router, [3, 2, 0], [True, True, False]) == 1
+    subject = router(window=6, in_order=False)
+    assert picked_by(subject, [5, 0, 0], [True, False, False]) == 0
+    assert picked_by(subject, [3, 2, 0], [True, True, False]) == 1
 
 
 def test_where_all_have_their_share_the_least_loaded_worker_is_picked():
-    router = Router(window=4, in_order=False)
-    assert picked_by(router, [2, 1, 1]) == 1
+    subject = router(window=4, in_order=False)
+    assert picked_by(subject, [2, 1, 1]) == 1
     # The window does not divide: the next round goes on from there.
-    assert picked_by(router, [1, 1, 1]) == 2
+    assert picked_by(subject, [1, 1, 1]) == 2
 
 
 @given(
@@ -80,16 +91,16 @@ def test_where_all_have_their_share_the_least_loaded_worker_is_picked():
 )
 def test_in_any_order_no_worker_ever_has_more_than_its_share(worker_count, prefetch, answers):
     window = worker_count * prefetch
-    router = Router(window, in_order=False)
+    subject = router(window, in_order=False)
     load = [0] * worker_count
     for _ in range(window):
-        load[picked_by(router, load)] += 1
+        load[picked_by(subject, load)] += 1
     assert load == [prefetch] * worker_count
     for answer in answers:
         busy = [worker_id for worker_id in range(worker_count) if load[worker_id]]
         answering = busy[answer % len(busy)]
         load[answering] -= 1
-        picked = picked_by(router, load)
+        picked = picked_by(subject, load)
         assert picked == answering, "the only one below its share"
         load[picked] += 1
 

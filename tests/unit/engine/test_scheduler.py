@@ -1,6 +1,7 @@
 """The scheduler against a simple model, invariant by invariant."""
 
 import collections
+import functools
 import pickle
 from dataclasses import dataclass
 
@@ -462,27 +463,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if isinstance(ticket.answer, Answer):
             assert ticket.answer.epoch == self.epoch, "I6: a result of an earlier epoch"
         assert ticket.seq not in self.delivered, "I7: delivered twice"
-        assert self.scheduler.slots.states[ticket.slot_id] is SlotState.FULL, (
+        assert self.scheduler.slots.states[ticket.slot_id] is SlotState.TAKEN, (
             "I1: the slot is the reorder buffer's until its batch is built"
         )
         del self.tickets[ticket.seq]
         self.arrived.remove(ticket.seq)
         self.delivered.append(ticket.seq)
-        assert self.scheduler.may_lend == (len(self.lent) < self.lend_limit), (
-            "I4: lends while fewer than lend_limit are out"
-        )
-        if is_large and self.scheduler.may_lend:
-            self.scheduler.slots.move(ticket.slot_id, SlotState.LENT)
+        if is_large and self.scheduler.slots.lent_count < self.lend_limit:
+            self.scheduler.slots.lend(ticket.slot_id)
             self.lent.append(ticket.slot_id)
         else:
-            self.scheduler.slots.move(ticket.slot_id, SlotState.FREE)
+            self.scheduler.slots.free(ticket.slot_id)
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def the_user_drops_a_batch(self, data):
         slot_id = data.draw(st.sampled_from(self.lent))
         self.lent.remove(slot_id)
-        self.scheduler.slots.move(slot_id, SlotState.FREE)
+        self.scheduler.slots.free(slot_id)
 
     # Epochs -------------------------------------------------------------------------------
 
@@ -537,12 +535,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         held: dict[int, SlotState] = {}
         holdings = [
             *(
-                (known.slot_id, SlotState.FILLING)
+                (known.slot_id, SlotState.TAKEN)
                 for queue in [*self.queues, self.unsent]
                 for known in queue
             ),
             *(
-                (known.slot_id, SlotState.FULL)
+                (known.slot_id, SlotState.TAKEN)
                 for known in self.tickets.values()
                 if known.state == ANSWERED
             ),
@@ -555,7 +553,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def i1_a_slot_has_exactly_one_holder(self):
-        states = self.scheduler.slots.states
+        states = dict(enumerate(self.scheduler.slots.states))
         free = self.scheduler.slots.free_ids
         held = self._held()
         assert len(free) == len(set(free)), "I1: a slot stands on the free list twice"
@@ -634,14 +632,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.next_batch(is_large=False)
         self.next_batch(is_large=False)
         for slot_id in self.lent:
-            self.scheduler.slots.move(slot_id, SlotState.FREE)
+            self.scheduler.slots.free(slot_id)
         if self.is_running:
             every = set(range(self.offered)) - self.lost_to_stream_ends
             assert set(self.delivered) == every, "I5, I7: not all was delivered"
         else:
             self.all_answer_and_the_next_epoch_starts()
         assert self.scheduler.is_exhausted
-        assert set(self.scheduler.slots.states.values()) <= {SlotState.FREE}, (
+        assert set(self.scheduler.slots.states) <= {SlotState.FREE}, (
             "I1: a slot is still held at the end"
         )
 
@@ -787,15 +785,6 @@ def test_the_tasks_of_others_are_not_looked_at_while_batches_are_short():
     assert taken(subject) == [(1, 0)]
 
 
-def test_the_layout_that_a_process_sent_is_not_that_of_its_replacement():
-    subject = scheduler(worker_count=1, restart_limit=1)
-    offered(subject, 2)
-    subject.layout_sent(0, "layout")
-    lose(subject, 0)
-    assert subject.workers[0].last_layout is None
-    assert len(restarted(subject)) == 2
-
-
 def test_a_worker_is_ready_with_its_first_answer():
     subject = scheduler(worker_count=1)
     offered(subject, 2)
@@ -857,8 +846,8 @@ def with_queue(window=4, *, in_order=True) -> Scheduler:
 def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answer():
     subject = with_queue()
     offered = [subject.offer([number], 7) for number in range(4)]
+    assert list(iter(functools.partial(subject.next_task, 7), None)) == offered
     assert [ticket.sent_ns for ticket in offered] == [7] * 4
-    assert subject.next_task() is None, "the caller has sent them"
     assert {ticket.worker_id for ticket in offered} == {UNASSIGNED}
     assert {ticket.slot_id for ticket in offered} == {UNASSIGNED}, "batches come as they are"
     with pytest.raises(InternalError, match="I4"):
@@ -887,7 +876,7 @@ def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     subject.end_epoch()
     assert subject.is_epoch_left
     assert subject.tickets == []
-    assert subject.slots.states == {}
+    assert subject.slots.states == []
     assert subject.next_task() is None
     subject.start_epoch()
     assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
@@ -903,15 +892,13 @@ def test_with_a_queue_batches_in_any_order_come_as_they_arrive():
     assert subject.take_next() is None
 
 
-def test_a_closed_scheduler_keeps_neither_batches_nor_layouts():
+def test_a_closed_scheduler_keeps_no_batches():
     subject = with_queue(in_order=False)
     ticket = subject.offer([0])
     subject.answered(0, 0, "batch", taker=0)
-    subject.layout_sent(1, "layout")
     subject.close()
     assert ticket not in subject.tickets
     assert subject.take_next() is None
-    assert subject.workers[1].last_layout is None
 
 
 # Samples that take too long -----------------------------------------------------------------
@@ -951,6 +938,7 @@ def test_with_a_queue_a_ticket_that_hangs_is_sent_again_when_its_thread_is_repla
     subject = Scheduler(2, 4, 0, in_order=True, has_queue=True)
     for number in range(3):
         subject.offer([number])
+    assert len(list(iter(subject.next_task, None))) == 3
     hang(subject, 1, seq=1, sample=3)
     assert subject.workers.next_restart().worker_id == 1
     (ticket,) = restarted(subject)
@@ -967,6 +955,7 @@ def test_a_thread_that_hangs_in_an_earlier_epoch_is_replaced_and_nothing_sent_ag
     subject.end_epoch()
     subject.start_epoch()
     subject.offer([7])
+    assert subject.next_task().indices == [7]
     hang(subject, 0, seq=0, epoch=0)
     assert restarted(subject) == []
     assert subject.tickets[0].hung is None

@@ -72,9 +72,8 @@ def test_what_is_counted_is_what_is_so(state):
 def test_what_is_known_of_a_process_is_forgotten_with_it(end):
     table = worker_in(LEAVING)
     worker = table[0]
-    worker.last_layout, worker.last_answer_ns = "layout", 5
+    worker.last_answer_ns = 5
     table.move(0, end)
-    assert worker.last_layout is None
     assert worker.last_answer_ns == 0
 
 

@@ -185,12 +185,10 @@ class Channels:
     """Notes what is sent."""
 
     readings = None
+    notes_tasks = False
 
     def __init__(self):
         self.sent = []
-
-    def note_task(self, *_):
-        pass
 
     def send(self, worker_id, data):
         self.sent.append(unpack(data))
