@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shmloader.cli.measure import Run
-from shmloader.cli.target import UsageError, find, like, make_loader
+from shmloader.cli.target import Run, UsageError, find, like, make_loader
 from shmloader.grammar import described_type
 from shmloader.insight.snapshot import LoaderStats
 from shmloader.insight.text import seconds

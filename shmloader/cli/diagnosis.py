@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
-from shmloader.cli.measure import Run
 from shmloader.cli.parts import Part, Parts, find_hazard
-from shmloader.cli.target import UsageError, like
+from shmloader.cli.target import Run, UsageError, like
 from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import control_groups, free_memory

@@ -3,12 +3,11 @@
 An iterator records a tuple for each call of ``next()``. Everything else is computed when somebody
 reads the statistics.
 
-Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers),
-``core_time`` (CPU time of threads, and their time without a core), ``record`` (what is recorded of
-an epoch), ``sums`` (the sums over it), ``histogram`` (percentiles in fixed memory), ``statistics``
-(the records of all epochs), ``figures`` and ``snapshot`` (the frozen statistics), ``verdict`` (one
-sentence about them), ``table`` and ``text`` (how they print) and ``trace`` (a file with the times
-of each batch).
+Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers and threads),
+``record`` (what is recorded of an epoch), ``sums`` (the sums over it), ``histogram`` (percentiles
+in fixed memory), ``statistics`` (the records of all epochs), ``figures`` and ``snapshot`` (the
+frozen statistics), ``verdict`` (one sentence about them), ``table`` and ``text`` (how they print)
+and ``trace`` (a file with the times of each batch).
 """
 
 from shmloader.insight.figures import (

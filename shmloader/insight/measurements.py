@@ -9,6 +9,7 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 #: The stages of a batch, in order, and what each means; the fields of
@@ -205,3 +206,33 @@ class Readings:
             else dataclasses.replace(now, pss_bytes=known[worker_id])
             for worker_id, now in enumerate(latest)
         ]
+
+
+class CoreTime(NamedTuple):
+    """What the kernel reports of a thread, in ns since the thread began.
+
+    Attributes:
+        cpu_ns: CPU time.
+        stalled_ns: Time in which it could have run but no core was free.
+    """
+
+    cpu_ns: int
+    stalled_ns: int
+
+
+def core_time_here() -> CoreTime | None:
+    """Return the calling thread's core time; None if the kernel does not report it."""
+    return _read("thread-self")
+
+
+def core_time_of(native_id: int) -> CoreTime | None:
+    """Return the core time of a thread of this process; None also if the thread has ended."""
+    return _read(f"self/task/{native_id}")
+
+
+def _read(thread: str) -> CoreTime | None:
+    try:
+        cpu_ns, stalled_ns, _ = Path(f"/proc/{thread}/schedstat").read_bytes().split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):
+        return None
+    return CoreTime(int(cpu_ns), int(stalled_ns))

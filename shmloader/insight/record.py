@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from shmloader.insight.core_time import core_time_of
-from shmloader.insight.measurements import Counts, Readings, Usage
+from shmloader.insight.measurements import Counts, Readings, Usage, core_time_of
 from shmloader.insight.sums import ITER, Call, Sums, WorkerSums, added
 
 # With more calls than this, they are summed up, so that memory is bounded: a call takes half a

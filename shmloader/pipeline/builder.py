@@ -17,6 +17,7 @@ from shmloader.loader.arguments import check_max_failures, parse_max_failures
 from shmloader.pipeline.config import (
     Aggregate,
     Executor,
+    Lifecycle,
     OpKind,
     OutputOrder,
     Pipe,
@@ -29,7 +30,6 @@ from shmloader.pipeline.config import (
     kind_of,
     name_of,
 )
-from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.pipeline import Pipeline
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number

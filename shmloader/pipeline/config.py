@@ -1,14 +1,20 @@
 """The configuration of a pipeline, as the builder has checked it. Nothing runs here.
 
-An *op* is the function of a stage. Its kind says how it is called, and so what can run it.
+An *op* is the function of a stage. Its kind says how it is called, and so what can run it. A
+stage's ``setup`` and ``teardown`` are called where its op is called: once on each thread, once on
+the loop, or (``setup`` alone) once in each worker process. ``teardown`` is called once for each
+``setup`` that has returned, after the ops. Its exceptions are logged, and prevent no other one.
 """
 
 import concurrent.futures
+import contextlib
 import enum
 import functools
 import inspect
+import logging
 import math
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+import types
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -18,8 +24,9 @@ import torch
 from shmloader.grammar import described_type
 from shmloader.loader.description import describe_source
 from shmloader.memory.system_support import is_supported, why_unsupported
-from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.probing import probe
+
+_log = logging.getLogger("shmloader")
 
 Source = Iterable[Any] | AsyncIterable[Any]
 Executor = Literal["thread", "process"] | concurrent.futures.Executor
@@ -77,6 +84,72 @@ def name_of(op: Callable[..., Any]) -> str:
         op = op.func
     name = probe(op, "__name__")
     return name if isinstance(name, str) else type(op).__name__
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifecycle:
+    """The ``setup`` and ``teardown`` of a stage: called before its first and after its last item.
+
+    Attributes:
+        stage: The stage's name.
+        setup: Makes the context, which is the op's second argument.
+        teardown: Called with the context; None if there is nothing to call.
+    """
+
+    stage: str
+    setup: Callable[[], Any]
+    teardown: Callable[[Any], Any] | None
+
+    def set_up(self) -> Any:
+        """Return a new context. Called on a thread of the pipeline, or in a worker process.
+
+        Raises:
+            TypeError: If ``setup`` returns a coroutine.
+            Exception: An exception of ``setup``.
+        """
+        context = self.setup()
+        refuse_coroutine(context, f"setup of stage '{self.stage}'")
+        return context
+
+    def tear_down(self, context: Any) -> None:
+        """Call ``teardown`` on a thread. Its exceptions are logged."""
+        with self._logged():
+            if self.teardown is not None:
+                refuse_coroutine(self.teardown(context), "it")
+
+    async def set_up_on_loop(self) -> Any:
+        """Return a new context. Called on the event loop."""
+        context = self.setup()
+        return await context if inspect.isawaitable(context) else context
+
+    async def tear_down_on_loop(self, context: Any) -> None:
+        """Call ``teardown`` on the event loop. Its exceptions are logged."""
+        with self._logged():
+            result = None if self.teardown is None else self.teardown(context)
+            if inspect.isawaitable(result):
+                await result
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
+            _log.exception("teardown of stage '%s' failed", self.stage)
+
+
+def refuse_coroutine(result: object, what: str) -> None:
+    """Raise TypeError if a result is a coroutine.
+
+    Args:
+        result: What a function of the user's has returned.
+        what: The function: "the op of stage 'decode'".
+    """
+    if type(result) is types.CoroutineType:
+        result.close()
+        raise TypeError(
+            f"{what} returned a coroutine, which nothing would await: make the stage's op an async "
+            "def, and await there"
+        )
 
 
 class RunsOn(enum.Enum):

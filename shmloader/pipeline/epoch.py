@@ -18,10 +18,16 @@ from typing import Any, Protocol
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.loader.calls import refuse
-from shmloader.pipeline.config import SOURCE_CAPACITY, Aggregate, OpKind, Pipe, PipelineConfig
+from shmloader.pipeline.config import (
+    SOURCE_CAPACITY,
+    Aggregate,
+    Lifecycle,
+    OpKind,
+    Pipe,
+    PipelineConfig,
+)
 from shmloader.pipeline.failures import FailedItem, FailureCounter, explained, failed_item, text_of
 from shmloader.pipeline.flow import Flow
-from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import (
     END,
@@ -333,7 +339,7 @@ def _make_flow(
     def counter_of(max_failures: int | Fraction | None, scope: str) -> FailureCounter | None:
         if max_failures is None:
             return None
-        return FailureCounter(max_failures, scope, failures, reader.is_resumed)
+        return FailureCounter(max_failures, scope, failures, is_resumed=reader.is_resumed)
 
     shared = counter_of(config.max_failures, "the pipeline")
     sizes = [config.queue_size(number) for number in range(1, len(config.stages) + 1)]

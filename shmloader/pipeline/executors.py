@@ -27,8 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from shmloader.pipeline.config import OpKind
-from shmloader.pipeline.lifecycle import Lifecycle, refuse_coroutine
+from shmloader.pipeline.config import Lifecycle, OpKind, refuse_coroutine
 from shmloader.pipeline.stages import Job
 from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, open_executor
 from shmloader.threads.background import BackgroundThread

@@ -47,30 +47,32 @@ class FailedItem:
     traceback: str = field(repr=False)
 
 
-@dataclass(eq=False)
-class FailureCounter:
+class FailureCounter(FailureLimit):
     """Counts the calls of one epoch that share a limit. Failed items are listed and left out.
 
-    Attributes:
+    Args:
         max_failures: A number of calls that may fail, or a share of all calls.
         scope: What the limit is for: "stage 'parse'", "the pipeline".
         failures: The pipeline's list of failures.
         is_resumed: Whether the epoch was resumed, so that calls before it are not counted.
     """
 
-    max_failures: int | Fraction
-    scope: str
-    failures: FailureList[FailedItem]
-    is_resumed: bool
-
-    def __post_init__(self) -> None:
-        self._limit = FailureLimit(self.max_failures, may_all_fail=False)
+    def __init__(
+        self,
+        max_failures: int | Fraction,
+        scope: str,
+        failures: FailureList[FailedItem],
+        *,
+        is_resumed: bool,
+    ) -> None:
+        super().__init__(max_failures, may_all_fail=False)
+        self._scope, self._failures, self._is_resumed = scope, failures, is_resumed
         self._first: FailedItem | None = None
         self._last: FailedItem | None = None
 
     def note_good(self) -> None:
         """Count a call that has succeeded."""
-        self._limit.note(1, 0)
+        self.note(1, 0)
 
     def note_bad(self, failed: FailedItem, error: Exception) -> TooManyFailures | None:
         """Count and list a call that has failed.
@@ -79,9 +81,9 @@ class FailureCounter:
             The exception to raise, with ``error`` as its cause, if too many have failed.
         """
         self._first, self._last = self._first or failed, failed
-        self.failures.total += 1
-        self.failures.add(failed)
-        is_passed = self._limit.note(1, 1)
+        self._failures.total += 1
+        self._failures.add(failed)
+        is_passed = self.note(1, 1)
         return self._too_many("more than max_failures={} allows", error) if is_passed else None
 
     def log_first(self, failed: FailedItem, error: Exception) -> None:
@@ -99,19 +101,19 @@ class FailureCounter:
 
         A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
         """
-        limit, last = self._limit, self._last
-        is_judged = not self.is_resumed or limit.sample_count >= JUDGED_FROM
-        if last is None or not is_judged or not limit.end_epoch():
+        last = self._last
+        is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
+        if last is None or not is_judged or not self.end_epoch():
             return None
-        more = "which is all of them" if limit.all_failed else "more than max_failures={} allows"
+        more = "which is all of them" if self.all_failed else "more than max_failures={} allows"
         return self._too_many(more, last.error)
 
     def _too_many(self, more: str, cause: Exception) -> TooManyFailures:
-        last, limit = self._last, self._limit
+        last = self._last
         assert last is not None
         raised = TooManyFailures(
-            f"{limit.failed_count} of {limit.sample_count} calls in {self.scope} failed, "
-            f"{more.format(self.max_failures)}. The last was in stage '{last.stage}' for item "
+            f"{self.failed_count} of {self.sample_count} calls in {self._scope} failed, "
+            f"{more.format(self._max_failures)}. The last was in stage '{last.stage}' for item "
             f"{describe_index(last.item)}: see the cause. The pipeline's `failures` lists the "
             "newest."
         )

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.interruptions import is_interruption
-from shmloader.pipeline.config import OpKind
+from shmloader.pipeline.config import Lifecycle, OpKind, refuse_coroutine
 from shmloader.pipeline.executors import EXIT_S, results_of
-from shmloader.pipeline.lifecycle import Lifecycle, refuse_coroutine
 from shmloader.pipeline.stages import Job
 from shmloader.threads.background import BackgroundThread
 

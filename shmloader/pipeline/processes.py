@@ -38,9 +38,8 @@ from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.pipeline.config import OpKind, Pipe
+from shmloader.pipeline.config import Lifecycle, OpKind, Pipe
 from shmloader.pipeline.executors import call_all, results_of
-from shmloader.pipeline.lifecycle import Lifecycle
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
-from shmloader.insight.core_time import core_time_here
-from shmloader.insight.measurements import Usage
+from shmloader.insight.measurements import Usage, core_time_here
 from shmloader.memory.memfd import MEMFD_NAME, map_range
 
 # Phase, epoch, seq, time.monotonic_ns() when the phase began, and the ident of the worker's thread.

@@ -53,8 +53,7 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
-from shmloader.insight.core_time import core_time_here, core_time_of
-from shmloader.insight.measurements import Counts, Readings, Usage
+from shmloader.insight.measurements import Counts, Readings, Usage, core_time_here, core_time_of
 from shmloader.memory.gather import RowGatherer
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure

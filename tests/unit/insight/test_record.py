@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.insight.core_time import core_time_here
-from shmloader.insight.measurements import BatchTimes, WorkTimes
+from shmloader.insight.measurements import BatchTimes, WorkTimes, core_time_here
 from shmloader.insight.record import ConsumerUsage, Record
 
 # The times of a batch: drawn at 10, sent at 20, begun at 30, fetched until 50, collated until 65,
