@@ -92,6 +92,7 @@ class Epoch:
         clock: The epoch's clock. The meters show how its time was spent.
         meters: The meters of the source, of each stage and of the sink. They outlive the flow.
         delivered: The checkpoint after the last item that :meth:`take` returned.
+        taker: The thread that is in :meth:`take`; 0 if none is.
 
     Args:
         config: The pipeline's stages.
@@ -122,7 +123,7 @@ class Epoch:
         self.is_over = False
         self.over_because = ""
         self.in_transit = False
-        self._taker = 0  # the thread that is in `take`
+        self.taker = 0
 
     def begin(self) -> None:
         """Start the source, unless the epoch was left meanwhile."""
@@ -227,15 +228,15 @@ class Epoch:
             BaseException: The exception of a :class:`Raised` that came instead of an item.
         """
         caller = threading.get_ident()
-        if self._taker:
-            refuse(self._taker, caller)
+        if self.taker:
+            refuse(self.taker, caller)
         try:
-            self._taker = caller
+            self.taker = caller
             self.in_transit = False
             self._delivered_before = self.delivered
             return self._take(timeout_s)
         finally:
-            self._taker = 0
+            self.taker = 0
 
     def _take(self, timeout_s: float | None) -> object:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

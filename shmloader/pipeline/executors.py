@@ -195,9 +195,9 @@ class FuturesExecutor(BackgroundThread):
     All results of a generator function for an item come together.
 
     The thread that brings a result submits the jobs that may start then. A thread of this object
-    stands in for the main thread, since a signal handler might interrupt ``submit``, and for
-    threads that bring failures: an executor that breaks or cancels its futures may call their
-    callbacks while it holds the lock that ``submit`` takes.
+    stands in for the consumer's and the main thread, where a signal handler might interrupt
+    ``submit``, and for threads that bring failures: an executor that breaks or cancels its futures
+    may call their callbacks while it holds the lock that ``submit`` takes.
 
     Args:
         executor: The user's executor.
@@ -219,7 +219,7 @@ class FuturesExecutor(BackgroundThread):
 
     def put(self, job: Job) -> None:
         """Submit a job, or have it submitted. From any thread."""
-        if threading.get_ident() == threading.main_thread().ident:
+        if _may_be_interrupted(job):
             self._queue.put(job)
         else:
             self._submit(job)
@@ -280,7 +280,8 @@ class FuturesExecutor(BackgroundThread):
 
     def _done(self, future: _Future) -> None:
         """Bring a future's result to the epoch. Called on any thread."""
-        if threading.get_ident() == threading.main_thread().ident:
+        job = self._jobs[future]
+        if _may_be_interrupted(job):
             self._queue.put(future)
             return
         try:
@@ -288,7 +289,7 @@ class FuturesExecutor(BackgroundThread):
         except BaseException:  # noqa: BLE001 - handled on the thread of this object
             self._queue.put(future)
             return
-        job = self._jobs.pop(future)
+        del self._jobs[future]
         op, epoch = job.op, job.epoch
         try:
             refuse_coroutine(result, f"the op of stage '{op.name}'")
@@ -319,3 +320,8 @@ class FuturesExecutor(BackgroundThread):
     def _cancel_all(self) -> None:
         for future in list(self._jobs):
             future.cancel()
+
+
+def _may_be_interrupted(job: Job) -> bool:
+    """Whether a signal handler may raise on the calling thread, or an exception ends its call."""
+    return threading.get_ident() in (job.epoch.taker, threading.main_thread().ident)

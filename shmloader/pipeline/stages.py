@@ -138,6 +138,7 @@ class JobResults(Protocol):
     """Takes the results of jobs: an epoch. Methods return a job that the caller can run next."""
 
     is_over: bool
+    taker: int
 
     def yielded(self, job: "Job", output: object) -> bool:
         """Take a result of a job that may have more. Returns whether the job may continue."""
