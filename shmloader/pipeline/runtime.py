@@ -9,7 +9,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
 
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
@@ -25,9 +24,6 @@ from shmloader.threads.uninterruptible import uninterruptible
 _JOIN_S = 0.4
 
 
-_Started = TypeVar("_Started", bound=StageExecutor)
-
-
 class Executors:
     """The executors of a pipeline. Refers to no pipeline and to no epoch.
 
@@ -37,11 +33,8 @@ class Executors:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        # How each stage is run; None if all executors but those on processes were ended.
-        self._stage_ops: list[StageOp | None] | None = None
-        self._running: list[StageExecutor] = []
-        # Both are keyed by the index of the stage.
-        self._processes: dict[int, ProcessExecutor] = {}
+        # Those on processes are keyed by the index of their stage, and so are the destinations.
+        self._running: dict[object, StageExecutor] = {}
         self._destinations: dict[int, Destination] = {}
 
     def make(self) -> list[StageOp | None]:
@@ -49,18 +42,95 @@ class Executors:
 
         The caller calls :meth:`end` if this raises, or if another thread has called it meanwhile.
         """
+        pipes = {
+            index: stage
+            for index, stage in enumerate(self._config.stages)
+            if isinstance(stage, Pipe)
+        }
+        for index, pipe in pipes.items():
+            if pipe.device and index not in self._destinations:
+                self._destinations[index] = Destination([pipe.device])
+        processes = self._make_processes(
+            {index: pipe for index, pipe in pipes.items() if pipe.runs_on is RunsOn.PROCESSES}
+        )
+        if isinstance(self._config.source, Iterable):
+            executor = self._started("source", lambda: ThreadExecutor("shmloader_source", 1))
+            source = StageOp("the source", SourceReader.iterate, OpKind.GENERATOR, executor)
+        else:
+            loop = self._started(RunsOn.LOOP, LoopExecutor)
+            source = StageOp("the source", SourceReader.iterate_async, OpKind.ASYNC_GENERATOR, loop)
+        stage_ops: list[StageOp | None] = [source]
+        transfer: DeviceStage | None = None
         for index, stage in enumerate(self._config.stages):
-            if isinstance(stage, Pipe) and stage.device and index not in self._destinations:
-                self._destinations[index] = Destination([stage.device])
-        processes = self._make_processes()
-        stage_ops = self._stage_ops
-        if stage_ops is None:
-            stage_ops = self._stage_ops = self._make_stage_ops(processes)
+            if isinstance(stage, Aggregate):
+                stage_ops.append(None)
+                continue
+            executor = processes.get(index) or self._executor_of(stage, index)
+            op: Callable[..., object] = stage.op
+            if isinstance(executor, DeviceExecutor):
+                op, transfer = executor.copy, executor.stage
+            elif transfer is not None:
+                op = AfterTransfer(op, stage.kind, transfer)
+            # A worker process calls `setup` itself.
+            lifecycle = None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle
+            stage_ops.append(StageOp(stage.name, op, stage.kind, executor, lifecycle))
         return stage_ops
+
+    def _executor_of(self, pipe: Pipe, index: int) -> StageExecutor:
+        match pipe.runs_on:
+            case RunsOn.EXECUTOR:
+                assert pipe.executor is not None
+                executor = pipe.executor
+                return self._started(id(executor), lambda: FuturesExecutor(executor))
+            case RunsOn.DEVICE:
+                destination = self._destinations[index]
+                return self._started("device", lambda: DeviceExecutor(destination))
+            case RunsOn.LOOP:
+                return self._started(RunsOn.LOOP, LoopExecutor)
+            case _:
+                count = self._config.num_threads
+                make = functools.partial(ThreadExecutor, "shmloader_pipe", count)
+                return self._started(RunsOn.THREADS, make)
+
+    def _started(self, key: object, make: Callable[[], StageExecutor]) -> StageExecutor:
+        """Return an executor, after it was started if it was missing."""
+        executor = self._running.get(key)
+        if executor is None:
+            # It is listed before it starts: no thread may start unlisted.
+            executor = self._running[key] = make()
+            executor.start()
+        return executor
+
+    def _make_processes(self, pipes: dict[int, Pipe]) -> dict[int, ProcessExecutor]:
+        """Start the workers that are missing, all before the first thread of the pipeline."""
+        found: dict[int, ProcessExecutor] = {}
+        for index in pipes:
+            executor = self._running.get(index)
+            if isinstance(executor, ProcessExecutor) and not executor.is_broken:
+                found[index] = executor
+        missing = pipes.keys() - found.keys()
+        if missing:
+            self.end(with_processes=False)
+        for index in sorted(missing):
+            broken = self._running.pop(index, None)
+            if broken is not None:
+                broken.end()
+                uninterruptible(functools.partial(broken.join, _JOIN_S))
+            # A device reads results out of their slots, which are then page-locked.
+            device = self._destinations.get(index + 1)
+            found[index] = self._running[index] = ProcessExecutor(
+                pipes[index],
+                self._config.lend_limit(index),
+                None if device is None else device.locks,
+                len(pipes),
+            )
+        for index in missing:
+            found[index].start()
+        return found
 
     def close_copies(self) -> None:
         """Free what copies to devices hold of an epoch, after its regular end."""
-        for executor in self._running:
+        for executor in list(self._running.values()):
             if isinstance(executor, DeviceExecutor):
                 executor.stage.close()
 
@@ -77,102 +147,19 @@ class Executors:
             deadline: End of the wait, on the clock of ``time.monotonic()``.
             with_processes: Whether to end worker processes, too.
         """
-        ended += self._running
-        self._running, self._stage_ops = [], None
-        if with_processes:
-            ended += self._processes.values()
-            self._processes = {}
+        running = list(self._running.items())
+        for are_processes in (False, with_processes):
+            of_kind = [
+                each for each in running if isinstance(each[1], ProcessExecutor) is are_processes
+            ]
+            ended += [executor for _, executor in of_kind]
+            for key, _ in of_kind:
+                self._running.pop(key, None)
         with contextlib.ExitStack() as stack:  # an interrupted `join` does not prevent the others
             for executor in reversed(ended):
                 stack.callback(uninterruptible, functools.partial(_join, executor, deadline))
             for executor in ended:
                 executor.end()
-
-    def _make_processes(self) -> dict[int, ProcessExecutor]:
-        """Start the workers that are missing, all before the first thread of the pipeline."""
-        processes, started = {}, []
-        pipes = {
-            index: stage
-            for index, stage in enumerate(self._config.stages)
-            if isinstance(stage, Pipe) and stage.runs_on is RunsOn.PROCESSES
-        }
-        for index, pipe in pipes.items():
-            executor = self._processes.get(index)
-            if executor is None or executor.is_broken:
-                self.end(with_processes=False)  # `_stage_ops` has the old executor
-                if executor is not None:
-                    del self._processes[index]
-                    executor.end()
-                    uninterruptible(functools.partial(executor.join, _JOIN_S))
-                # A device reads results out of their slots, which are then page-locked.
-                device = self._destinations.get(index + 1)
-                executor = self._processes[index] = ProcessExecutor(
-                    pipe,
-                    self._config.lend_limit(index),
-                    None if device is None else device.locks,
-                    len(pipes),
-                )
-                started.append(executor)
-            processes[index] = executor
-        for executor in started:
-            executor.start()
-        return processes
-
-    def _start(self, executor: _Started) -> _Started:
-        """Start and return an executor. It is listed before: no thread may start unlisted."""
-        self._running.append(executor)
-        executor.start()
-        return executor
-
-    def _make_stage_ops(self, processes: dict[int, ProcessExecutor]) -> list[StageOp | None]:
-        """Make all executors except those on processes, and return how each stage is run."""
-        config = self._config
-        used = {stage.runs_on for stage in config.stages if isinstance(stage, Pipe)}
-        shared: dict[RunsOn, Any] = {}
-        on_thread = isinstance(config.source, Iterable)
-        if not on_thread or RunsOn.LOOP in used:
-            shared[RunsOn.LOOP] = self._start(LoopExecutor())
-        if RunsOn.THREADS in used:
-            threads = ThreadExecutor("shmloader_pipe", config.num_threads)
-            shared[RunsOn.THREADS] = self._start(threads)
-        # The source's op is called once, with the reader as the item.
-        source: Callable[..., object] = SourceReader.iterate_async
-        kind = OpKind.ASYNC_GENERATOR
-        iterates: Any = shared.get(RunsOn.LOOP)
-        if on_thread:
-            source, kind = SourceReader.iterate, OpKind.GENERATOR
-            iterates = self._start(ThreadExecutor("shmloader_source", 1))
-        stage_ops: list[StageOp | None] = [StageOp("the source", source, kind, iterates)]
-        users: dict[int, FuturesExecutor] = {}
-        transfer: DeviceStage | None = None
-        for index, stage in enumerate(config.stages):
-            if isinstance(stage, Aggregate):
-                stage_ops.append(None)
-                continue
-            op: Callable[..., object] = stage.op
-            if transfer is not None:
-                op = AfterTransfer(op, stage.kind, transfer)
-            if stage.runs_on is RunsOn.PROCESSES:
-                executor: Any = processes[index]
-            elif stage.runs_on is RunsOn.EXECUTOR:
-                assert stage.executor is not None
-                executor = users.get(id(stage.executor))
-                if executor is None:
-                    executor = self._start(FuturesExecutor(stage.executor))
-                    users[id(stage.executor)] = executor
-            elif stage.runs_on is RunsOn.DEVICE:
-                executor = self._start(DeviceExecutor(self._destinations[index]))
-                op, transfer = executor.copy, executor.stage
-            else:
-                executor = shared[stage.runs_on]
-            stage_ops.append(
-                StageOp(
-                    stage.name, op, stage.kind, executor,
-                    # A worker process calls `setup` itself.
-                    lifecycle=None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle,
-                )
-            )  # fmt: skip
-        return stage_ops
 
 
 def _join(executor: StageExecutor, deadline: float) -> None:

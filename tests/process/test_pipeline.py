@@ -316,7 +316,7 @@ def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
     with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
         items = iter(pipeline)
         reached.wait_until_open()
-        (executor,) = pipeline._executors._processes.values()
+        executor = pipeline._executors._running[0]
         wait_until(lambda: len(executor._tickets.sent) == 2)
         for _ in range(2):
             del items

@@ -361,7 +361,7 @@ def test_an_interruption_while_a_thread_starts_leaves_no_thread(name, monkeypatc
 def _loop_of(pipeline):
     [loop] = [
         executor.loop
-        for executor in pipeline._executors._running
+        for executor in pipeline._executors._running.values()
         if isinstance(executor, runtime.LoopExecutor)
     ]
     return loop
