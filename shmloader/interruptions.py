@@ -45,6 +45,27 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
+def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
+    """Say why an iterator is closed, to follow "the iterator is closed".
+
+    Args:
+        error: The exception from outside, such as one raised by a signal handler.
+        in_sampler: Whether it left the sampler's own code.
+    """
+    name = type(error).__name__
+    if in_sampler:
+        return (
+            f" since {name}, raised from outside, interrupted the sampler, and an interrupted "
+            "generator cannot go on. The loader's state_dict() is that of the last batch that "
+            "next() returned."
+        )
+    return (
+        f" since {name}, raised from outside, interrupted it while a batch was in transit, which "
+        "would be missing if it went on. The loader's state_dict() is that of the last batch that "
+        "next() returned."
+    )
+
+
 class Caught(NamedTuple):
     """The exception that a function raised, as a value."""
 

@@ -33,7 +33,6 @@ from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.slot_batches import SlotBatches
 from shmloader.engine.wording import (
     describe_death,
-    describe_interruption,
     describe_loading,
     describe_lost_state,
     describe_restart,
@@ -49,7 +48,7 @@ from shmloader.errors import (
 )
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import BatchTimes, batch_times
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY

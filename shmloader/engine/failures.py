@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import Generic, TypeVar, overload
 
 from shmloader.batch.failures import LISTED, SampleReport, describe_index
-from shmloader.engine.wording import describe_worker
 from shmloader.errors import TooManyFailures
+from shmloader.grammar import describe_worker
 
 #: If ``max_failures`` is a share, it is checked from this many samples on, and at an epoch's end.
 JUDGED_FROM = 100

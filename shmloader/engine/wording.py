@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import describe_indices
 from shmloader.engine.scheduler import Ticket
-from shmloader.pools.answers import UNKNOWN_PID, Death
+from shmloader.grammar import UNKNOWN_PID, describe_worker
+from shmloader.pools.answers import Death
 from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -21,16 +22,6 @@ _SIGBUS_HINT = (
 
 # The most calls of a stack that a text shows.
 _FRAMES_SHOWN = 12
-
-
-def describe_worker(worker_id: int, pid: int | None) -> str:
-    """Name a worker by its number and process id. A thread has no process id."""
-    if pid == UNKNOWN_PID:
-        return f"worker {worker_id} (of the executor)"
-    if pid is None:
-        return f"worker thread {worker_id}"
-    # The process id of a shared worker may not have come yet.
-    return f"worker {worker_id} (pid {pid})" if pid else f"worker {worker_id}"
 
 
 def describe_loading(ticket: Ticket, pid: int | None) -> str:
@@ -164,27 +155,6 @@ def _describe_resumption(checkpoint: DatasetCheckpoint) -> str:
     batches = "its first batch" if checkpoint.at == 1 else f"{checkpoint.at} batches"
     text = f" Its dataset resumes from its state after {batches}"
     return f"{text}, skipping {given} delivered since." if checkpoint.skip else f"{text}."
-
-
-def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
-    """Say why an iterator is closed, to follow "the iterator is closed".
-
-    Args:
-        error: The exception from outside, such as one raised by a signal handler.
-        in_sampler: Whether it left the sampler's own code.
-    """
-    name = type(error).__name__
-    if in_sampler:
-        return (
-            f" since {name}, raised from outside, interrupted the sampler, and an interrupted "
-            "generator cannot go on. The loader's state_dict() is that of the last batch that "
-            "next() returned."
-        )
-    return (
-        f" since {name}, raised from outside, interrupted it while a batch was in transit, which "
-        "would be missing if it went on. The loader's state_dict() is that of the last batch that "
-        "next() returned."
-    )
 
 
 def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:

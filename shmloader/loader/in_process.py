@@ -31,11 +31,10 @@ from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Instead
 from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.engine.wording import describe_interruption
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.loader.calls import REPLACED, CountingIterator
 from shmloader.loader.common import begin_by_torch, no_transform, transform_here
 from shmloader.loader.config import LoaderConfig, LoaderParts

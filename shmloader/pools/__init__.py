@@ -39,14 +39,17 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 ``close`` may be called from any thread. ``tests/pools`` holds the suite that each pool must pass.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from __future__ import annotations
 
-from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.insight.measurements import Counts, Readings
-from shmloader.pools.answers import Answer, Death
-from shmloader.pools.slot_memory import SlotMemory
-from shmloader.pools.status_page import AtWork
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # the interface needs no implementation
+    from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
+    from shmloader.insight.measurements import Counts, Readings
+    from shmloader.pools.answers import Answer, Death
+    from shmloader.pools.slot_memory import SlotMemory
+    from shmloader.pools.status_page import AtWork
 
 
 class SentTicket(Protocol):

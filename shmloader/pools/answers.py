@@ -18,9 +18,6 @@ from shmloader.memory.codec import PickledLayout, decode, lends
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.messages import Unsaved
 
-#: Stands for the unknown id of a process of the user's executor.
-UNKNOWN_PID = -1
-
 
 class PickledReader:
     """Builds a batch whose layout is pickled (the general case; FlatReader is the fast one).

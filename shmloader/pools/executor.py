@@ -45,10 +45,11 @@ from typing import Any
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.portable import PortablePayload
 from shmloader.batch.remote_error import RemoteError
+from shmloader.grammar import UNKNOWN_PID
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Caught, attempt
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import UNKNOWN_PID, Answer, Batch, Death, Empty, Failure
+from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
 from shmloader.pools.executor_task import Outcome, Result, make_batch, this_version
 from shmloader.pools.object_answers import unpack_batch

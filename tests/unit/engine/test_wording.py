@@ -16,8 +16,8 @@ from shmloader.engine.wording import (
     describe_ticket,
     describe_timeout,
     describe_work,
-    describe_worker,
 )
+from shmloader.grammar import describe_worker
 from shmloader.pools.answers import Death
 from shmloader.pools.status_page import AtWork, Phase
 
