@@ -10,7 +10,8 @@ If the workers had not loaded the next batch yet, further rules say why. They ar
 and two rules that advise the opposite of each other have a gap between their thresholds: "add
 workers" and "use fewer workers" never follow each other in similar epochs.
 
-The rules are a table (``_RULES``), and so are the texts (``_TEXTS``), one for each finding.
+The rules are a table (``_RULES``), and so are the texts (``_TEXTS``), one for each finding. The
+module is long because both tables stand in it.
 """
 
 import enum
@@ -176,8 +177,8 @@ class _Facts:
     @property
     def is_near_a_limit(self) -> bool:
         """Whether the largest batch nearly fills its share, or the machine's memory is short."""
-        slots, free = self.stats.slots, self.stats.machine.free_bytes
-        if slots.share_bytes and slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes:
+        free = self.stats.machine.free_bytes
+        if self._fills_share:
             return True
         return free is not None and free < FREE_SHARE * (free + self.used_bytes)
 
@@ -212,22 +213,27 @@ class _Facts:
         return self.stats.num_workers < self.stats.machine.cores or is_waiting
 
     @property
+    def _fills_share(self) -> bool:
+        slots = self.stats.slots
+        return slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0
+
+    @property
     def _memory(self) -> str:
         slots, machine = self.stats.slots, self.stats.machine
-        if slots.share_bytes:
+        if self._fills_share:
             return (
                 f"the largest batch took {size(slots.largest_bytes)} of the "
-                f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size"
+                f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size, or"
             )
         free = size(machine.free_bytes or 0)
-        return f"the loader takes {size(self.used_bytes)}, and {free} is free ({machine.limit})"
+        return f"the loader takes {size(self.used_bytes)}, and {free} is free ({machine.limit});"
 
     @property
     def _start(self) -> str:
         if not self.stats.num_workers:
-            return "make the start of the sampler or the dataset cheaper"
+            return "iter(): make the start of the sampler or the dataset cheaper"
         once = "" if self.stats.persistent_workers else "with persistent_workers=True "
-        return f"{once}this is paid once"
+        return f"the start and the end of workers: {once}this is paid once"
 
     @property
     def _add(self) -> str:
@@ -357,7 +363,7 @@ _RULES: tuple[tuple[str, Finding, Callable[[_Facts], bool]], ...] = (
 _TEXTS = {
     Finding.NOTHING_YET: "No batch has been delivered yet.",
     Finding.MEMORY: (
-        "Memory is near its limit: {memory}, or lower num_workers, prefetch_factor or batch_size, "
+        "Memory is near its limit: {memory} lower num_workers, prefetch_factor or batch_size, "
         "before a larger batch raises SharedMemoryError."
     ),
     Finding.NOTHING_TO_GAIN: (
@@ -368,9 +374,7 @@ _TEXTS = {
         "what the loader does meanwhile is not known: torch's own iterator loads (a data pipe, or "
         "no memfd or pidfd), or a loader that is not one of shmloader's."
     ),
-    Finding.START_UP: (
-        "{spent} of waiting was for iter(), and the start and the end of workers: {start}."
-    ),
+    Finding.START_UP: ("{spent} of waiting was for {start}."),
     Finding.SAMPLER: (
         "for {part} of that, the batch sampler was drawing indices, which it does on the "
         "consumer's thread: make the sampler cheaper, for example by drawing many indices at once."
@@ -381,9 +385,9 @@ _TEXTS = {
     ),
     Finding.IN_PROCESS: "it loads the data itself, mostly in {where}: {remedy}.",
     Finding.EXECUTOR_BUSY: (
-        "for {part} of that, the next batch's task waited for the executor or was on its way, or "
-        "the batch was being made: raise num_workers= if the executor has idle processes, "
-        "otherwise give it more. If the network is slow, use smaller types (uint8)."
+        "the next batch's task mostly waited for the executor or was on its way: raise "
+        "num_workers= if the executor has idle processes, otherwise give it more. If the network "
+        "is slow, use smaller types (uint8, converted here)."
     ),
     Finding.TOO_MANY_WORKERS: (
         "{workers} workers compete for {cores}, with the consumer and perhaps other programs, and "
@@ -402,8 +406,8 @@ _TEXTS = {
         "batches are wanted in bursts, and too few are loaded ahead: raise prefetch_factor."
     ),
     Finding.SLOW_COLLATE: (
-        "{busy}, {collate} of it in collate_fn: move work from there to the dataset, or let it "
-        "write into shmloader.empty()."
+        "workers spent {collate} of their time in collate_fn: move work from there to the dataset, "
+        "or let it write into shmloader.empty()."
     ),
     Finding.TOO_FEW_WORKERS: ("{busy}{add}.{turns}"),
     Finding.CORES_BUSY: (

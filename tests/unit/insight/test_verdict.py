@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -108,7 +109,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "collate": (
         stats_of(fetch=1, collate=4, stages={"collate": 12.0, "fetch": 4.0}),
         Finding.SLOW_COLLATE,
-        "60% of it in collate_fn",
+        "workers spent 60% of their time in collate_fn: move work",
     ),
     "the others have nothing to do": (
         stats_of({"idle_s": 4.5, "idle_awaited_s": 4.5}, fetch=5, load_p50_s=0.01, load_p99_s=0.2),
@@ -227,7 +228,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "an executor that is busy": (
         stats_of(kind="executor", queue=4, fetch=1),
         Finding.EXECUTOR_BUSY,
-        "task waited for the executor or was on its way",
+        "task mostly waited for the executor or was on its way: raise num_workers=",
     ),
     "an executor at work": (
         stats_of(kind="executor", queue=1, fetch=4),
@@ -246,6 +247,19 @@ def test_a_verdict_names_cause_and_remedy(case) -> None:
     assert stats.finding is finding, str(stats)
     assert words in stats.verdict
     assert stats.verdict.endswith(".")
+
+
+def test_of_two_limits_of_memory_the_near_one_is_named() -> None:
+    roomy = SlotStats(nbytes=95, largest_bytes=10, share_bytes=50)
+    machine = Machine(4, 5, "limit of the machine")
+    short = dataclasses.replace(stats_of(fetch=5, slots=roomy), machine=machine)
+    assert short.finding is Finding.MEMORY
+    assert "takes 95 B, and 5 B is free (limit of the machine); lower num_workers" in short.verdict
+    full = stats_of(fetch=5, slots=SlotStats(largest_bytes=49, share_bytes=50))
+    assert full.finding is Finding.MEMORY
+    assert (
+        "49 B of the 50 B that shm_size leaves for each; raise shm_size, or lower" in full.verdict
+    )
 
 
 def test_a_small_wait_is_said_to_be_one() -> None:
