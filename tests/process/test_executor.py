@@ -14,7 +14,6 @@ import random
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -42,7 +41,7 @@ from shmloader.insight.verdict import Finding
 from shmloader.pools.executor_task import make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
-from tests.process.support import ROOT, Bad, Calls, Gate, only, wait_until
+from tests.process.support import Bad, Calls, Gate, only, run_program, wait_until
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -823,6 +822,7 @@ def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(150)  # a fresh interpreter imports torch
 def test_what_a_program_defines_that_is_no_file_travels_by_value() -> None:
     program = """
 import concurrent.futures, multiprocessing, shmloader
@@ -840,12 +840,8 @@ with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
 assert all(type(one) is Point for one in batches)
 print([one.value for one in batches])
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
-    assert done.stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n", done.stderr
+    done = run_program(program, timeout_s=120)
+    assert done.out == "[0, 1, 2, 3, 4, 5, 6, 7]\n", done.err
 
 
 # Arguments ---------------------------------------------------------------------------------

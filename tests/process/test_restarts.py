@@ -8,6 +8,7 @@ import gc
 import hashlib
 import itertools
 import logging
+import multiprocessing
 import os
 import re
 import resource
@@ -936,19 +937,29 @@ def test_a_timeout_tells_of_stopped_workers_and_the_epoch_goes_on() -> None:
     assert [*seen, *however_late(batches)] == list(range(1, 8))
 
 
-@pytest.mark.slow
 def test_a_timeout_tells_of_a_worker_that_is_still_starting() -> None:
-    """Where it cannot be asked yet: it imports torch, which takes seconds."""
+    """Where it cannot be asked yet."""
+    gate = Gate()
+
+    class Slow(multiprocessing.context.ForkProcess):
+        def run(self) -> None:
+            gate.pass_through()
+            super().run()
+
+    context = multiprocessing.context.ForkContext()
+    context.Process = Slow  # type: ignore[assignment]
     loader = DataLoader(
         Calls(lambda n: n, 4), num_workers=1, timeout=0.05, collate_fn=only,
-        multiprocessing_context="spawn",
+        multiprocessing_context=context,
     )  # fmt: skip
     batches = iter(loader)
     (pid,) = pids(batches)
     lines = late(batches)
     assert len(lines) == 2
     assert re.fullmatch(rf"Worker 0 \(pid {pid}\) has been starting for \d+\.\d s\.", lines[1])
+    gate.open()
     assert list(however_late(batches, 35)) == [0, 1, 2, 3]
+    gate.close()
 
 
 def test_a_timeout_tells_of_a_worker_in_worker_init_fn() -> None:

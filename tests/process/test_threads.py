@@ -830,7 +830,7 @@ def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch)
     assert second.entered.wait(20)
     began = time.monotonic()
     loader.close()
-    assert 0.1 <= time.monotonic() - began < 3
+    assert 0.1 <= time.monotonic() - began < 20  # what is held would give up later
     assert len(ours()) == 1
     loader.close()
     second.go.set()
@@ -841,7 +841,8 @@ def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch)
     assert not batches._engine._scheduler.tickets
 
 
-def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c) -> None:
+def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)
     second = held(1)
     loader = make(Calls(second, 8))
     batches = iter(loader)
@@ -849,13 +850,15 @@ def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c) -> None:
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), interrupt_where("join"):
         loader.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20  # what is held would give up later
     second.go.set()
     wait_until(lambda: not ours())
     del batches
 
 
-def test_an_iterator_that_is_collected_on_its_own_thread_ends(held) -> None:
+def test_an_iterator_that_is_collected_on_its_own_thread_ends(held, monkeypatch) -> None:
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)  # if it waited for itself
+
     def collect(index: int) -> int:
         hold.wait_here()
         gc.collect()
@@ -870,10 +873,8 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(held) -> None:
     gc.disable()
     try:
         del batches, cycle
-        began = time.monotonic()
         hold.go.set()
-        wait_until(lambda: not ours())
-        assert time.monotonic() - began < 4  # it did not wait for itself
+        wait_until(lambda: not ours(), 20)
         assert gone() is None
     finally:
         gc.enable()
@@ -924,6 +925,7 @@ LIVE = """
         return loader, batches
 
     is_stuck = threading.Event()
+    fork_safety._PARK_S = 60  # longer than the test waits
     {body}
     print("over", flush=True)
 """
@@ -973,9 +975,7 @@ ENDS = {
 def test_an_interpreter_ends_quietly_whatever_its_threads_are_at(end) -> None:
     program = Program(LIVE.format(body=ENDS[end].strip()))
     assert program.read_line() == "over"
-    began = time.monotonic()
     program.finish().assert_quiet()
-    assert time.monotonic() - began < 4
 
 
 @pytest.mark.slow
@@ -1011,7 +1011,9 @@ def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
 @pytest.mark.sampled(2)
 @STAGES
 @pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "ready"])
-def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> None:
+def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what, monkeypatch) -> None:
+    # It waits for no thread, which it has not.
+    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)
     options = kind.options if staged else {}
     read = kind.read if staged else lambda batch: batch
     loader = make(Calls(torch.tensor, 24), persistent_workers=True, **options)
@@ -1038,21 +1040,21 @@ def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what) -> No
                 code = 0
             finally:
                 os._exit(code)
-    # It waited for no thread, which it has not: that would take five seconds.
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout_s=4)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 20)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert [int(read(batch)) for batch in batches] == list(range(1, 24))
     loader.close()
 
 
-def test_a_slow_sample_does_not_hold_up_who_forks(held) -> None:
+def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
+    monkeypatch.setattr(fork_safety, "_PARK_S", 60)
     first = held(0)
     batches = iter(make(Calls(first, 8), num_workers=1))
     assert first.entered.wait(20)
     began = time.monotonic()
     assert list(make(Calls(identity, 3), thread_pool=False)) == [0, 1, 2]
-    assert time.monotonic() - began < 4  # parking would have waited for five seconds
+    assert time.monotonic() - began < 20  # what is held would give up later
     first.go.set()
     assert list(batches) == list(range(8))
 
