@@ -132,7 +132,7 @@ class CountingIterator(_BaseDataLoaderIter):
             raise error
         except BaseException:
             # The user sees no frame of ours around those of the user's code.
-            error.__traceback__ = user_part(traceback)
+            error.with_traceback(user_part(traceback))  # which is never refused
             if context is not None:
                 # If next() is called in an except block, ``raise`` has replaced the context by the
                 # exception that is handled there, which is already the last in the user's chain.
