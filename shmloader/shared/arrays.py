@@ -31,9 +31,6 @@ _HINT = (
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# Methods that write to the array; operators and ufuncs are handled by __array_ufunc__.
-_WRITERS = ("fill", "itemset", "partition", "put", "setfield", "sort")
-
 
 class SharedArray(np.ndarray):
     """An array over shared memory. Results computed from it are ordinary arrays.
@@ -45,7 +42,8 @@ class SharedArray(np.ndarray):
     __array_priority__ = -100.0
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _check_writable(self)
+        if not self.flags.writeable:
+            raise ValueError(f"assignment destination is read-only: {_HINT}")
         super().__setitem__(key, value)
 
     def __array_ufunc__(
@@ -89,30 +87,9 @@ def _ordinary(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, SharedArray) else value
 
 
-def _check_writable(array: SharedArray) -> None:
-    if not array.flags.writeable:
-        raise ValueError(f"assignment destination is read-only: {_HINT}")
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    """Return ndarray's method of this name, which first checks that the array is writable."""
-    plain = getattr(np.ndarray, name)
-
-    def write(self: SharedArray, *args: Any, **options: Any) -> Any:
-        _check_writable(self)
-        return plain(self, *args, **options)
-
-    write.__name__, write.__doc__ = name, plain.__doc__
-    return write
-
-
 # torch's default_convert recognizes an array by these, and makes a tensor of it unless it holds
 # strings.
 SharedArray.__module__, SharedArray.__name__ = np.ndarray.__module__, np.ndarray.__name__
-
-for _name in _WRITERS:
-    if hasattr(np.ndarray, _name):  # NumPy 2 has no itemset
-        setattr(SharedArray, _name, _refusing(_name))
 
 
 def open_array(

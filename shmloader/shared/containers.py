@@ -51,11 +51,6 @@ class SharedList(Sequence[_T]):
     def __len__(self) -> int:
         return len(self._range)
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether reading an item runs no code but the list's own, since none is pickled."""
-        return self._records.is_simple
-
     @overload
     def __getitem__(self, index: int) -> _T: ...
     @overload
@@ -287,11 +282,6 @@ class SharedDict(Mapping[_K, _V]):
             raise KeyError(key)
         value: _V = self._values[number]
         return value
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether reading an item runs no code but the dict's own, since none is pickled."""
-        return self._keys.is_simple and self._values.is_simple
 
     def __contains__(self, key: object) -> bool:
         return self._find(key) >= 0

@@ -1,13 +1,11 @@
 """Stores Python objects as records in a segment, with tables of their positions and kinds.
 
-Str, bytes, int, float, bool and None are written as such. Any other object is pickled, each record
-by itself: unpickling a tuple of numbers and strings takes 0.25 µs, less than any loop in Python.
-Tensors and large arrays lie outside the records, and an object that is read has views of them.
+Str and bytes are written as such. Any other object is pickled, each record by itself: unpickling a
+tuple of numbers and strings takes 0.25 µs, less than any loop in Python. Tensors and large arrays
+lie outside the records, and an object that is read has views of them.
 """
 
-import enum
 import pickle
-import struct
 from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,32 +25,12 @@ from shmloader.shared.arrays import array_over, reduce_tensor
 # Bytes of records that are written at a time.
 _CHUNK_BYTES = 1 << 20
 
-_FLOAT = struct.Struct("<d")
-
-# The pickle of a tuple of these has no out-of-band buffers.
+# The pickle of these, or of a tuple of these, has no out-of-band buffers.
 _SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
-class Kind(enum.IntEnum):
-    """How a record is encoded."""
-
-    TEXT = 0
-    BYTES = 1
-    INT = 2
-    FLOAT = 3
-    PICKLE = 4
-    #: A pickle of a body and of where its out-of-band buffers lie.
-    OUT_OF_BAND = 5
-    NONE = 6
-    TRUE = 7
-    FALSE = 8
-
-
-_CONSTANTS = {Kind.NONE: None, Kind.TRUE: True, Kind.FALSE: False}
-
-# Plain ints for the reader, since looking up an enum's member takes as long as reading a record.
-_TEXT, _BYTES, _INT, _PICKLE = map(int, (Kind.TEXT, Kind.BYTES, Kind.INT, Kind.PICKLE))
-_FLOAT_KIND, _OUT_OF_BAND = int(Kind.FLOAT), int(Kind.OUT_OF_BAND)
+# How a record is encoded. The last kind is a pickle of a body and of where its buffers lie.
+_TEXT, _BYTES, _PICKLE, _OUT_OF_BAND = range(4)
 
 
 class RecordTables(NamedTuple):
@@ -115,31 +93,23 @@ class RecordWriter:
         self._chunk.clear()
         self._base = self._writer.used_bytes
 
-    def _encode(self, item: Any) -> tuple[bytes, Kind]:  # noqa: PLR0911 - one for each kind
+    def _encode(self, item: Any) -> tuple[bytes, int]:
         kind = type(item)
         if kind is str:
-            return item.encode("utf-8", "surrogatepass"), Kind.TEXT
+            return item.encode("utf-8", "surrogatepass"), _TEXT
         if kind is bytes:
-            return item, Kind.BYTES
-        if item is None or item is True or item is False:
-            constant = {None: Kind.NONE, True: Kind.TRUE, False: Kind.FALSE}
-            return b"", constant[item]
-        if kind is int:
-            nbytes = (item.bit_length() + 8) // 8
-            return item.to_bytes(nbytes, "little", signed=True), Kind.INT
-        if kind is float:
-            return _FLOAT.pack(item), Kind.FLOAT
-        if kind is tuple and _SIMPLE.issuperset(map(type, item)):
-            return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), Kind.PICKLE
+            return item, _BYTES
+        if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, item))):
+            return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), _PICKLE
         body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=BULK_BYTES)
         if not out_of_band.order:
-            return body, Kind.PICKLE
+            return body, _PICKLE
         self._flush()
         self._is_dense = False
         table = write_buffers(out_of_band, self._writer)
         self._base = self._writer.used_bytes
         record = (body, table.spans, table.order)
-        return pickle.dumps(record, pickle.HIGHEST_PROTOCOL), Kind.OUT_OF_BAND
+        return pickle.dumps(record, pickle.HIGHEST_PROTOCOL), _OUT_OF_BAND
 
     def _reduce(self, value: Any, out_of_band: OutOfBand) -> Any:
         """Reduce tensors and large arrays of an item, so that their data lie beside the pickle."""
@@ -191,13 +161,7 @@ class Records:
     def __len__(self) -> int:
         return self._tables.length
 
-    @property
-    def is_simple(self) -> bool:
-        """Whether no record is pickled, so that reading one runs no other code."""
-        kinds = bytes(self._kinds)
-        return _PICKLE not in kinds and _OUT_OF_BAND not in kinds
-
-    def __getitem__(self, number: int) -> Any:  # noqa: PLR0911 - one for each kind, the fast first
+    def __getitem__(self, number: int) -> Any:
         """Read a record, as a new object each time. ``number`` must not be negative."""
         data = self._segment[self._starts[number] : self._ends[number]]
         kind = self._kinds[number]
@@ -207,14 +171,8 @@ class Records:
             return pickle.loads(data)
         if kind == _BYTES:
             return data
-        if kind == _INT:
-            return int.from_bytes(data, "little", signed=True)
-        if kind == _FLOAT_KIND:
-            return _FLOAT.unpack(data)[0]
-        if kind == _OUT_OF_BAND:
-            body, spans, order = pickle.loads(data)
-            return load_with_buffers(body, BufferTable(spans, order), self._segment)
-        return _CONSTANTS[Kind(kind)]
+        body, spans, order = pickle.loads(data)
+        return load_with_buffers(body, BufferTable(spans, order), self._segment)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(self._tables.length))
