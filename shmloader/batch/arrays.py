@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
+from shmloader.batch.timer import Timer
 from shmloader.memory.bulk import address_of
 from shmloader.memory.flat import BARE, DICT, LIST
 from shmloader.memory.gather import Column, Columns, RowGatherer, SlotGatherer
@@ -38,20 +39,29 @@ def is_plain_data(dataset: Any) -> bool:
     ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. Any other dataset may draw them.
     """
     kind = type(dataset)
-    if kind in _ARRAYS or kind in _SEQUENCES:
-        return True
-    if kind is TensorDataset:
-        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
     if kind is Subset:
         # Indices of another type, such as a subclass of Tensor, may run the user's code, too.
-        indices = type(dataset.indices)
-        is_plain = indices in (*_ARRAYS, *_SEQUENCES, SharedList)
+        is_plain = type(dataset.indices) in (*_ARRAYS, *_SEQUENCES, SharedList)
         return is_plain and is_plain_data(dataset.dataset)
+    parts = _parts_of(dataset)
+    if parts is not None:
+        return all(map(is_plain_data, parts))
+    return kind in _ARRAYS or kind in _SEQUENCES
+
+
+def _parts_of(dataset: Any) -> Any:
+    """Return the datasets that one of torch's own consists of; None for any other."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return dataset.tensors
+    if kind is Subset:
+        return [dataset.dataset]
     if kind is ConcatDataset:
-        return all(map(is_plain_data, dataset.datasets))
+        return dataset.datasets
     if kind is StackDataset:
-        return all(map(is_plain_data, _values_of(dataset.datasets)))
-    return False
+        parts = dataset.datasets
+        return list(parts.values()) if isinstance(parts, dict) else parts
+    return None
 
 
 _PLAIN_SAMPLES = (torch.Tensor, np.ndarray, bool, int, float, str, bytes)
@@ -101,14 +111,11 @@ def find_columns(dataset: Any) -> Columns | None:
 
 def _sources_of(dataset: Any) -> list[Any]:
     """Return the objects that a dataset reads from at present, to notice when one is replaced."""
-    kind = type(dataset)
-    if kind is TensorDataset:
-        return list(dataset.tensors)
-    if kind is Subset:
-        return [dataset.indices, *_sources_of(dataset.dataset)]
-    if kind is StackDataset:
-        return [inner for part in _values_of(dataset.datasets) for inner in _sources_of(part)]
-    return [dataset]
+    parts = _parts_of(dataset)
+    if parts is None:
+        return [dataset]
+    sources = [source for part in parts for source in _sources_of(part)]
+    return [dataset.indices, *sources] if type(dataset) is Subset else sources
 
 
 def _form_of(part: Any) -> Any:
@@ -133,17 +140,11 @@ def _side_by_side(parts: Any, length: int) -> Columns | None:
     return Columns(DICT if is_dict else LIST, keys, tuple(fields), length) if fields else None
 
 
-def _values_of(parts: Any) -> Any:
-    return parts.values() if isinstance(parts, dict) else parts
-
-
 def may_be_columns(dataset: Any) -> bool:
     """Whether :func:`find_columns` may find columns, judging by the classes only."""
     kind = type(dataset)
-    if kind is Subset:
-        return may_be_columns(dataset.dataset)
-    if kind is StackDataset:
-        return all(map(may_be_columns, _values_of(dataset.datasets)))
+    if kind in (Subset, StackDataset):
+        return all(map(may_be_columns, _parts_of(dataset)))
     return kind in _ARRAYS or kind is TensorDataset
 
 
@@ -240,7 +241,7 @@ class ArrayFetcher:
     Args:
         find_gatherer: Returns the gatherer of the next batch; None if it cannot be gathered.
         plain: The other fetcher, which loads sample by sample.
-        note: Called for each gathered batch with the number of its samples.
+        timer: Counts the samples of gathered batches.
         may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
 
@@ -248,13 +249,13 @@ class ArrayFetcher:
         self,
         find_gatherer: Callable[[], RowGatherer | None],
         plain: Any,
-        note: Callable[[int], None],
+        timer: Timer,
         *,
         may_shard: bool,
     ) -> None:
         self._find_gatherer = find_gatherer
         self._plain = plain
-        self._note = note
+        self._timer = timer
         self._may_shard = may_shard
 
     def fetch(self, indices: Any) -> Any:
@@ -270,7 +271,7 @@ class ArrayFetcher:
         valid = _valid_indices(indices, gatherer.length)
         if valid is None:
             return self._plain.fetch(as_list(indices))
-        self._note(len(valid))
+        self._timer.sample_count += len(valid)
         return gatherer.gather(valid)
 
 

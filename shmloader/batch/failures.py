@@ -1,8 +1,8 @@
 """Carries failed samples from a worker to the main process, and names samples in texts.
 
-Only plain values cross, so that neither a key nor an exception class of the user's can make an
-answer unreadable. Failed samples are noted where they are loaded
-(:class:`shmloader.batch.tolerant_fetcher.TolerantFetcher`), and are read in the main process when
+Keys and exception classes of the user's cross as bytes, so that neither can make an answer
+unreadable. Failed samples are noted where they are loaded
+(:class:`shmloader.batch.fetchers.MapFetcher`), and are read in the main process when
 their batch is delivered.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from shmloader.batch.remote_error import RemoteError, cut_text
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Suppressed
 from shmloader.sampling.indices import without_position
 
 #: How a sample that fails is handled. A function gets the sample's index and the exception, and
@@ -73,41 +73,42 @@ class BadSample:
     """A sample that could not be loaded.
 
     Attributes:
-        index: The sample's key; the key's text if the key could not be pickled.
+        key: The sample's key, pickled; None if it could not be pickled or is long.
+        text: The key's text.
         error: The exception that the dataset raised.
     """
 
-    index: object
+    key: bytes | None
+    text: str
     error: RemoteError
 
     @classmethod
     def caught(cls, index: object, where: str) -> Self:
         """Wrap the exception that is being handled."""
-        return cls(index, RemoteError.caught(where).shortened(_TRACEBACK_CHARACTERS))
+        key = None
+        with contextlib.suppress(Exception):  # pickling the user's key may raise anything
+            key = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
+        key = key if key is not None and len(key) <= _INDEX_BYTES else None
+        error = RemoteError.caught(where).shortened(_TRACEBACK_CHARACTERS)
+        return cls(key, describe_index(index), error)
 
-    def _values(self) -> tuple[bytes | None, str, bytes]:
-        return _dump_index(self.index), describe_index(self.index), self.error.dumps()
-
-    @classmethod
-    def _from_values(cls, values: tuple[bytes | None, str, bytes]) -> Self:
-        data, text, error = values
-        index: object = text
-        if data is not None:
+    @property
+    def index(self) -> object:
+        """The sample's key; its text if the key cannot cross."""
+        if self.key is not None:
             with Suppressed(Exception):  # unpickling the user's key may raise anything
-                index = pickle.loads(data)
-        return cls(index, RemoteError.loads(error))
+                return pickle.loads(self.key)
+        return self.text
 
     def shortened(self) -> Self:
         """Return the sample in a form of less than 4 KiB."""
-        data = _dump_index(self.index)
         error = self.error.shortened(_SHORT_TRACEBACK_CHARACTERS)
         error = replace(error, message=cut_text(error.message, _SHORT_MESSAGE_CHARACTERS))
-        if error.type_bytes is not None and len(error.type_bytes) > _SHORT_BYTES:
-            error = replace(error, type_bytes=None)
-        index = self.index
-        if data is None or len(data) > _SHORT_BYTES:
-            index = describe_index(index)
-        return replace(self, index=index, error=error)
+        key, type_bytes = (
+            None if data is None or len(data) > _SHORT_BYTES else data
+            for data in (self.key, error.type_bytes)
+        )
+        return replace(self, key=key, error=replace(error, type_bytes=type_bytes))
 
 
 @dataclass(slots=True)
@@ -128,17 +129,6 @@ class SampleReport:
         """Add a failed sample."""
         self.failed_count += 1
         self.newest = (*self.newest, bad)[-LISTED:]
-
-    def dumps(self) -> bytes:
-        """Return the report pickled as plain values."""
-        values = [bad._values() for bad in self.newest]
-        return pickle.dumps((self.sample_count, self.failed_count, values), pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def loads(cls, data: bytes) -> Self:
-        """Return the report that :meth:`dumps` has pickled."""
-        sample_count, failed_count, values = pickle.loads(data)
-        return cls(sample_count, failed_count, tuple(map(BadSample._from_values, values)))
 
     def shortened(self) -> Self:
         """Return the counts and the last failure only, in less than 4 KiB."""
@@ -166,18 +156,7 @@ def describe_indices(ticket_indices: object) -> str:
 
 def describe_index(index: object) -> str:
     """Return a short text of a key, whatever its ``repr`` does."""
-    try:
+    text = f"<{type(index).__name__}>"
+    with Suppressed(Exception):
         text = reprlib.repr(index)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        text = f"<{type(index).__name__}>"
     return text[:_INDEX_CHARACTERS]
-
-
-def _dump_index(index: object) -> bytes | None:
-    """Pickle a key; None if that fails or is too long."""
-    with contextlib.suppress(Exception):  # pickling the user's key may raise anything
-        data = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
-        return data if len(data) <= _INDEX_BYTES else None
-    return None

@@ -1,18 +1,8 @@
-"""The configuration that says how batches are made of a dataset, and chooses the fetcher."""
+"""The configuration that says how batches are made of a dataset."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.failures import OnError
-from shmloader.batch.fetchers import (
-    ConcurrentSamples,
-    MapFetcher,
-    SampleLoader,
-    ShardFetcher,
-    StreamFetcher,
-)
-from shmloader.batch.tolerant_fetcher import TolerantFetcher
 
 
 class FetchConfig(NamedTuple):
@@ -63,32 +53,3 @@ class FetchConfig(NamedTuple):
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""
         return None if self.concurrency is None else ConcurrentFetcher(self.concurrency)
-
-    def make_fetcher(
-        self,
-        dataset: object,
-        collate_fn: Callable[[Any], Any],
-        on_error: OnError = "raise",
-        where: str = "in the main process",
-        sample_loader: "SampleLoader | None" = None,
-    ) -> Any:
-        """Return a fetcher. For an iterable dataset, this calls ``iter(dataset)``.
-
-        Args:
-            dataset: The dataset.
-            collate_fn: Makes a batch of samples.
-            on_error: How bad samples are handled; any value but "raise" makes a
-                :class:`TolerantFetcher`. Ignored for an iterable dataset, since an iterator that
-                has raised yields nothing more.
-            where: Where this runs, for the texts of errors.
-            sample_loader: Loads several samples at once. With None, samples are loaded one after
-                the other.
-        """
-        if on_error != "raise" and not self.is_iterable:
-            return TolerantFetcher(self, dataset, collate_fn, on_error, where, sample_loader)
-        if sample_loader is not None:
-            dataset = ConcurrentSamples(dataset, sample_loader)
-        kind: Any = ShardFetcher if self.may_shard else MapFetcher
-        if self.is_iterable:
-            kind = StreamFetcher
-        return kind(dataset, self.auto_collation, collate_fn, self.drop_last)

@@ -1,123 +1,164 @@
-"""Fetches the samples of a batch as torch's fetchers do. Errors name the sample that failed."""
+"""Fetches the samples of a batch, as torch's fetchers do, and collates them.
 
-import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+An error names the sample that failed. With an ``on_error`` other than "raise", the samples of a
+map-style dataset that fail are skipped or replaced.
+"""
 
-from torch.utils.data import Dataset, Subset, get_worker_info
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
 
-from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
+from torch.utils.data import get_worker_info
+
+from shmloader.batch.collator import Collator
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import (
+    BadSample,
+    OnError,
+    SampleReport,
     describe_bad_index,
     describe_bad_list,
     describe_bad_number,
+    describe_bad_replacement,
     describe_index,
 )
-from shmloader.batch.ragged import collate
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 from shmloader.batch.remote_error import note_sample
-from shmloader.interruptions import is_interruption
-from shmloader.probing import probe
+from shmloader.batch.sample_watch import SampleWatch
+from shmloader.batch.samples import list_loader, one_by_one
+from shmloader.errors import SampleTimeoutError
+from shmloader.forked_child import end_if_forked
+from shmloader.grammar import described_type
+from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.steps import is_sharded
+
+# Stands for a sample that failed and was not replaced.
+_SKIPPED = object()
 
 
 class EmptyBatchError(Exception):
     """All samples of a batch failed, and none was replaced. Never reaches the user."""
 
 
-def one_by_one(dataset: Any) -> Callable[[Any], Any]:
-    """Return a function that loads the sample of an index.
+class MapFetcher:
+    """Makes batches of a map-style dataset.
 
-    It uses the dataset's ``__getitem__``, or ``__getitems__`` if the dataset has no
-    ``__getitem__``.
-    """
-    if _gives_lists_alone(dataset):
-        return functools.partial(_get_by_list, dataset)
-    return functools.partial(operator.getitem, dataset)
-
-
-def _gives_lists_alone(dataset: Any) -> bool:
-    """Whether a dataset has only ``__getitems__``; torch's base ``__getitem__`` only raises."""
-    own = getattr(type(dataset), "__getitem__", None)
-    return own in (None, Dataset.__getitem__) and bool(probe(dataset, "__getitems__"))
-
-
-def _get_by_list(dataset: Any, index: Any) -> Any:
-    (sample,) = dataset.__getitems__([index])
-    return sample
-
-
-class SampleLoader:
-    """Loads several samples of a dataset at once, in order.
+    A sample is bad if loading it raises an ``Exception``. Other exceptions of the dataset
+    (``SystemExit``, ``KeyboardInterrupt``) and those of the collate function are always raised.
 
     Args:
-        concurrent_fetcher: Loads the samples.
-        begins: Functions that are called for each sample, in order, in the sample's context, for
-            instance to seed its generators.
+        config: How batches are fetched.
+        dataset: The dataset.
+        collate: Makes a batch of samples and their indices.
+        on_error: How bad samples are handled.
+        where: Where this runs, in words, for the texts of failures.
+        concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
+            the other.
+        begins: With ``concurrent_fetcher``: functions that are called for each sample, in order, in
+            the sample's context, for instance to seed its generators.
     """
 
     def __init__(
-        self, concurrent_fetcher: ConcurrentFetcher, begins: Sequence[Callable[[], None]] = ()
+        self,
+        config: FetchConfig,
+        dataset: Any,
+        collate: Collator,
+        on_error: OnError = "raise",
+        where: str = "in the main process",
+        concurrent_fetcher: ConcurrentFetcher | None = None,
+        begins: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self._concurrent_fetcher = concurrent_fetcher
-        self._begins = begins
+        self._config, self._dataset, self._collate = config, dataset, collate
+        self._on_error, self._where = on_error, where
+        self._is_strict = on_error == "raise"
+        self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
+        self._report = SampleReport()
+        self._pid = os.getpid()
 
-    def load(
-        self, get: Callable[[Any], Any], indices: Iterable[Any], *, wants_all: bool
-    ) -> list[SampleResult]:
-        """Load samples; see :meth:`ConcurrentFetcher.load`."""
-        return self._concurrent_fetcher.load(get, indices, self._begins, wants_all=wants_all)
+    def take_report(self) -> SampleReport | None:
+        """Return the report on the samples since the last call, whether or not fetching raised.
 
+        Returns None if bad samples are neither skipped nor replaced.
+        """
+        if self._is_strict:
+            return None
+        report, self._report = self._report, SampleReport()
+        return report
 
-class ConcurrentSamples:
-    """A map-style dataset for torch's fetcher, which calls ``__getitems__`` for a batch."""
+    def fetch(self, index: Any) -> Any:
+        """Return a batch, or a list of the shards' batches.
 
-    def __init__(self, dataset: Any, sample_loader: SampleLoader) -> None:
-        self._get = one_by_one(dataset)
-        self._sample_loader = sample_loader
+        Args:
+            index: An index list, one key without batching, or a list of the shards' index lists.
 
-    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
-        results = self._sample_loader.load(self._get, indices, wants_all=False)
-        for result in results:
+        Raises:
+            EmptyBatchError: If all samples failed and were to be skipped. With ``keep_size``, also
+                if all samples of one shard did.
+            BaseException: What the dataset, ``on_error`` or the collate function raises.
+        """
+        if not self._is_strict:
+            self._pid = os.getpid()
+        if self._config.may_shard and is_sharded(index):
+            return self._fetch_shards(index)
+        return self._fetch_batch(index)
+
+    def _fetch_batch(self, index: Any) -> Any:
+        if not self._config.auto_collation:
+            return self._collate(self._without_skipped(self._load_each([index]))[0])
+        if not self._is_strict and isinstance(index, Iterator):
+            index = list(index)  # it may be read twice
+        getitems = None
+        # Asked for each batch, as torch does.
+        if self._concurrent_fetcher is None and getattr(self._dataset, "__getitems__", None):
+            getitems = list_loader(self._dataset)
+        samples = self._load_each(index) if getitems is None else self._load_list(getitems, index)
+        if self._report.failed_count and type(samples) is list:
+            good = self._without_skipped(samples)
+            if len(good) < len(samples):
+                index = [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
+            samples = good
+        return self._collate(samples, index)
+
+    def _fetch_shards(self, shards: Iterable[Any]) -> list[Any]:
+        """Return the batches of the shards of which at least one sample is left."""
+        batches = []
+        for shard in shards:
             try:
-                result.take()  # the first failure is raised, whether or not others were begun
-            except BaseException as error:
-                if not is_from_outside(error):
-                    note_sample(error, describe_bad_index(result.index))
+                batches.append(self._fetch_batch(shard))
+            except EmptyBatchError:
+                if self._config.keep_size:
+                    raise
+        if not batches:
+            raise EmptyBatchError
+        return batches
+
+    def _load_list(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
+        """Load all samples by one call. If that fails and bad samples are tolerated, load each."""
+        try:
+            samples = getitems(indices)
+        except BaseException as error:
+            if is_from_outside(error):
                 raise
-        return [result.value for result in results]
-
-    def __getitem__(self, index: Any) -> Any:
-        (sample,) = self.__getitems__([index])
-        return sample
-
-
-class MapFetcher(_MapDatasetFetcher):
-    """torch's fetcher of a map-style dataset, whose errors say which sample failed."""
-
-    dataset: Any
-    collate_fn: Callable[[Any], Any]
-
-    def fetch(self, possibly_batched_index: Any) -> Any:
-        """Return the batch of an index list, or of one key without batching."""
-        dataset = self.dataset
-        if not self.auto_collation:
-            return self.collate_fn(self._load_each(dataset, [possibly_batched_index])[0])
-        getitems = list_loader(dataset)
-        if getitems is None:
-            samples = self._load_each(dataset, possibly_batched_index)
+            if self._is_strict or not isinstance(error, Exception):
+                note_sample(error, describe_bad_list(indices))
+                raise
+            end_if_forked(self._pid)
+            # Loading them one by one shows which sample failed.
         else:
-            try:
-                samples = getitems(possibly_batched_index)
-            except BaseException as error:
-                if not (isinstance(dataset, ConcurrentSamples) or is_from_outside(error)):
-                    note_sample(error, describe_bad_list(possibly_batched_index))
-                raise
-        return collate(self.collate_fn, samples, possibly_batched_index)
+            self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
+            return samples
+        each = self._load_each(indices, _ByLists(getitems))
+        return [_only_one(one.samples) if type(one) is _Listed else one for one in each]
 
-    @staticmethod
-    def _load_each(dataset: Any, indices: Iterable[Any]) -> list[Any]:
+    def _counted(self, indices: Iterable[Any]) -> Iterator[Any]:
+        for index in indices:
+            self._report.sample_count += 1
+            yield index
+
+    def _load_each(self, indices: Iterable[Any], dataset: Any = None) -> list[Any]:
+        """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
         try:
             keys = iter(indices)
         except TypeError as error:
@@ -125,94 +166,185 @@ class MapFetcher(_MapDatasetFetcher):
                 f"{error}: batch_sampler should yield lists of indices, but it yielded "
                 f"{describe_index(indices)}"
             ) from None
-        samples = []
+        if self._concurrent_fetcher is not None:
+            return self._load_at_once(self._concurrent_fetcher, keys)
+        if not self._is_strict:
+            keys = self._counted(keys)
+        samples: list[Any] = []
+        add = samples.append
+        dataset = self._dataset if dataset is None else dataset
         for index in keys:
             try:
                 sample = dataset[index]
             except BaseException as error:
-                if not is_from_outside(error):
-                    note_sample(error, describe_bad_index(index))
-                raise
+                if not self._is_bad(index, error):
+                    raise
+                sample = self._replacement(index, error)
+            add(sample)
+        return samples
+
+    def _load_at_once(self, fetcher: ConcurrentFetcher, indices: Iterable[Any]) -> list[Any]:
+        get, samples = one_by_one(self._dataset), []
+        for result in fetcher.load(get, indices, self._begins, wants_all=not self._is_strict):
+            self._report.sample_count += 1
+            try:
+                sample = result.take()
+            except BaseException as error:
+                if not self._is_bad(result.index, error):
+                    raise
+                sample = result.context.run(self._replacement, result.index, error)
             samples.append(sample)
         return samples
 
+    def _is_bad(self, index: Any, error: BaseException) -> bool:
+        """Whether an exception of a sample is not raised. One that is raised gets a note."""
+        if is_from_outside(error):
+            return False
+        if not self._is_strict and isinstance(error, Exception):
+            return True
+        note_sample(error, describe_bad_index(index))
+        return False
 
-def list_loader(dataset: Any) -> Any:
-    """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
+    def _replacement(self, index: Any, error: Any) -> Any:
+        """Note a bad sample, and return its replacement or ``_SKIPPED``.
 
-    The ``__getitems__`` of torch's ``Subset`` loads samples one by one if the dataset in the subset
-    has no ``__getitems__``.
+        Called while the sample's exception is being handled.
+        """
+        end_if_forked(self._pid)
+        self._report.note(BadSample.caught(index, self._where))
+        if not callable(self._on_error):
+            return _SKIPPED
+        try:
+            return self._on_error(index, error)
+        except BaseException as raised:
+            if not is_from_outside(raised):
+                note_sample(raised, describe_bad_replacement(index))
+            raise
+
+    def _without_skipped(self, samples: list[Any]) -> list[Any]:
+        """Return the samples without skipped ones.
+
+        With ``keep_size``, copies of the first good sample take the places of skipped ones.
+
+        Raises:
+            EmptyBatchError: If all samples were skipped.
+        """
+        good = [sample for sample in samples if sample is not _SKIPPED]
+        if len(good) == len(samples):
+            return samples
+        if not good:
+            raise EmptyBatchError
+        if not self._config.keep_size:
+            return good
+        return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
+
+
+class _Listed(NamedTuple):
+    """What ``__getitems__`` returned for one index."""
+
+    samples: Any
+
+
+class _ByLists:
+    """Loads each sample by a call of ``__getitems__`` of its own."""
+
+    def __init__(self, getitems: Callable[[Any], Any]) -> None:
+        self._getitems = getitems
+
+    def __getitem__(self, index: Any) -> _Listed:
+        return _Listed(self._getitems([index]))
+
+
+def _only_one(samples: Any) -> Any:
+    """Return the one sample that ``__getitems__`` returned for one index.
+
+    Raises:
+        TypeError: If ``samples`` is not a sequence of one sample.
     """
-    getitems = getattr(dataset, "__getitems__", None)
-    if not getitems:
-        return None
-    inner = dataset
-    while type(inner) is Subset and "__getitems__" not in vars(inner):
-        inner = inner.dataset
-    if inner is not dataset and not callable(getattr(inner, "__getitems__", None)):
-        return None
-    return getitems
+    if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
+        raise TypeError(
+            "__getitems__ failed for a batch, and for one index of it returned "
+            f"{described_type(samples)} instead of a list of one sample, so the bad samples cannot "
+            "be identified"
+        )
+    return samples[0]  # type: ignore[index]
 
 
-class ShardFetcher(MapFetcher):
-    """A fetcher that also makes a list of batches from a list of index lists."""
-
-    def fetch(self, possibly_batched_index: Any) -> Any:
-        """Return the batch, or the shards' batches."""
-        fetch = super().fetch
-        if is_sharded(possibly_batched_index):
-            return [fetch(shard) for shard in possibly_batched_index]
-        return fetch(possibly_batched_index)
+def _copy(sample: Any) -> Any:
+    """Copy a sample, since collate may change samples in place, for instance remove a field."""
+    with Suppressed(Exception):  # a sample that cannot be copied is used twice
+        return copy.deepcopy(sample)
+    return sample
 
 
-class StreamFetcher(_IterableDatasetFetcher):
-    """torch's fetcher of an iterable dataset, whose errors say which sample failed.
+class StreamFetcher:
+    """Makes batches of an iterable dataset.
+
+    Args:
+        config: How batches are fetched.
+        dataset: The dataset.
+        dataset_iter: The iterator of its samples.
+        collate: Makes a batch of samples.
+        watch: Watches how long samples take; None if they may take any time.
 
     Attributes:
+        dataset: The dataset.
+        dataset_iter: The iterator.
+        ended: Whether the iterator has no further sample.
         is_resumed: Whether the dataset has loaded a state, so that samples were yielded before.
+        fingerprint: Fingerprint of the newest batch; None until its samples were read.
+        only_reads: Whether batches are read but not collated.
     """
 
-    dataset_iter: Iterator[Any]
-    collate_fn: Callable[[Any], Any]
-
     def __init__(
-        self, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool
+        self,
+        config: FetchConfig,
+        dataset: Any,
+        dataset_iter: Iterator[Any],
+        collate: Collator,
+        watch: SampleWatch | None = None,
     ) -> None:
-        super().__init__(dataset, auto_collation, collate_fn, drop_last)
-        self.is_resumed = False
+        self.dataset, self.dataset_iter = dataset, dataset_iter
+        self._config, self._collate, self._watch = config, collate, watch
+        self.ended = self.is_resumed = self.only_reads = False
+        self.fingerprint: int | None = None
         # How many samples the iterator has yielded.
         self._count = 0
+        # Whether a sample hung: after that there are none, as after an exception of a generator.
+        self._has_hung = False
 
-    def fetch(self, possibly_batched_index: Any) -> Any:
+    def fetch(self, indices: Any) -> Any:
         """Return the next batch, or the next sample without batching.
 
         Raises:
             StopIteration: At the end of the dataset.
         """
-        if self.ended:
+        self.fingerprint = None
+        if self.ended or self._has_hung:
             raise StopIteration
-        count = len(possibly_batched_index) if self.auto_collation else 1
-        samples = self._take(count)
-        if not self.auto_collation:
-            if not samples:
-                raise StopIteration
-            return self.collate_fn(samples[0])
-        self.ended = len(samples) < count
-        if not samples or (self.drop_last and self.ended):
+        is_batch = self._config.auto_collation
+        count = len(indices) if is_batch else 1
+        samples = self._next(count)
+        if is_batch:
+            self.ended = len(samples) < count
+        if not samples or (self.ended and self._config.drop_last):
             raise StopIteration
-        return collate(self.collate_fn, samples, None)
+        whole = samples if is_batch else samples[0]
+        self.fingerprint = fingerprint_of(samples) if is_batch else fingerprint(whole)
+        return None if self.only_reads else self._collate(whole)
 
-    def _take(self, count: int) -> list[Any]:
+    def _next(self, count: int) -> list[Any]:
         """Return the iterator's next samples, fewer at its end."""
-        iterator = self.dataset_iter
+        iterator, watch = self.dataset_iter, self._watch
         samples: list[Any] = []
         add = samples.append
         try:
             for _ in range(count):
-                add(next(iterator))
+                add(next(iterator) if watch is None else watch.load_next(iterator))
         except StopIteration:
             pass
         except BaseException as error:
+            self._has_hung = isinstance(error, SampleTimeoutError)
             if not is_from_outside(error):
                 number, is_here = self._count + len(samples), get_worker_info() is None
                 note = describe_bad_number(number, is_resumed=self.is_resumed, is_here=is_here)

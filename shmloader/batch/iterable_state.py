@@ -21,10 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import cloudpickle
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint, chained
-from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.payload import main_is_importable
-from shmloader.batch.sample_watch import WatchedIterator
-from shmloader.batch.seeded_datasets import SeededIterator
+from shmloader.batch.sample_rng import SeededIterator
 from shmloader.memory.pickler import PICKLE_ERRORS
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import has_own_state, has_state_methods, take_state
@@ -38,7 +36,7 @@ class Saved(NamedTuple):
 
     Attributes:
         of: The object that ``state`` belongs to.
-        is_short: Whether torch's fetcher has reached the stream's end, and made a short last batch.
+        is_short: Whether the fetcher has reached the stream's end, and made a short last batch.
         state: What ``state_dict()`` returned.
         position: How many samples the stream has yielded in the epoch, if samples have random
             number generators of their own.
@@ -58,7 +56,7 @@ def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
     """Return the state of the iterable dataset that a fetcher iterates; None if it has no state.
 
     Args:
-        fetcher: torch's fetcher.
+        fetcher: The dataset's fetcher.
         keep: Copies or pickles the state.
     """
     iterator, dataset, position = parts_of(fetcher)
@@ -70,24 +68,11 @@ def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
 
 
 def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
-    """Return a torch fetcher's iterator, its dataset, and the number of seeded samples so far."""
-    iterator = dataset_iterator(fetcher)
-    if isinstance(iterator, SeededIterator):
-        return iterator.source, iterator.dataset, iterator.position
-    return iterator, fetcher.dataset, 0
-
-
-def dataset_iterator(fetcher: Any) -> Any:
-    """Return the iterator of a torch fetcher, or the one inside it if that is watched."""
+    """Return a fetcher's iterator, its dataset, and the number of seeded samples so far."""
     iterator = fetcher.dataset_iter
-    return iterator.source if isinstance(iterator, WatchedIterator) else iterator
-
-
-def take_fingerprints(fetcher: Any) -> FingerprintingCollate:
-    """Make torch's fetcher of an iterable dataset take the fingerprint of each batch."""
-    collate = FingerprintingCollate(fetcher.collate_fn, takes_list=fetcher.auto_collation)
-    fetcher.collate_fn = collate
-    return collate
+    if isinstance(iterator, SeededIterator):
+        return iterator.source, fetcher.dataset, iterator.position
+    return iterator, fetcher.dataset, 0
 
 
 def save_dataset(dataset: Any, keep: Keep[_T]) -> _T | Unsaved | None:
@@ -120,7 +105,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
     """Load an iterator's state, and the fetcher's. Called after ``iter(dataset)``."""
     if saved is None:
         return
-    iterator = dataset_iterator(fetcher)
+    iterator = fetcher.dataset_iter
     if isinstance(iterator, SeededIterator):
         iterator.resume(saved.position, saved.state if saved.of == "iterator" else None)
     elif saved.of == "iterator":
@@ -133,17 +118,15 @@ def replay(
     fetcher: Any,
     checkpoint: DatasetCheckpoint,
     indices: Any,
-    collate: FingerprintingCollate,
     *,
     only_reads: bool,
 ) -> None:
     """Read again, and discard, the batches that a stream has delivered since its snapshot.
 
     Args:
-        fetcher: torch's fetcher of the dataset, at the snapshot.
+        fetcher: The fetcher of the dataset, at the snapshot.
         checkpoint: Where the stream is resumed.
         indices: A ticket's indices, of which only the number counts.
-        collate: The fetcher's collate function.
         only_reads: Whether batches are not collated, since collating draws no random numbers and
             keeps no state.
 
@@ -152,13 +135,11 @@ def replay(
         BaseException: What the dataset or ``collate_fn`` raises where it did not raise before.
     """
     check, failed, rng_at = 0, frozenset(checkpoint.failed), dict(checkpoint.rng_at)
-    if only_reads:
-        fetcher.collate_fn = collate.take
+    fetcher.only_reads = only_reads
     try:
         for number in range(checkpoint.at, checkpoint.given):
             if number in rng_at:
                 set_global_rng_state(rng_at[number])
-            collate.reset()
             try:
                 fetcher.fetch(indices)
             except StopIteration:
@@ -172,10 +153,10 @@ def replay(
                     raise
             # The checksum also shows samples that can be read now but could not be before, or the
             # other way round.
-            if collate.value is not None:
-                check = chained(check, collate.value)
+            if fetcher.fingerprint is not None:
+                check = chained(check, fetcher.fingerprint)
     finally:
-        fetcher.collate_fn = collate
+        fetcher.only_reads = False
     if check != checkpoint.check:
         raise _other_samples(checkpoint)
 

@@ -6,7 +6,7 @@ samples that differ in type or dtype, lack a key, have a type that it cannot col
 image without a transform), or require grad. A note on its exception then names the same things.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -71,38 +71,34 @@ class _Difference(NamedTuple):
     values: list[str]
 
 
-def collate(collate_fn: Callable[[Any], Any], samples: Any, indices: Any) -> Any:
-    """Return ``collate_fn(samples)``; explain its error if the samples differ.
+def explain(error: Exception, samples: Any, indices: Any) -> Exception | None:
+    """Return an exception to raise in place of one that collating raised; None to raise that one.
+
+    If the samples differ in shape or length, that is an exception of the same class with a longer
+    text. If they differ in type, dtype or keys, are of a type that cannot be collated, or require
+    grad, ``error`` gets a note.
 
     Args:
-        collate_fn: The collate function.
-        samples: What the dataset returned for a batch.
+        error: What the collate function raised.
+        samples: What the dataset returned for the batch.
         indices: The samples' indices; None for those of an iterable dataset.
-
-    Raises:
-        RuntimeError, ValueError: The error of ``collate_fn`` with a longer text, if samples differ
-            in shape or length.
-        BaseException: The exception of ``collate_fn``. It gets a note if samples differ in type,
-            dtype or keys, are of a type that cannot be collated, or require grad.
     """
-    try:
-        return collate_fn(samples)
-    except Exception as error:
-        difference = _difference_behind(error, samples)
-        if difference is None:
-            raise
-        path, what, values = difference
-        if what not in ("shape", "length"):
-            name = what.removeprefix("unknown ")
-            note = f"In this batch, the {name} of {path}: {_describe(values, indices)}."
-            note_sample(error, note + _REMEDIES.get(what, ""))
-            raise
-        explained = _explain(error, difference, indices)
-    try:
-        # Not in the except block, where Python would print the first exception as well.
-        raise explained
-    finally:
-        del explained  # its traceback refers to this frame
+    difference = _difference_behind(error, samples)
+    if difference is None:
+        return None
+    path, what, values = difference
+    if what not in ("shape", "length"):
+        name = what.removeprefix("unknown ")
+        note = f"In this batch, the {name} of {path}: {_describe(values, indices)}."
+        note_sample(error, note + _REMEDIES.get(what, ""))
+        return None
+    explained = type(error)(
+        f"{error}\nThe samples of this batch have different {what}s of {path}: "
+        f"{_describe(values, indices)}. Pad them in collate_fn= "
+        "(torch.nn.utils.rnn.pad_sequence pads along the first dimension), or bring them to one "
+        f"{what} in the dataset."
+    )
+    return explained.with_traceback(without_ours(error.__traceback__))
 
 
 def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
@@ -126,18 +122,6 @@ def _difference_behind(error: Exception, samples: Any) -> _Difference | None:
         found = (_find(samples, "sample", _DEPTH, each) for each in wanted)
         return next((one for one in found if one is not None), None)
     return None
-
-
-def _explain(error: Exception, difference: _Difference, indices: Any) -> Exception:
-    """Return an error of the same class that says which samples differ in shape or length."""
-    path, what, values = difference
-    explained = type(error)(
-        f"{error}\nThe samples of this batch have different {what}s of {path}: "
-        f"{_describe(values, indices)}. Pad them in collate_fn= "
-        "(torch.nn.utils.rnn.pad_sequence pads along the first dimension), or bring them to one "
-        f"{what} in the dataset."
-    )
-    return explained.with_traceback(without_ours(error.__traceback__))
 
 
 def _describe(shapes: list[str], indices: Any) -> str:

@@ -1,6 +1,6 @@
 """Carries the exceptions of a worker to the main process.
 
-Only plain values cross, so that an exception class of the user's cannot make an answer unreadable.
+The exception's class crosses as bytes, so that it cannot make an answer unreadable.
 The main process raises an exception of the same class if it can load the class, and otherwise a
 RuntimeError.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import cloudpickle
-from torch._utils import ExceptionWrapper, KeyErrorMessage
+from torch._utils import KeyErrorMessage
 
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Suppressed
 from shmloader.tracebacks import format_for_user
 
 # How many characters of an exception's own text are kept on one line.
@@ -66,18 +66,6 @@ class RemoteError:
             text = text.removesuffix(f"{note}\n")
         return cls(kind.__name__, where, text, _pickle_type(kind), _message_of(error), own)
 
-    def dumps(self) -> bytes:
-        """Return the error pickled as plain values, which can always be read."""
-        values = (
-            self.kind, self.where, self.text, self.type_bytes, self.message, self.own_notes,
-        )  # fmt: skip
-        return pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def loads(cls, data: bytes) -> Self:
-        """Return the error that :meth:`dumps` has pickled."""
-        return cls(*pickle.loads(data))
-
     def shortened(self, characters: int) -> Self:
         """Return the error with a text of at most about ``characters`` characters.
 
@@ -96,32 +84,21 @@ class RemoteError:
         """Raise the exception in this process, with ``note`` added (PEP 678).
 
         Raises:
-            Exception: An exception of the same class if that can be built from a text, otherwise a
-                RuntimeError. Its text begins as torch's does.
+            Exception: What :meth:`rebuilt` returns.
         """
-        try:
-            self._raise()
-        except BaseException as error:
-            if not is_interruption(error):
-                with Suppressed(Exception):  # an exception may refuse attributes
-                    for each in (note, *self.own_notes):
-                        error.add_note(each)
-                error.with_traceback(None)  # it refers to this frame, which refers to the error
-            raise
+        raise self.rebuilt(note)
 
     def rebuilt(self, note: str) -> Exception:
-        """Return the exception that :meth:`reraise` would raise, without a traceback.
+        """Return an exception of the same class if that can be built from a text.
 
-        So it keeps no frame of this process alive.
+        Otherwise it is a RuntimeError. Its text begins as torch's does, and ``note`` is added.
         """
-        try:
-            self.reraise(note)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            with Suppressed(Exception):  # an exception may refuse attributes
-                error.__context__ = None
-            return error.with_traceback(None)
+        text = f"Caught {self.kind} {self.where}.\nOriginal {self.text}"
+        error = self._build(text) or RuntimeError(text)
+        with Suppressed(Exception):  # an exception may refuse attributes
+            for each in (note, *self.own_notes):
+                error.add_note(each)
+        return error
 
     @property
     def summary(self) -> str:
@@ -137,40 +114,27 @@ class RemoteError:
         Args:
             note: A note for the exception, which says what failed, such as a sample in a worker.
         """
-        error: Exception = RuntimeError(self.summary)
-        kind = self._load_type()
-        if kind is not None:
-            with Suppressed(Exception):  # the class's own constructor or text
-                built = _build(kind, self.message)
-                if isinstance(built, Exception) and "\n" not in str(built):
-                    error = built
+        error = self._build(self.message, is_line=True) or RuntimeError(self.summary)
         with Suppressed(Exception):  # an exception may refuse attributes
             error.add_note(note)
             error.add_note(self.text.rstrip("\n"))
         return error
 
-    def _load_type(self) -> Any:
-        """Return the class; None if the main process cannot load it or must not raise it."""
-        if self.type_bytes is not None:
-            with Suppressed(Exception):  # a module that only the worker has
-                return pickle.loads(self.type_bytes)
-        return None
+    def _build(self, text: str, *, is_line: bool = False) -> Exception | None:
+        """Return an exception of the class with a text, built as torch builds it.
 
-    def _raise(self) -> NoReturn:
-        kind = self._load_type()
-        if kind is not None:
-            # torch's wrapper passes KeyError and some others their text in the form they need.
-            wrapper: Any = object.__new__(ExceptionWrapper)
-            wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, self.text, self.where
-            try:
-                wrapper.reraise()
-            except (kind, RuntimeError):
-                raise
-            except Exception as error:
-                if is_interruption(error):
-                    raise
-                # The class's own constructor failed.
-        raise RuntimeError(f"Caught {self.kind} {self.where}.\nOriginal {self.text}")
+        Returns None if the main process cannot load the class or must not raise it, if the class
+        does not take the text, or if its text should be one line and is not.
+        """
+        if self.type_bytes is not None:
+            with Suppressed(Exception):  # a module that only the worker has; the constructor
+                kind: Any = pickle.loads(self.type_bytes)
+                if kind is KeyError:
+                    return KeyError(KeyErrorMessage(text))
+                built = kind(message=text) if getattr(kind, "message", None) else kind(text)
+                if isinstance(built, Exception) and not (is_line and "\n" in str(built)):
+                    return built
+        return None
 
 
 def _without_middle(text: str, characters: int) -> str:
@@ -182,25 +146,15 @@ def _without_middle(text: str, characters: int) -> str:
 
 def _message_of(error: BaseException) -> str:
     """Return an exception's own text on one line, whatever its ``__str__`` does."""
-    try:
+    text = "<exception str() failed>"
+    with Suppressed(Exception):
         text = " ".join(str(error).split())
-    except Exception as raised:
-        if is_interruption(raised):
-            raise
-        text = "<exception str() failed>"
     return cut_text(text, _MESSAGE_CHARACTERS)
 
 
 def cut_text(text: str, characters: int) -> str:
     """Return a text, or its beginning if it is longer than ``characters``."""
     return text if len(text) <= characters else f"{text[:characters]} …"
-
-
-def _build(kind: Any, text: str) -> Any:
-    """Return an exception of a class with a text, built as torch builds it."""
-    if kind is KeyError:
-        return KeyError(KeyErrorMessage(text))
-    return kind(message=text) if getattr(kind, "message", None) else kind(text)
 
 
 class _SampleNote(str):

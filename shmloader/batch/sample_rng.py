@@ -194,6 +194,11 @@ class SampleRng:
         self._epoch = epoch
         self._digests = [begin_digest(use, self._seed, epoch) for use in Use]
 
+    def load(self, get: Callable[[Any], Any], index: Any) -> Any:
+        """Seed for the next sample of the ticket, and return ``get(index)``."""
+        self.begin_sample()
+        return get(index)
+
     def begin_sample(self) -> None:
         """Seed for the next sample of the ticket, unless it draws nothing."""
         number = self._count
@@ -234,42 +239,18 @@ class SampleRng:
         """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
         return self._epoch is not None
 
-    def wrap_collate(
-        self,
-        collate_fn: Callable[[Any], Any],
-        begin: Callable[[Any], None] | None,
-        *,
-        counts_samples: bool,
-    ) -> Callable[[Any], Any]:
-        """Return a function that seeds and then collates a batch of a map-style dataset.
+    def begin_stream_collate(self, _: object = None) -> None:
+        """Seed for collating samples of an iterable dataset."""
+        self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
+
+    def end_batch(self, counted: int) -> None:
+        """Note that a batch of the ticket is collated. A next one, of another shard, follows.
 
         Args:
-            collate_fn: Makes a batch of samples.
-            begin: Called with the samples before ``collate_fn``; None to call nothing.
-            counts_samples: Whether the samples are counted now, as :meth:`begin_sample` was not
-                called for them.
+            counted: How many of its samples :meth:`begin_sample` was not called for.
         """
-
-        def collate(samples: Any) -> Any:
-            if begin is not None:
-                begin(samples)
-            # Without batching, ``samples`` is the ticket's only sample, which may have no length.
-            if counts_samples and isinstance(samples, list):
-                self._count += len(samples)
-            batch = collate_fn(samples)
-            self._batch_start = self._count  # the ticket's next shard, if any, begins here
-            return batch
-
-        return collate
-
-    def wrap_stream_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that seeds and then collates a batch of an iterable dataset."""
-
-        def collate(samples: Any) -> Any:
-            self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
-            return collate_fn(samples)
-
-        return collate
+        self._count += counted
+        self._batch_start = self._count
 
     def _set(self, use: Use, first: int, second: int) -> None:
         begun = self._digests[use]
@@ -287,10 +268,7 @@ class SampleRng:
 
 
 class _Loading:
-    """The context manager of the block that loads a ticket's samples.
-
-    It is a class, since a generator function would take longer.
-    """
+    """The context manager that :meth:`SampleRng.at` returns; a generator would take longer."""
 
     __slots__ = ("_before", "_positioned", "_rng")
 
@@ -308,9 +286,65 @@ class _Loading:
         self._rng.restore_globals()
 
 
-def loading(rng: SampleRng | None, indices: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for the block that loads a ticket's samples.
+class SeededIterator:
+    """Iterates an iterable dataset, and seeds before each sample.
 
-    It sets the samples' position, if ``rng`` is given. The block gets the plain indices.
+    :meth:`begin` calls ``iter(dataset)``: when this iterator is made if the epoch is known by then,
+    otherwise before the first sample.
+
+    Attributes:
+        source: The dataset's own iterator; None until :meth:`begin`.
     """
-    return contextlib.nullcontext(indices) if rng is None else rng.at(indices)
+
+    def __init__(self, rng: SampleRng, dataset: Any) -> None:
+        self._rng, self._dataset = rng, dataset
+        self.source: Iterator[Any] | None = None
+        self._state: Any = None
+        if rng.knows_epoch:
+            self.begin()
+
+    @property
+    def position(self) -> int:
+        """The number of samples that were asked for in the epoch, in this worker's stream."""
+        return self._rng.position
+
+    def resume(self, position: int, state: Any) -> None:
+        """Continue after earlier samples.
+
+        Args:
+            position: How many samples were yielded before.
+            state: The argument for the source's ``load_state_dict``; None to not call that.
+        """
+        self._rng.position = position
+        self._state = state
+        if self.source is not None:
+            self._load_state(self.source)
+
+    def _load_state(self, source: Any) -> None:
+        state, self._state = self._state, None
+        if state is not None:
+            source.load_state_dict(state)
+
+    def begin(self) -> None:
+        """Call ``iter(dataset)``, with generators seeded for it.
+
+        Raises:
+            Exception: What ``iter(dataset)`` raises. A StopIteration, which would silently end the
+                epoch, becomes a RuntimeError.
+        """
+        with self._rng.opening_stream():
+            try:
+                self.source = iter(self._dataset)
+            except StopIteration as error:
+                raise RuntimeError("iter(dataset) raised StopIteration") from error
+            self._load_state(self.source)
+
+    def __iter__(self) -> "SeededIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self.source is None:
+            self.begin()
+        assert self.source is not None
+        self._rng.begin_stream_sample()
+        return next(self.source)

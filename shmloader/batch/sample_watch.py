@@ -23,7 +23,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
 from contextvars import ContextVar
 from typing import Any
 
-from shmloader.batch.fetchers import list_loader, one_by_one
 from shmloader.errors import SampleTimeoutError
 
 #: The published number while no sample is in work.
@@ -103,6 +102,10 @@ class SampleWatch:
             self._end_work(number)
         return sample
 
+    def load_list(self, get: Callable[[Any], Any], indices: Any) -> Any:
+        """Call ``get(indices)``, which loads several samples, watch it, and return its result."""
+        return self.load(get, indices, len(indices) if isinstance(indices, Sized) else 1)
+
     def load_next(self, iterator: Iterator[Any]) -> Any:
         """Call ``next(iterator)``, watch it, and return its result. Raises as :meth:`load` does."""
         number = self._take_number()
@@ -152,55 +155,3 @@ class SampleWatch:
         return SampleTimeoutError(
             f"{what} took longer than {times}sample_timeout={self._timeout_s:g} s. {text}"
         )
-
-
-class WatchedSamples:
-    """A map-style dataset whose samples are watched."""
-
-    def __init__(self, watch: SampleWatch, dataset: Any) -> None:
-        self._watch = watch
-        self._dataset = dataset
-        self._get = one_by_one(dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._watch.load(self._get, index)
-
-    @property
-    def __getitems__(self) -> Any:
-        """The dataset's own ``__getitems__``, watched; None if :func:`list_loader` finds none."""
-        get = list_loader(self._dataset)
-        if get is None:
-            return None
-
-        def getitems(indices: Any) -> Any:
-            count = len(indices) if isinstance(indices, Sized) else 1
-            return self._watch.load(get, indices, count)
-
-        return getitems
-
-
-class WatchedIterator:
-    """An iterable dataset's iterator whose samples are watched.
-
-    After a sample that hung it yields nothing more, like a generator that has raised.
-
-    Attributes:
-        source: The dataset's own iterator.
-    """
-
-    def __init__(self, watch: SampleWatch, source: Iterator[Any]) -> None:
-        self.source = source
-        self._watch = watch
-        self._has_hung = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._has_hung:
-            raise StopIteration
-        try:
-            return self._watch.load_next(self.source)
-        except SampleTimeoutError:
-            self._has_hung = True
-            raise

@@ -16,8 +16,17 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from shmloader.batch.payload import pickle_to
+from shmloader.grammar import with_article
 from shmloader.interruptions import is_interruption
-from shmloader.memory.pickler import PICKLE_ERRORS
+from shmloader.memory.encoder import pickle_batch
+from shmloader.memory.pickler import (
+    PICKLE_ERRORS,
+    ByValuePickler,
+    OutOfBand,
+    PlainPickler,
+    batch_reducers,
+    reduce_data,
+)
 
 # How long the search may take. After that it returns the part that it has found so far.
 _SEARCH_S = 3.0
@@ -216,3 +225,30 @@ def explain(error: Exception, found: Unpicklable | None, receiver: str, remedy: 
             return kind(f"{error}\n{text}")
     error.add_note(text)
     return error
+
+
+def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+    """Pickle a batch; see :func:`pickle_batch`.
+
+    Raises:
+        TypeError: If part of the batch cannot be pickled; names that part.
+        MemoryError: If there is no memory for that.
+    """
+    try:
+        return pickle_batch(batch, by_value=by_value)
+    except MemoryError:
+        raise
+    except Exception as error:
+        pickler = ByValuePickler if by_value else PlainPickler
+
+        def pickle_to(value: object, file: Any) -> None:
+            pickler(file, reduce_data, OutOfBand(), batch_reducers()).dump(value)
+
+        found = find_unpicklable([batch], ["batch"], pickle_to=pickle_to)
+        path, part = found or ("batch", batch)
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise TypeError(
+            f"a batch cannot be sent from its worker: {path} is {with_article(kind)} and cannot be "
+            f"pickled ({type(error).__name__}: {error}). Return something picklable from the "
+            "dataset or collate_fn."
+        ) from error

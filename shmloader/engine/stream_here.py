@@ -6,7 +6,7 @@ from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, parts_of, read, save, save_dataset
-from shmloader.batch.seeded_datasets import SeededIterator
+from shmloader.batch.sample_rng import SeededIterator
 from shmloader.batch.timer import bytes_of
 from shmloader.engine.dataset_checkpoints import dump_checkpoint
 from shmloader.engine.state_cost import StateCost
@@ -81,7 +81,7 @@ class StreamHere:
     nor to an iterator that cannot be saved.
 
     Args:
-        fetcher: torch's fetcher of the dataset, after it has called ``iter(dataset)``.
+        fetcher: The fetcher of the dataset, after ``iter(dataset)`` was called.
         checkpoint: Where the dataset is resumed.
         rng: States of the process's global generators at ``iter(dataset)``; None if samples do
             not depend on them.
@@ -151,7 +151,7 @@ class StreamHere:
         Args:
             fingerprint: The batch's fingerprint, if one was taken.
             has_failed: Whether an exception was raised in the batch's place.
-            is_short: Whether torch's fetcher reached the stream's end with this batch.
+            is_short: Whether the fetcher reached the stream's end with this batch.
         """
         self._before = self._checkpoint
         self._checkpoint = self._checkpoint.after_batch(None, fingerprint, has_failed=has_failed)

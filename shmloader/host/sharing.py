@@ -13,6 +13,7 @@
 
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -188,7 +189,7 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
             server.give_up()
         else:
             remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
-            server.finish(_FAILED + remote.shortened(_ERROR_CHARACTERS).dumps())
+            server.finish(_FAILED + pickle.dumps(remote.shortened(_ERROR_CHARACTERS)))
         raise
     except BaseException:
         server.give_up()
@@ -326,7 +327,7 @@ def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
     data = channel.recv(_ANSWER_BYTES)
     answer: RemoteError | ReceivedPayload
     if data.startswith(_FAILED):
-        answer = RemoteError.loads(data.removeprefix(_FAILED))
+        answer = pickle.loads(data.removeprefix(_FAILED))
     elif data == _BUILT:
         channel.settimeout(_REST_S)
         answer = receive_payload(channel)

@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from shmloader.batch.arrays import is_plain_data
-from shmloader.batch.maker import describe_coroutines
+from shmloader.batch.collator import describe_coroutines
 from shmloader.device.backend import parse_device
 from shmloader.memory.arena import describe_shm_size
 from shmloader.probing import probe

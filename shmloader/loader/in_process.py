@@ -21,7 +21,6 @@ from shmloader.batch.iterable_state import (
     load_iterator,
     read,
     replay,
-    take_fingerprints,
 )
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
@@ -316,7 +315,7 @@ class LocalMaker:
 
     Attributes:
         checkpoint: The checkpoint of the dataset; None if states of the loader contain none.
-        fetcher: torch's fetcher, or one of ours.
+        fetcher: Loads samples and collates them.
         take_report: Returns the report on a batch's samples.
         is_replaying: Whether batches are being re-read to resume an iterable dataset, or could not
             be.
@@ -400,7 +399,6 @@ class LocalMaker:
         if config.fetch.seed is not None:
             load_iterator(self.fetcher, saved)
         self.fetcher.ended |= checkpoint.has_ended
-        self._fingerprints = take_fingerprints(self.fetcher)
         self._stream = self.checkpoint = StreamHere(
             self.fetcher, checkpoint, rng, asks=config.fetch.snapshot_every > 0
         )
@@ -409,7 +407,7 @@ class LocalMaker:
     def last(self) -> tuple[int | None, bool]:
         """The last batch's fingerprint, and whether an iterable dataset has ended with it."""
         if isinstance(self.checkpoint, StreamHere):
-            return self._fingerprints.value, self.fetcher.ended
+            return self.fetcher.fingerprint, self.fetcher.ended
         return None, False
 
     @property
@@ -434,7 +432,6 @@ class LocalMaker:
 
     def _make_of_stream(self, indices: Any) -> Any:
         self._stream.begin_batch()
-        self._fingerprints.reset()
         if self._resumed is None:
             return self._maker.make(indices)
         return self._make_first(indices, self._resumed)
@@ -447,7 +444,6 @@ class LocalMaker:
             rng = {**(global_rng_state() if rng is None else rng), **loaded}
         left = self._replay(indices, checkpoint, rng) if checkpoint.skip else None
         self._resumed = None
-        self._fingerprints.reset()
         if rng is None:
             return self._maker.make(indices)
         set_global_rng_state({name: (left or rng)[name] for name in loaded})
@@ -473,7 +469,7 @@ class LocalMaker:
         """
         self.is_replaying = True
         with _as_before(rng), self._maker.loading(indices) as plain:
-            replay(self.fetcher, checkpoint, plain, self._fingerprints, only_reads=self._only_reads)
+            replay(self.fetcher, checkpoint, plain, only_reads=self._only_reads)
             left = None if rng is None else global_rng_state()
         self.is_replaying = False
         return left

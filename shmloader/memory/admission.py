@@ -102,14 +102,11 @@ class MemoryAdmission:
         self._config = config
         self._root = Path(config.root)
         self._groups: tuple[ControlGroup, ...] | None = None
-        self._smallest_batch = math.inf
+        #: Bytes of the smallest batch that this process has completed.
+        self.smallest_batch = math.inf
         self._most_free = _less_reserve(config.free_at_start)
         #: Whether, when a slot last grew, less was free than all workers together may take.
         self.is_tight = False
-
-    def note_batch(self, used_bytes: int) -> None:
-        """Note the size of a batch that this process has completed."""
-        self._smallest_batch = min(self._smallest_batch, used_bytes)
 
     def is_short(self, present_bytes: int, slot_bytes: int) -> bool:
         """Whether memory is too short for slots to keep their pages while they wait for a batch.
@@ -174,9 +171,9 @@ class MemoryAdmission:
         if free is None or free.nbytes < now.nbytes:
             free = self._most_free = now
         config = self._config
-        if config.batch_count is None or self._smallest_batch == math.inf:
+        if config.batch_count is None or self.smallest_batch == math.inf:
             return
-        batch_bytes = min(int(self._smallest_batch), end)
+        batch_bytes = min(int(self.smallest_batch), end)
         if config.slot_count * batch_bytes > free.nbytes:
             raise SharedMemoryError(
                 f"{config.describe(batch_bytes)}, but {_describe_free(free)}: {_REMEDY}"

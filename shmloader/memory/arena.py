@@ -59,9 +59,8 @@ _SPARE_DIVISOR = 4
 # needed, and slots that are not in use are unmapped.
 _LIMIT_DIVISOR = 4
 
-# A slot has excess if it has more than this many times what it needs, plus this many bytes.
-_EXCESS_FACTOR = 2
-_EXCESS_BYTES = 16 << 20
+#: A slot has excess if it has more than twice what it needs, plus this many bytes.
+EXCESS_BYTES = 16 << 20
 
 _UNMAPPED = memoryview(b"")
 
@@ -89,7 +88,7 @@ def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
 
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     """Whether a slot holds or maps so much more than it needs that it should give some back."""
-    return present_bytes > _EXCESS_FACTOR * needed_bytes + _EXCESS_BYTES
+    return present_bytes > 2 * needed_bytes + EXCESS_BYTES
 
 
 class Lease(ref[Any]):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.codec import PartialStorage, Span
+from shmloader.memory.codec import PartialStorage
 from shmloader.memory.pickler import OutOfBand
 from shmloader.memory.segment import Segment, SegmentWriter
 
@@ -42,15 +42,8 @@ def write_buffers(out_of_band: OutOfBand, writer: SegmentWriter) -> BufferTable:
     Raises:
         SharedMemoryError: If there is not enough memory.
     """
-    spans: dict[int, Span] = {}
-    for storage in out_of_band.storages.values():
-        start, nbytes = storage.span()
-        address = storage.keep.data_ptr() + start
-        spans[storage.index] = Span(writer.append_memory(address, nbytes), nbytes, start)
-    for index, buffer in out_of_band.buffers:
-        raw = buffer.raw()
-        spans[index] = Span(writer.append(raw), raw.nbytes, -1)
-    return BufferTable(tuple((*spans[n],) for n in range(len(spans))), tuple(out_of_band.order))
+    spans = out_of_band.place(writer.append_memory)
+    return BufferTable(tuple((*span,) for span in spans), tuple(out_of_band.order))
 
 
 def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:

@@ -78,42 +78,22 @@ def rebuild_tensor(
     return tensor
 
 
-def rebuild_coo(
-    indices: torch.Tensor,
-    values: torch.Tensor,
+def rebuild_sparse(
+    parts: Any,
     shape: tuple[int, ...],
-    is_coalesced: bool,
+    layout: torch.layout,
+    is_coalesced: bool | None,
     requires_grad: bool,
 ) -> torch.Tensor:
     """Make a sparse tensor. Called by pickle in the receiving process, as are the following."""
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        shape,
-        is_coalesced=is_coalesced,
-        check_invariants=False,
-        requires_grad=requires_grad,
+    make: Any = torch.sparse_compressed_tensor
+    options: dict[str, object] = {"layout": layout}
+    if layout is torch.sparse_coo:
+        make, options = torch.sparse_coo_tensor, {"is_coalesced": is_coalesced}
+    tensor: torch.Tensor = make(
+        *parts, shape, check_invariants=False, requires_grad=requires_grad, **options
     )
-
-
-def rebuild_compressed(
-    outer: torch.Tensor,
-    inner: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    layout: torch.layout,
-    requires_grad: bool,
-) -> torch.Tensor:
-    """Make a compressed sparse tensor."""
-    return torch.sparse_compressed_tensor(
-        outer,
-        inner,
-        values,
-        shape,
-        layout=layout,
-        check_invariants=False,
-        requires_grad=requires_grad,
-    )
+    return tensor
 
 
 def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

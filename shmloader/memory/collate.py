@@ -10,17 +10,15 @@ worker, with the private ``UntypedStorage._new_shared`` (PyTorch Geometric does)
 from the slot as well: otherwise their batch would be copied there.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.forked_child import end_if_forked
-from shmloader.memory.flat import FlatLayout
-from shmloader.memory.packer import FlatPacker, stack_into
+from shmloader.memory.packer import stack_into
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.process_state import PROCESS
 
@@ -110,50 +108,6 @@ def install(writer: SlotWriter) -> None:
     collate_map = torch_collate.default_collate_fn_map
     if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:
         collate_map[torch.Tensor] = _collate_tensor_fn
-
-
-class SlotCollate:
-    """A collate function, wrapped for the fetcher of a worker process.
-
-    Calling it returns what the function returns, or the :class:`FlatLayout` of a batch that was
-    packed into the slot instead.
-
-    Args:
-        collate_fn: The function to wrap.
-        writer: The writer of the worker's slots.
-
-    Attributes:
-        packer: Packs batches in place of torch's own ``default_collate``; None for any other
-            collate function.
-        before: Called with the samples before each call of the collate function, so not for a
-            batch that was packed; None to call nothing.
-    """
-
-    def __init__(self, collate_fn: Callable[[object], object], writer: SlotWriter) -> None:
-        self._collate_fn = collate_fn
-        self._writer = writer
-        self.packer = FlatPacker(writer) if is_plain(collate_fn) else None
-        self.before: Callable[[Any], None] | None = None
-
-    def __call__(self, samples: object) -> "object | FlatLayout":
-        """Collate the samples of one batch."""
-        end_if_forked(self._writer.pid)
-        if self.packer is not None:
-            layout = self.packer.pack(samples)
-            if layout is not None:
-                return layout
-        if self.before is not None:
-            self.before(samples)
-        was_offered, self._writer.is_offered = self._writer.is_offered, True
-        try:
-            return self._collate_fn(samples)
-        finally:
-            self._writer.is_offered = was_offered
-
-
-def packs(collate_fn: object) -> TypeGuard[SlotCollate]:
-    """Whether a function packs the batches of torch's own ``default_collate`` into a slot."""
-    return isinstance(collate_fn, SlotCollate) and collate_fn.packer is not None
 
 
 def is_plain(collate_fn: object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.interruptions import Suppressed
 
 # Fields of a line of /proc/self/mountinfo before the "-", and after it.
 _MOUNT_ROOT, _MOUNT_POINT = 3, 4
@@ -234,13 +234,10 @@ def soft_limit(kind: int) -> int | None:
     Args:
         kind: A constant of :mod:`resource`, such as ``RLIMIT_AS``.
     """
-    try:
+    with Suppressed(OSError):  # refused by a sandbox
         soft, _ = resource.getrlimit(kind)
-    except OSError as error:  # refused by a sandbox
-        if is_interruption(error):
-            raise
-        return None
-    return None if soft == resource.RLIM_INFINITY else soft
+        return None if soft == resource.RLIM_INFINITY else soft
+    return None
 
 
 def address_space() -> AddressSpace:
@@ -252,12 +249,9 @@ def address_space() -> AddressSpace:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
+    with Suppressed(OSError):
         return path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        if is_interruption(error):
-            raise
-        return []
+    return []
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -189,38 +189,37 @@ class FlatPacker:
         """
         if type(samples) is not list or not samples:
             return None
+        fields: list[_Spec] = []
+        sources: list[Any] = []
         try:
             container, keys, columns = _split(samples)
-            read = [_read_column(column) for column in columns]
+            for column in columns:
+                _read_column(column, fields, sources)
         except _NotFlatError:
             return None
-        fields = [spec for spec, _ in read]
-        sources = [source for _, source in read]
         signature = (container, keys, len(samples), fields)
-        start = self._writer.used_bytes
+        writer = self._writer
+        start = writer.used_bytes
         packing = self._packings.get(start)
         if packing is None or packing.signature != signature:
             if len(self._packings) > MOST_PACKINGS:
                 self._packings.clear()
             packing = make_packing(container, keys, len(samples), fields, start)
             self._packings[start] = packing
-        self._writer.allocate(packing.end - start)
-        if not self._fill(packing, start, sources):
-            self._writer.rewind(start)
-            return None
-        return packing.layout
-
-    def _fill(self, packing: Packing, start: int, sources: list[Any]) -> bool:
+        writer.allocate(packing.end - start)
         try:
-            targets = targets_in(self._writer.slot, self, start, packing, _make_targets)
+            targets = targets_in(writer.slot, self, start, packing, _make_targets)
             for group, target in zip(packing.layout.groups, targets, strict=True):
                 if not _fill_group(group, target, sources):
-                    return False
+                    break
                 if FAULTS is not None:
                     FAULTS.reach("worker.write")
+            else:
+                return packing.layout
         except (RuntimeError, TypeError, ValueError):
-            return False
-        return True
+            pass
+        writer.rewind(start)
+        return None
 
 
 def targets_in(
@@ -291,8 +290,12 @@ def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
         raise _NotFlatError from None
 
 
-def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
-    """Return a field's dtype and shape, and its values: the samples' tensors or one array."""
+def _read_column(column: Sequence[Any], fields: list[_Spec], sources: list[Any]) -> None:
+    """Append a field's dtype and shape, and its values: the samples' tensors or one array.
+
+    Raises:
+        _NotFlatError: If these samples cannot be packed.
+    """
     first = column[0]
     kind = type(first)
     if kind is torch.Tensor:
@@ -305,15 +308,21 @@ def _read_column(column: Sequence[Any]) -> tuple[_Spec, Any]:
             or first._is_zerotensor()
         ):
             raise _NotFlatError
-        return (first.dtype, first.shape), column
+        fields.append((first.dtype, first.shape))
+        sources.append(column)
+        return
     convert = _CONVERTERS.get(kind)
     try:
         if convert is not None:
             numbers = convert(column)
-            return (_TORCH_DTYPES[numbers.dtype], None), numbers
+            fields.append((_TORCH_DTYPES[numbers.dtype], None))
+            sources.append(numbers)
+            return
         if kind is np.ndarray and first.dtype.kind in "biufc":
-            tensors = [torch.as_tensor(array) for array in column]
-            return (tensors[0].dtype, tensors[0].shape), tensors
+            tensors = list(map(torch.as_tensor, column))
+            fields.append((tensors[0].dtype, tensors[0].shape))
+            sources.append(tensors)
+            return
     except Exception:  # noqa: BLE001 - torch's collate raises the error that the user sees
         raise _NotFlatError from None
     raise _NotFlatError

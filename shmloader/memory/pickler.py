@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from shmloader.memory.codec import (
+    Span,
     rebuild_array,
-    rebuild_compressed,
-    rebuild_coo,
+    rebuild_sparse,
     rebuild_storage,
     rebuild_tensor,
     rebuild_typed_storage,
@@ -131,6 +131,23 @@ class OutOfBand:
             self.order.append(self._count)
             self._count += 1
         return False
+
+    def place(self, put: Callable[[int, int], int]) -> tuple[Span, ...]:
+        """Put each buffer somewhere, and return where they lie, in the order of their indices.
+
+        Args:
+            put: Called with the address and the length of bytes. Returns their offset.
+        """
+        spans: dict[int, Span] = {}
+        for storage in self.storages.values():
+            start, nbytes = storage.span()
+            offset = put(storage.keep.data_ptr() + start, nbytes) if nbytes else 0
+            spans[storage.index] = Span(offset, nbytes, start)
+        for index, buffer in self.buffers:
+            raw = buffer.raw()
+            address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0] if raw else 0
+            spans[index] = Span(put(address, raw.nbytes) if raw else 0, raw.nbytes, -1)
+        return tuple(spans[index] for index in range(len(spans)))
 
 
 #: Returns a value's reduction; NotImplemented for pickle's own.
@@ -248,15 +265,15 @@ def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
     """Reduce to dense tensors: torch's own unpickling keeps sparse tensors in a list forever."""
     _check_leaf(tensor)
     grad, tensor = tensor.requires_grad, tensor.detach()
-    shape = tuple(tensor.shape)
+    is_coalesced = None
     if tensor.layout is torch.sparse_coo:
         is_coalesced = tensor.is_coalesced()
-        return rebuild_coo, (tensor._indices(), tensor._values(), shape, is_coalesced, grad)
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        outer, inner = tensor.crow_indices(), tensor.col_indices()
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     else:
-        outer, inner = tensor.ccol_indices(), tensor.row_indices()
-    return rebuild_compressed, (outer, inner, tensor.values(), shape, tensor.layout, grad)
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return rebuild_sparse, (parts, tuple(tensor.shape), tensor.layout, is_coalesced, grad)
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:

@@ -18,7 +18,7 @@ import torch
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.admission import MemoryAdmission
-from shmloader.memory.arena import Arena, Slot, align, has_excess
+from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
 
 # References to an array when only the writer holds it: its list, and the argument of getrefcount.
 _OWN_REFERENCES = 2
@@ -31,6 +31,8 @@ class SlotWriter:
         is_offered: Whether user code may have memory of the slot at the moment: while it collates,
             and while it loads items that are batches already. Samples that will be collated must
             not lie in the slot.
+        slot: The slot of the current task; that of the last one between two tasks.
+        used_bytes: Bytes handed out so far, counted from the slot's start.
         pid: Id of the process that makes the batch. A child that it forks must not write.
 
     Args:
@@ -41,13 +43,13 @@ class SlotWriter:
     def __init__(self, arena: Arena, admission: MemoryAdmission | None = None) -> None:
         self._arena = arena
         self._admission = admission
-        self._slot: Slot | None = None
+        self.slot: Slot = arena.slots[0]
         self._rewound = 0
         # Arrays over the mappings that the slot has had in this task, for tensors in them.
         self._arrays: list[ctypes.Array[ctypes.c_char]] = []
         # Whether the last of them is over the present mapping.
         self._has_array = False
-        self._used = 0
+        self.used_bytes = 0
         # Bytes that the last task needed, which this one is likely to need as well.
         self._usual = 0
         self._thread = 0
@@ -56,28 +58,21 @@ class SlotWriter:
 
     def open(self, slot: Slot, *, is_offered: bool = False) -> None:
         """Begin a task with an empty slot."""
-        if has_excess(slot.nbytes, slot.touched_bytes):
+        if slot.nbytes > EXCESS_BYTES and has_excess(slot.nbytes, slot.touched_bytes):
             slot.unmap()
-        self._slot = slot
+        self.slot = slot
         self._rewound = 0
         self._arrays.clear()
         self._has_array = False
-        self._usual = self._used
-        self._used = 0
+        self._usual = self.used_bytes
+        self.used_bytes = 0
         self._thread, self.pid = threading.get_ident(), os.getpid()
         self.is_offered = is_offered
 
     def rewind(self, used_bytes: int = 0) -> None:
         """Forget what was written after the first ``used_bytes``, to write it again."""
         self._rewound = self.touched_bytes
-        self._used = used_bytes
-
-    @property
-    def slot(self) -> Slot:
-        """The slot of the current task."""
-        if self._slot is None:
-            raise RuntimeError("there is no current task")
-        return self._slot
+        self.used_bytes = used_bytes
 
     @property
     def may_allocate(self) -> bool:
@@ -97,21 +92,16 @@ class SlotWriter:
             self._thread = thread
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes handed out so far, counted from the slot's start."""
-        return self._used
-
-    @property
     def touched_bytes(self) -> int:
         """Bytes written so far, counted from the slot's start, including what was rewound."""
-        return max(self._used, self._rewound)
+        return max(self.used_bytes, self._rewound)
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether a tensor fits what is left of the slot."""
-        return self._used + math.prod(shape) * dtype.itemsize <= self._arena.slot_bytes
+        return self.used_bytes + math.prod(shape) * dtype.itemsize <= self._arena.slot_bytes
 
     def part(self) -> bool:
-        """Leave to user code the memory that it still holds of those handed out as tensors.
+        """End the batch: leave to user code what it still holds of the tensors handed out.
 
         That memory becomes private to this process, so that the slot may be filled again.
 
@@ -121,6 +111,7 @@ class SlotWriter:
         Raises:
             OSError: If the system has no memory for that.
         """
+        self.is_offered = False
         arrays = self._arrays
         is_held = False
         for n in range(len(arrays)):
@@ -132,13 +123,6 @@ class SlotWriter:
         self._has_array = False
         return is_held
 
-    def close(self) -> None:
-        """End the task."""
-        self.is_offered = False
-        self._slot = None
-        self._arrays.clear()
-        self._has_array = False
-
     def allocate(self, nbytes: int) -> int:
         """Hand out the next ``nbytes``.
 
@@ -148,7 +132,7 @@ class SlotWriter:
         Raises:
             SharedMemoryError: If they do not fit, or there is not enough memory.
         """
-        start = self._used
+        start = self.used_bytes
         slot, arena = self.slot, self._arena
         end = start + nbytes
         if end > arena.slot_bytes:
@@ -162,7 +146,7 @@ class SlotWriter:
             arena.reach(slot, end, likely=max(slot.touched_bytes, self._usual))
         if end > slot.touched_bytes and self._admission is not None:
             self._admission.grow(arena, slot, end)
-        self._used = align(end)
+        self.used_bytes = (end + ALIGNMENT - 1) & -ALIGNMENT
         return start
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -210,6 +194,6 @@ class SlotWriter:
         """Return the offset of bytes that lie in the slot already; None if they lie elsewhere."""
         for array in self._arrays:
             offset = address - ctypes.addressof(array)
-            if offset >= 0 and offset + nbytes <= min(self._used, len(array)):
+            if offset >= 0 and offset + nbytes <= min(self.used_bytes, len(array)):
                 return offset
         return None

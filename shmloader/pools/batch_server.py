@@ -1,24 +1,34 @@
-"""Makes the batch of one task in a slot, and the message that answers the task.
+"""Makes the batch of one task in a slot, and the answer to the task.
 
 All of it runs in a worker process, once for each of its channels, on the thread that makes batches.
+
+What is short travels in the answer's message, and what is long in the slot, after the batch. A
+batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
+a state that does not fit is left out.
 """
 
 import ctypes
-import os
 import pickle
 from collections.abc import Callable
+from os import getpid
 from typing import Any
 
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import Timer
+from shmloader.batch.unpicklable import pickle_or_explain
+from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena, Slot
+from shmloader.memory.encoder import place
+from shmloader.memory.flat import FlatLayout, ShardLayouts
 from shmloader.memory.lease import checksum
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import (
+    INLINE_BYTES,
     BatchDone,
     BatchEmpty,
     BatchFailed,
@@ -27,12 +37,14 @@ from shmloader.messages import (
     Task,
     TooLong,
     Unsaved,
+    pack,
 )
-from shmloader.pools.answer_writer import AnswerWriter
 from shmloader.pools.worker_dataset import WorkerDataset
 
-#: The messages that can answer a task.
-TaskAnswer = BatchDone | BatchFailed | BatchEmpty | StreamEnded
+# Once the user's code has kept memory of this many batches, it gets no more memory of slots.
+_KEPT_LIMIT = 4
+
+Sent = bytes | Spilled
 
 
 class BatchServer:
@@ -41,7 +53,6 @@ class BatchServer:
     Attributes:
         dataset: The worker's dataset. Callers resume it and start its epochs through this object.
         writer: Writes to the task's slot.
-        answers: Writes the answers.
 
     Args:
         config: How batches are made.
@@ -64,125 +75,183 @@ class BatchServer:
         admission: MemoryAdmission | None = None,
         is_debugging: bool = False,
     ) -> None:
-        self._config = config
-        self._where = where
-        self._arena = arena
-        self._admission = admission
-        self._is_debugging = is_debugging
+        self._config, self._where, self._arena = config, where, arena
+        self._admission, self._is_debugging = admission, is_debugging
         self._timer = Timer()
         self.writer = SlotWriter(arena, admission)
-        self.answers = AnswerWriter(self.writer)
         self.dataset = WorkerDataset(config, worker_id, where, self.writer, self._timer, publish)
+        # Whether the dataset was pickled by cloudpickle; its batches may need that, too.
+        self._by_value = False
+        # How often the user's code has kept memory of a slot, and whether it is still offered any.
+        self._kept_count, self._offers = 0, True
+        # The layout by which the main process reads this worker's next batch, unless a new one
+        # comes with the batch.
+        self._last_layout = b""
+        self._last_flat_layout: object = None
+        self._shard_layouts = ShardLayouts()
 
     def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
         """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
-        self.answers.by_value = by_value
+        self._by_value = by_value
         self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
 
-    def serve(self, task: Task, slot: Slot) -> TaskAnswer:
-        """Make a task's batch. The caller closes the writer, after it has read the slot.
+    def serve(self, task: Task, slot: Slot) -> bytes:
+        """Make a task's batch.
 
         Args:
             task: The task.
             slot: The slot to fill.
 
         Returns:
-            The answer's message. An exception of the user's code is in it.
+            The answer's packed message. An exception of the user's code is in it.
         """
-        dataset, pid = self.dataset, os.getpid()
+        seq, epoch, slot_id, indices, touched_bytes, dataset_epoch = task
+        dataset, writer, pid = self.dataset, self.writer, getpid()
         self._timer.begin()
-        slot.touched_bytes = task.touched_bytes
-        self.writer.open(slot, is_offered=self.answers.offers and not self._config.auto_collation)
-        dataset.snapshot = None
-        error = dataset.error
-        layout: bytes | Spilled | None = None
-        is_empty = False
-        if error is None:
+        slot.touched_bytes = touched_bytes
+        writer.open(slot, is_offered=self._offers and not self._config.auto_collation)
+        error, is_empty = dataset.error, False
+        layout: Sent | None = None
+        if error is not None:
+            dataset.snapshot = dataset.fingerprint = None
+        else:
             try:
-                dataset.tell_epoch(task.dataset_epoch)
-                layout = self._load(slot, task.indices)
+                layout = self._make(slot, indices, dataset_epoch)
             except EmptyBatchError:
                 is_empty = True
-            except StopIteration:
-                if self._config.is_iterable:
+            except BaseException as caught:  # noqa: BLE001 - it is the answer
+                end_if_forked(pid)
+                if isinstance(caught, StopIteration) and self._config.is_iterable:
                     dataset.has_ended = True
                 else:
-                    error = RemoteError.caught(self._where)
-            except BaseException:  # noqa: BLE001 - it is the answer
-                end_if_forked(pid)
-                error = RemoteError.caught(self._where)
-        end_if_forked(pid)
-        self.answers.part()
-        if dataset.has_ended:
-            return self._end(task)
-        if error is not None:
-            return self._fail(task, error)
-        if is_empty:
-            return BatchEmpty(*_of(task), *self._put_notes())
-        return self._finish(task, slot, layout)
+                    error = RemoteError.of(caught, self._where)
+        if getpid() != pid:
+            end_if_forked(pid)
+        if writer.part():
+            # Code that keeps a batch once may be a cache. Code that always does (a generator that
+            # holds its last batch) gets ordinary memory, which is copied to the slot: that is as
+            # fast.
+            self._kept_count += 1
+            self._offers = self._kept_count < _KEPT_LIMIT
+        if error is not None or is_empty or dataset.has_ended:
+            return self._answer_without_batch((seq, epoch, slot_id), error)
+        report = snapshot = None
+        if dataset.has_report or dataset.snapshot is not None:
+            report, snapshot = self._put_notes()
+        used_bytes, admission = writer.used_bytes, self._admission
+        if admission is not None:
+            admission.smallest_batch = min(admission.smallest_batch, used_bytes)
+            if admission.is_tight:
+                _give_freed_memory_back()
+        check = self._checksum(slot, used_bytes) if self._is_debugging else None
+        return pack(
+            BatchDone(
+                seq, epoch, slot_id, layout, used_bytes, check, report, snapshot,
+                self._timer.read(), dataset.fingerprint, dataset.state_ns,
+            )
+        )  # fmt: skip
 
-    def _load(self, slot: Slot, indices: bytes | Spilled) -> bytes | Spilled | None:
+    def _answer_without_batch(
+        self, numbers: tuple[int, int, int], error: RemoteError | None
+    ) -> bytes:
+        """Return the message that a task failed, or has no samples, or that the stream ended."""
+        dataset, writer = self.dataset, self.writer
+        if dataset.has_ended:
+            is_persistent = self._config.is_persistent
+            sent = self._put(dataset.next_beginning()) if is_persistent else None
+            return pack(StreamEnded(*numbers, writer.touched_bytes, sent))
+        if error is None:
+            return pack(BatchEmpty(*numbers, *self._put_notes()))
+        error_sent = self._put_error(error)
+        report, snapshot = self._put_notes()
+        return pack(
+            BatchFailed(
+                *numbers, error_sent, writer.touched_bytes, report, snapshot, dataset.fingerprint,
+                dataset.is_lost,
+            )
+        )  # fmt: skip
+
+    def _make(self, slot: Slot, indices: Sent, dataset_epoch: int | None) -> Sent | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         if not isinstance(indices, bytes):
             end = indices.offset + indices.nbytes
             self._arena.reach(slot, end)
             indices = bytes(slot.memory[indices.offset : end])
-        pid = os.getpid()
-        batch = self.dataset.load(pickle.loads(indices))
-        end_if_forked(pid)
-        return self.answers.put_batch(batch, may_shard=self._config.may_shard)
+        pid = getpid()
+        batch = self.dataset.load(pickle.loads(indices), dataset_epoch)
+        if getpid() != pid:
+            end_if_forked(pid)
+        return self._put_batch(batch)
 
-    def _finish(self, task: Task, slot: Slot, layout: bytes | Spilled | None) -> BatchDone:
-        report, snapshot = self._put_notes()
-        used_bytes = self.writer.used_bytes
-        if self._admission is not None:
-            self._admission.note_batch(used_bytes)
-            if self._admission.is_tight:
-                _give_freed_memory_back()
-        check = None
-        if self._is_debugging:
-            self._arena.reach(slot, used_bytes)
-            check = checksum(slot, used_bytes)
-        times = self._timer.read()
-        return BatchDone(
-            *_of(task), layout, used_bytes, check, report, snapshot, times,
-            self.dataset.fingerprint, self.dataset.state_ns,
-        )  # fmt: skip
+    def _checksum(self, slot: Slot, used_bytes: int) -> int:
+        self._arena.reach(slot, used_bytes)
+        return checksum(slot, used_bytes)
 
-    def _put_notes(
-        self,
-    ) -> tuple[bytes | Spilled | None, bytes | Spilled | TooLong | Unsaved | None]:
+    # What an answer consists of ----------------------------------------------------------
+
+    def _put_batch(self, batch: Any) -> Sent | None:
+        """Encode a batch into the slot. Returns its layout, or None if it is that of the last one.
+
+        Raises:
+            TypeError: If part of the batch cannot be pickled; names that part.
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        if type(batch) is list and self._config.may_shard:
+            batch = self._shard_layouts.joined(batch, self.writer.slot)
+        flat = batch if type(batch) is FlatLayout else None
+        if flat is None:
+            pickled = pickle_or_explain(batch, by_value=self._by_value)
+            layout = place(pickled, self.writer, spill_bytes=INLINE_BYTES // 2)
+        elif flat is self._last_flat_layout:
+            return None
+        data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
+        sent: Sent | None = None
+        if data != self._last_layout:
+            sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self.writer.put(data))
+        # Set after the write: the main process does not get a layout that could not be written.
+        self._last_layout, self._last_flat_layout = data, flat
+        return sent
+
+    def _put(self, data: bytes | None) -> Sent | TooLong | None:
+        """Write a pickled value after the batch. Returns TooLong if it does not fit."""
+        if data is None or len(data) <= INLINE_BYTES // 4:
+            return data
+        try:
+            return Spilled(*self.writer.put(data))
+        except SharedMemoryError:
+            return TooLong(len(data))
+
+    def _put_error(self, error: RemoteError) -> Sent:
+        data = pickle.dumps(error)
+        if len(data) <= INLINE_BYTES // 2:
+            return data
+        self.writer.rewind()  # the batch has failed, so its memory is free
+        try:
+            return Spilled(*self.writer.put(data))
+        except SharedMemoryError:
+            return pickle.dumps(error.shortened(INLINE_BYTES // 4))
+
+    def _put_report(self, report: SampleReport | None) -> Sent | None:
+        if report is None:
+            return None
+        sent = self._put(pickle.dumps(report))
+        return pickle.dumps(report.shortened()) if isinstance(sent, TooLong) else sent
+
+    def _put_notes(self) -> tuple[Sent | None, Sent | TooLong | Unsaved | None]:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""
-        maker, snapshot = self.dataset.maker, self.dataset.snapshot
-        report = self.answers.put_report(None if maker is None else maker.take_report())
-        if isinstance(snapshot, Unsaved):
+        dataset, report = self.dataset, None
+        if dataset.has_report and dataset.maker is not None:
+            report = self._put_report(dataset.maker.take_report())
+        snapshot = dataset.snapshot
+        if snapshot is None or isinstance(snapshot, Unsaved):
             return report, snapshot
-        sent = self.answers.put_state(snapshot)
+        sent = self._put(snapshot)
         if isinstance(sent, TooLong) and not self._config.is_iterable:
             return report, Unsaved(
                 f"the state of the dataset ({sent.nbytes} bytes) does not fit beside its batch in "
                 "a slot. Raise shm_size, or set snapshot_every_n_steps=0 to leave this state out"
             )
         return report, sent
-
-    def _fail(self, task: Task, error: RemoteError) -> BatchFailed:
-        sent = self.answers.put_error(error)
-        report, snapshot = self._put_notes()
-        dataset = self.dataset
-        return BatchFailed(
-            *_of(task), sent, self.writer.touched_bytes, report, snapshot,
-            dataset.fingerprint, dataset.is_lost,
-        )  # fmt: skip
-
-    def _end(self, task: Task) -> StreamEnded:
-        is_persistent = self._config.is_persistent
-        sent = self.answers.put_state(self.dataset.next_beginning() if is_persistent else None)
-        return StreamEnded(*_of(task), self.writer.touched_bytes, sent)
-
-
-def _of(task: Task) -> tuple[int, int, int]:
-    """Return the numbers by which an answer names its task."""
-    return task.seq, task.epoch, task.slot_id
 
 
 def _give_freed_memory_back() -> None:

@@ -144,29 +144,27 @@ class _Worker:
         pid = os.getpid()
         self._prepare(payload)
         del payload
-        receive, idle, take = self._channel.recv, self._line.idle, self._tasks.take
+        receive, line, take = self._channel.recv, self._line, self._tasks.take
         self._poll.register(self._channel, select.POLLIN)
         while True:
-            end_if_forked(pid)
-            idle()
+            if os.getpid() != pid:
+                end_if_forked(pid)
+            line.idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
             data = receive_soon(receive, RECEIVE_BYTES, socket.MSG_DONTWAIT)
-            self._note_use(has_task=data is not None)
+            if line.usage_is_due:
+                line.note_use(has_task=data is not None)
             if data is None:
+                if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
+                    line.note_memory()
                 data = receive(RECEIVE_BYTES)
             if not data:
-                self._line.note_usage()
+                line.note_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
             take(unpack(data))
-
-    def _note_use(self, *, has_task: bool) -> None:
-        line = self._line
-        line.note_use(has_task=has_task)
-        if not has_task and line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
-            line.note_memory()
 
     def _prepare(self, payload: Any) -> None:
         """Load the dataset and the functions, and call ``worker_init_fn``."""

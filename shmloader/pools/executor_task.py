@@ -27,7 +27,6 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import ArraysHere
-from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.portable import (
@@ -111,16 +110,16 @@ class Outcome(NamedTuple):
     @classmethod
     def of(cls, answer: Answer) -> "Outcome":
         """Return the values of an answer whose batch is packed."""
-        report = None if answer.report is None else answer.report.dumps()
+        report = None if answer.report is None else pickle.dumps(answer.report)
         if isinstance(answer, Batch):
             return cls(None, report, answer.content, answer.times, answer.nbytes)
-        return cls(answer.error.dumps() if isinstance(answer, Failure) else None, report)
+        return cls(pickle.dumps(answer.error) if isinstance(answer, Failure) else None, report)
 
     def answer(self) -> Answer:
         """Return the answer. A batch is still packed."""
-        report = None if self.report is None else SampleReport.loads(self.report)
+        report = None if self.report is None else pickle.loads(self.report)
         if self.error is not None:
-            return Failure(RemoteError.loads(self.error), report=report)
+            return Failure(pickle.loads(self.error), report=report)
         if self.packed is None:
             return Empty(report)
         return Batch(self.packed, report, self.times, self.nbytes)
@@ -203,7 +202,7 @@ def _find_maker(common: Shared, number: int, contents: Any) -> "_Maker | tuple[A
             return None
         except Exception:  # noqa: BLE001 - it is the answer
             # The failed maker is not kept: the next task tries again.
-            return (*Outcome(RemoteError.caught(where).dumps()),)
+            return (*Outcome(pickle.dumps(RemoteError.caught(where))),)
         kept[common.loader] = maker
         while len(kept) > KEPT:
             kept.popitem(last=False)[1].close()

@@ -12,10 +12,10 @@ from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import bytes_of
+from shmloader.batch.unpicklable import pickle_or_explain
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.codec import PartialStorage
 from shmloader.memory.flat import private_memory
-from shmloader.pools.answer_writer import pickle_or_explain
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
 # Arrays that arrive at an address that is no multiple of this many bytes are copied: the widest

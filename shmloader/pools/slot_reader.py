@@ -3,10 +3,10 @@
 Runs on the engine's thread.
 """
 
+import pickle
 from typing import Any
 
 from shmloader.batch.failures import SampleReport
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena
@@ -101,7 +101,7 @@ class SlotReader:
             data = self._spilled(slot_id, data)
         self.memory.count_pages(slot_id, message.touched_bytes)
         failure = Failure(
-            RemoteError.loads(data),
+            pickle.loads(data),
             report=self._report(slot_id, message.report),
             snapshot=self._snapshot(worker_id, slot_id, message.snapshot, events),
             fingerprint=message.fingerprint,
@@ -122,7 +122,8 @@ class SlotReader:
         if sent is None:
             return None
         data = self._spilled(slot_id, sent) if isinstance(sent, Spilled) else sent
-        return SampleReport.loads(data)
+        report: SampleReport = pickle.loads(data)
+        return report
 
     def _snapshot(
         self,

@@ -262,6 +262,7 @@ class Line:
 
     Attributes:
         memory: The last measurement of this process's memory.
+        usage_is_due: Whether :meth:`note_use` may have to write anything.
     """
 
     def __init__(
@@ -278,6 +279,7 @@ class Line:
         self._offset = worker_id * _LINE_BYTES
         self._thread = threading.get_ident()
         self.memory = memory or Memory()
+        self.usage_is_due = False
         self._idle_ns = self._usage_ns = time.monotonic_ns()
         self.show_stack()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
@@ -313,6 +315,7 @@ class Line:
     def idle(self) -> None:
         """Write that this worker is idle."""
         self._idle_ns = now_ns = time.monotonic_ns()
+        self.usage_is_due = now_ns - self._usage_ns > _USAGE_NS
         _LINE.pack_into(self._mapping, self._offset, Phase.IDLE, 0, 0, now_ns, self._thread)
 
     def note_use(self, *, has_task: bool) -> None:

@@ -5,9 +5,9 @@ channel for each iterator of each rank, and a :class:`TaskServer` for each chann
 in the worker, on its main thread.
 """
 
-import os
 import socket
 from dataclasses import dataclass
+from os import getpid
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
@@ -64,10 +64,10 @@ class TaskServer:
     def __init__(
         self, channel: socket.socket, worker_id: int, config: TaskConfig, line: Line
     ) -> None:
-        self._channel, self._pid = channel, os.getpid()
+        self._channel, self._pid = channel, getpid()
         self._line = line
         self.where = f"in DataLoader worker process {worker_id}"
-        self._arena = config.arena
+        self._slots, self._close = config.arena.slots, config.arena.close
         self._server = BatchServer(
             config.config,
             worker_id,
@@ -100,20 +100,26 @@ class TaskServer:
 
     def close(self) -> None:
         """Unmap the slots of this channel."""
-        self._arena.close()
+        self._close()
 
     def take(self, message: object) -> None:
         """Do what a message says, and answer it if it is a task or begins an epoch."""
         if type(message) is not Task:
             self._follow(message)
             return
-        if not self._server.dataset.is_ready:
+        server, dataset = self._server, self._server.dataset
+        if not dataset.is_ready:
             self._line.note(Phase.GETTING_READY)
-            self._server.dataset.get_ready(message.dataset_epoch)
+            dataset.get_ready(message.dataset_epoch)
         self._line.note(Phase.LOADING, message.epoch, message.seq)
         if FAULTS is not None:
             FAULTS.reach("worker.task")
-        self._send(self._serve(message))
+        if dataset.has_ended:
+            answer = pack(StreamEnded(message.seq, message.epoch, message.slot_id))
+        else:
+            dataset.hung, self._hung = self._hung, {}
+            answer = server.serve(message, self._slots[message.slot_id])
+        self._send(answer)
 
     def _follow(self, message: object) -> None:
         """Do what a message that is not a task says."""
@@ -132,7 +138,8 @@ class TaskServer:
             raise InternalError(f"a worker does not take {message!r}")
 
     def _send(self, answer: bytes) -> None:
-        end_if_forked(self._pid)
+        if getpid() != self._pid:
+            end_if_forked(self._pid)
         if FAULTS is not None:
             FAULTS.reach("worker.answer")
         self._channel.send(answer)
@@ -147,13 +154,3 @@ class TaskServer:
             self._channel.send(pack(BeginningPart(beginning[sent : sent + PART_BYTES])))
             sent += PART_BYTES
         self._send(pack(EpochStarted(epoch, None if beginning is None else beginning[sent:])))
-
-    def _serve(self, task: Task) -> bytes:
-        """Make a task's batch. Returns the packed answer."""
-        dataset = self._server.dataset
-        if dataset.has_ended:
-            return pack(StreamEnded(task.seq, task.epoch, task.slot_id))
-        dataset.hung, self._hung = self._hung, {}
-        answer = self._server.serve(task, self._arena.slots[task.slot_id])
-        self._server.writer.close()
-        return pack(answer)

@@ -47,10 +47,10 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import list_loader, one_by_one
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
+from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, core_time_here, core_time_of
@@ -119,28 +119,19 @@ class _Task:
         """Set ``sample``. Called from the threads that load the batch."""
         self.sample = (number, deadline_ns)
 
+    def load(self, get: Callable[[Any], Any], index: Any) -> Any:
+        """Return ``get(index)``. Raise _Dropped if the batch is no longer needed."""
+        if self.is_dropped:
+            raise _Dropped
+        return get(index)
+
+    def watched(self, dataset: Any) -> WrappedSamples:
+        """Return the dataset, which gives no more samples once the batch is not needed."""
+        return WrappedSamples(dataset, self.load, self.load)
+
 
 class _Dropped(BaseException):
     """Ends the loading of a batch that is no longer needed."""
-
-
-class _Samples:
-    """A dataset that raises _Dropped once its task is dropped."""
-
-    def __init__(self, task: _Task, dataset: Any) -> None:
-        self._task = task
-        self._dataset = dataset
-        self._get = one_by_one(dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._task.is_dropped:
-            raise _Dropped
-        return self._get(index)
-
-    @property
-    def __getitems__(self) -> Any:
-        """The dataset's own ``__getitems__``, if it has one."""
-        return list_loader(self._dataset)
 
 
 class _Post:
@@ -318,14 +309,14 @@ class _Worker(BackgroundThread):
             find_gatherer=config.find_gatherer,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=watch,
-            watch_samples=functools.partial(_Samples, task),
+            watch_samples=task.watched,
         )
         return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
 
 
 # The functions that call the user's code.
 _CALLERS = (
-    _Samples.__getitem__.__code__,
+    _Task.load.__code__,
     BatchMaker.make.__code__,
     make_answer.__code__,
     _Worker._call_init.__code__,

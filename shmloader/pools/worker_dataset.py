@@ -5,12 +5,11 @@ exception while the dataset is made ready or resumed, this exception answers eve
 epoch, in the order of the tasks.
 """
 
-import contextlib
 import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
@@ -19,7 +18,6 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fingerprint import FingerprintingCollate
 from shmloader.batch.iterable_state import (
     Saved,
     dump_here,
@@ -29,14 +27,12 @@ from shmloader.batch.iterable_state import (
     replay,
     save,
     save_dataset,
-    take_fingerprints,
 )
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.timer import Timer
-from shmloader.memory.collate import SlotCollate, packs
-from shmloader.memory.gather import RowGatherer
+from shmloader.memory.collate import is_plain
 from shmloader.memory.slot_writer import SlotWriter
 from shmloader.messages import Unsaved
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
@@ -55,6 +51,9 @@ class WorkerDataset:
         snapshot: The dataset's pickled state after the last task, or why there is none; None if
             none was due.
         state_ns: How long it took to take ``snapshot``, in nanoseconds.
+        fingerprint: Fingerprint of the batch in work; None if none is taken or its samples were not
+            read.
+        has_report: Whether bad samples are reported.
         maker: Makes the batches.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
@@ -84,7 +83,7 @@ class WorkerDataset:
         self._writer = writer
         self._timer = timer
         self._dataset: Any = None
-        self._collate: SlotCollate | None = None
+        self._collate_fn: Any = None
         self._on_error: OnError = "raise"
         # Pickles the dataset's states.
         self._keep: Callable[[Saved], bytes] = dump_here
@@ -99,7 +98,8 @@ class WorkerDataset:
         # or ``worker_init_fn`` failed.
         self._open_error: RemoteError | None = None
         self.error: RemoteError | None = None
-        self.is_lost = self.is_ready = self.has_ended = False
+        self.is_lost = self.is_ready = self.has_ended = self.has_report = False
+        self.fingerprint: int | None = None
         # Where the dataset is resumed.
         self._checkpoint = DatasetCheckpoint()
         # Whether batches that were delivered before still have to be read again.
@@ -109,8 +109,6 @@ class WorkerDataset:
         self._given = 0
         self.snapshot: bytes | Unsaved | None = None
         self.state_ns = 0
-        # Takes the fingerprints of an iterable dataset's batches.
-        self._fingerprints: FingerprintingCollate | None = None
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -124,10 +122,11 @@ class WorkerDataset:
             by_value: Whether these were pickled by cloudpickle; states may need it, too.
         """
         self._dataset, self._on_error = dataset, on_error
+        self.has_report = on_error != "raise" and not self._config.is_iterable
         self._keep = functools.partial(dump_here, by_value=by_value)
-        self._collate = SlotCollate(collate_fn, self._writer)
+        self._collate_fn = collate_fn
         if not self._config.is_iterable:
-            self._get_ready(self._index)
+            self._get_ready(self._make_maker)
 
     def fail(self, error: RemoteError) -> None:
         """Answer every task of all epochs with an error."""
@@ -172,7 +171,7 @@ class WorkerDataset:
         def begin_anew() -> BatchMaker:
             nonlocal beginning
             beginning = self.next_beginning()
-            return self._iterate() if self._config.is_iterable else self._index()
+            return self._make_maker()
 
         self._get_ready(begin_anew, epoch)
         return beginning
@@ -196,41 +195,29 @@ class WorkerDataset:
             except BaseException:  # noqa: BLE001 - it answers every task
                 self.error = RemoteError.caught(self._where)
 
-    def _index(self) -> BatchMaker:
-        """Prepare to make batches of a map-style dataset."""
-        config = self._config
+    def _make_maker(self, saved: Saved | None = None) -> BatchMaker:
+        """Prepare to make batches: of an iterable dataset, after a call of ``iter(dataset)``."""
+        config, dataset = self._config, self._dataset
         # One fetcher for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        gathers = config.takes_arrays and packs(self._collate)
-        return self._make_maker(
-            gatherer_to_slots(self._dataset, self._writer) if gathers else no_gatherer
-        )
-
-    def _iterate(self, saved: Saved | None = None) -> BatchMaker:
-        """Call ``iter(dataset)``, and prepare to make batches of the iterator."""
-        load_dataset(self._dataset, saved)
-        maker = self._make_maker()
-        load_iterator(maker.fetcher, saved)
-        self._fingerprints = take_fingerprints(maker.fetcher)
-        return maker
-
-    def _make_maker(
-        self, find_gatherer: Callable[[], RowGatherer | None] = no_gatherer
-    ) -> BatchMaker:
-        assert self._collate is not None
-        return BatchMaker(
-            self._config,
-            self._dataset,
-            cast("Callable[[Any], Any]", self._collate),
+        gathers = config.takes_arrays and is_plain(self._collate_fn)
+        load_dataset(dataset, saved)
+        maker = BatchMaker(
+            config,
+            dataset,
+            self._collate_fn,
             self._on_error,
             where=self._where,
             timer=self._timer,
             worker_id=self._worker_id,
-            find_gatherer=find_gatherer,
+            find_gatherer=gatherer_to_slots(dataset, self._writer) if gathers else no_gatherer,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=self._sample_watch,
+            writer=self._writer,
         )
+        load_iterator(maker.fetcher, saved)
+        return maker
 
     # Resuming ----------------------------------------------------------------------------
 
@@ -264,7 +251,7 @@ class WorkerDataset:
             if checkpoint.rng is not None:
                 set_global_rng_state(checkpoint.rng)
             if not self.has_ended:
-                return self._iterate(saved)
+                return self._make_maker(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
         except BaseException:
             if self.has_ended:
@@ -277,9 +264,8 @@ class WorkerDataset:
     def _replay(self, indices: object) -> None:
         """Read the delivered batches again. If that fails, every task of the epoch fails."""
         self._has_to_replay = False
-        maker, fingerprints = self.maker, self._fingerprints
+        maker = self.maker
         assert maker is not None
-        assert fingerprints is not None
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung, is_replay=True)
         try:
@@ -288,8 +274,7 @@ class WorkerDataset:
                     maker.fetcher,
                     self._checkpoint,
                     plain,
-                    fingerprints,
-                    only_reads=packs(self._collate),
+                    only_reads=is_plain(self._collate_fn),
                 )
         except BaseException:
             self._note_lost()
@@ -297,8 +282,12 @@ class WorkerDataset:
 
     # Loading -----------------------------------------------------------------------------
 
-    def load(self, indices: object) -> Any:
+    def load(self, indices: object, epoch: int | None) -> Any:
         """Make a task's batch, and take the dataset's state after it if a snapshot is due.
+
+        Args:
+            indices: The task's indices.
+            epoch: See :meth:`tell_epoch`.
 
         Raises:
             StopIteration: At the end of an iterable dataset.
@@ -306,46 +295,36 @@ class WorkerDataset:
             BaseException: What the dataset, ``collate_fn`` or ``on_error`` raises.
         """
         assert self.maker is not None
+        self.snapshot = self.fingerprint = None
+        if epoch is not None:
+            self.tell_epoch(epoch)
         if self._has_to_replay:
             self._replay(indices)
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung)
-        if not self._config.is_iterable:
-            try:
-                return self.maker.make(indices)
-            finally:
-                if self._config.snapshot_every:
-                    began_ns = time.monotonic_ns()
-                    self.snapshot = save_dataset(self._dataset, self._keep)
-                    self.state_ns = time.monotonic_ns() - began_ns
+        is_iterable, every, has_ended = self._config.is_iterable, self._config.snapshot_every, False
         self._given += 1  # also if the batch fails
-        if self._fingerprints is not None:
-            self._fingerprints.reset()
         try:
-            batch = self.maker.make(indices)
-            self._take_snapshot()
+            return self.maker.make(indices)
         except StopIteration:
-            self._given -= 1
+            has_ended = is_iterable
             raise
-        except BaseException:
-            # A snapshot saves reading the failed batch again, which might give other samples then.
-            with contextlib.suppress(BaseException):
+        finally:
+            if has_ended:
+                self._given -= 1
+            # Also after a failure: reading the failed batch again might give other samples.
+            elif every and not (is_iterable and self._given % every):
                 self._take_snapshot()
-            raise
-        return batch
+            if is_iterable:
+                self.fingerprint = self.maker.fetcher.fingerprint
 
     def _take_snapshot(self) -> None:
-        every = self._config.snapshot_every
-        if every and self._given % every == 0:
-            assert self.maker is not None
-            began_ns = time.monotonic_ns()
+        began_ns = time.monotonic_ns()
+        if self._config.is_iterable and self.maker is not None:
             self.snapshot = save(self.maker.fetcher, self._keep)
-            self.state_ns = time.monotonic_ns() - began_ns
-
-    @property
-    def fingerprint(self) -> int | None:
-        """Fingerprint of the batch in work; None if none is taken or its samples were not read."""
-        return None if self._fingerprints is None else self._fingerprints.value
+        else:
+            self.snapshot = save_dataset(self._dataset, self._keep)
+        self.state_ns = time.monotonic_ns() - began_ns
 
 
 def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:

@@ -34,6 +34,7 @@ from shmloader.batch.arrays import (
     gatherer_to_slots,
     may_be_columns,
 )
+from shmloader.batch.timer import Timer
 from shmloader.memory import gather as gather_module
 from shmloader.memory.arena import Arena
 from shmloader.memory.flat import FlatLayout, FlatReader
@@ -76,12 +77,12 @@ def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
     writer, plain, slot = SlotWriter(arena), Plain(dataset), arena.slots[0]
     find_gatherer = gatherer_to_slots(dataset, writer)
-    fetcher = ArrayFetcher(find_gatherer, plain, [].append, may_shard=False)
+    fetcher = ArrayFetcher(find_gatherer, plain, Timer(), may_shard=False)
     writer.open(slot)
     batch = fetcher.fetch(indices)
     if isinstance(batch, FlatLayout):
         batch = FlatReader(batch).read(slot, None)
-    writer.close()
+    writer.part()
     return batch, not plain.asked
 
 
@@ -89,7 +90,7 @@ def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
     """The same in the main process."""
     plain = Plain(dataset)
     find_gatherer = ArraysHere(dataset).find_gatherer
-    batch = ArrayFetcher(find_gatherer, plain, [].append, may_shard=False).fetch(indices)
+    batch = ArrayFetcher(find_gatherer, plain, Timer(), may_shard=False).fetch(indices)
     return batch, not plain.asked
 
 

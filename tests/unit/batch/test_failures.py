@@ -18,17 +18,8 @@ def bad(index: object, error: Exception) -> BadSample:
 
 
 def crossed(report: SampleReport) -> SampleReport:
-    data = report.dumps()
-    assert_is_plain(pickle.loads(data))
-    return SampleReport.loads(data)
-
-
-def assert_is_plain(value: object) -> None:
-    """Check that the value unpickles without any module."""
-    assert type(value) in {int, str, bytes, type(None), tuple, list}
-    if type(value) in {tuple, list}:
-        for item in value:
-            assert_is_plain(item)
+    data = pickle.dumps(report)
+    return pickle.loads(data)
 
 
 class FailsToPickle:
@@ -83,9 +74,9 @@ def test_a_shortened_report_has_the_counts_and_the_last_failure():
     report = SampleReport(300)
     for index in range(200):
         report.note(bad("€" * 1300 + str(index), Local("€" * 100_000)))
-    assert len(report.dumps()) > 64 * 1024
+    assert len(pickle.dumps(report)) > 64 * 1024
     short = report.shortened()
-    assert len(short.dumps()) <= INLINE_BYTES // 4
+    assert len(pickle.dumps(short)) <= INLINE_BYTES // 4
     arrived = crossed(short)
     assert (arrived.sample_count, arrived.failed_count) == (300, 200)
     (one,) = arrived.newest

@@ -1,4 +1,4 @@
-"""torch's fetchers, the tolerant fetcher, and StopIteration of a map-style dataset."""
+"""The fetchers, bad samples, and StopIteration of a map-style dataset."""
 
 import threading
 import weakref
@@ -8,6 +8,12 @@ from torch.utils.data import IterableDataset
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import map_style_stop
+from shmloader.batch.maker import BatchMaker
+from shmloader.batch.timer import Timer
+
+
+def make_fetcher(config, dataset, collate, on_error="raise"):
+    return BatchMaker(config, dataset, collate, on_error, where="somewhere", timer=Timer()).fetcher
 
 
 class Numbers(IterableDataset):
@@ -26,7 +32,7 @@ class Numbers(IterableDataset):
     ],
 )
 def test_batches_are_made_as_configured(dataset, plan, tasks, batches):
-    fetcher = plan.make_fetcher(dataset, lambda samples: samples)
+    fetcher = make_fetcher(plan, dataset, lambda samples: samples)
     assert [fetcher.fetch(task) for task in tasks] == batches
     if plan.is_iterable:
         with pytest.raises(StopIteration):
@@ -82,7 +88,7 @@ class Opaque(Listed):
 
 def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, collate=list):
     plan = FetchConfig(False, auto_collation, False, keep_size)
-    return plan.make_fetcher(dataset, collate, on_error, "somewhere")
+    return make_fetcher(plan, dataset, collate, on_error)
 
 
 def counts(fetcher):

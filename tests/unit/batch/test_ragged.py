@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.batch.ragged import collate
+from shmloader.batch.collator import Collator
+from shmloader.batch.timer import Timer
 
 Pair = namedtuple("Pair", ["image", "label"])
 
@@ -16,6 +17,10 @@ PADDING = (
     "bring them to one shape in the dataset."
 )
 TORCHS = "stack expects each tensor to be equal size, but got [3] at entry 0 and [4] at entry 1"
+
+
+def collate(collate_fn, samples, indices):
+    return Collator(collate_fn, Timer(), takes_list=isinstance(samples, list))(samples, indices)
 
 
 def zeros(*lengths):

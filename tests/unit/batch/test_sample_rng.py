@@ -11,10 +11,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import sample_rng
+from shmloader.batch.collator import Collator
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.sample_rng import SampleRng, loading
-from shmloader.batch.seeded_datasets import seed_samples
+from shmloader.batch.fetchers import MapFetcher, StreamFetcher
+from shmloader.batch.sample_rng import SampleRng, SeededIterator
+from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.seeds import base_seed, seed_of_rank
+from shmloader.batch.timer import Timer
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
@@ -56,17 +59,20 @@ class Stream(IterableDataset):
 
 
 def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
-    plan = plan or FetchConfig(isinstance(dataset, IterableDataset), True, False, may_shard=False)
-    wrapped = seed_samples(
-        streams, dataset, collate_fn, streams.begin_collate, is_iterable=plan.is_iterable
-    )
-    return plan.make_fetcher(*wrapped, **options)
+    is_stream = isinstance(dataset, IterableDataset)
+    plan = plan or FetchConfig(is_stream, True, False, may_shard=False)
+    begin = streams.begin_stream_collate if is_stream else streams.begin_collate
+    is_list = plan.auto_collation
+    collate = Collator(collate_fn, Timer(), takes_list=is_list, rng=streams, begin=begin)
+    if is_stream:
+        return StreamFetcher(plan, dataset, SeededIterator(streams, dataset), collate)
+    return MapFetcher(plan, WrappedSamples(dataset, streams.load), collate, **options)
 
 
 def load(placed, dataset=None, seed=7, collate_fn=list, **options):
     streams = SampleRng(seed)
     fetcher = fetcher_of(streams, dataset or Drawing(), collate_fn, **options)
-    with loading(streams, placed) as indices:
+    with streams.at(placed) as indices:
         return fetcher.fetch(indices)
 
 

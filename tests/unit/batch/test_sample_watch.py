@@ -8,8 +8,8 @@ import time
 import pytest
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.fetchers import SampleLoader
-from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch, WatchedIterator, WatchedSamples
+from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
+from shmloader.batch.samples import WrappedSamples
 from shmloader.errors import SampleTimeoutError
 from tests.process.support import wait_until
 
@@ -31,6 +31,10 @@ class Shown:
         return (self.log[-1][1] - time.monotonic_ns()) / 1e9
 
 
+def watched(watch, dataset) -> WrappedSamples:
+    return WrappedSamples(dataset, watch.load, watch.load_list)
+
+
 def watch_of(timeout_s=10.0) -> tuple[SampleWatch, Shown]:
     shown = Shown()
     watch = SampleWatch(timeout_s, shown)
@@ -47,7 +51,7 @@ def test_each_sample_in_work_is_shown_with_its_deadline():
             left.append(shown.left_s())
             return index
 
-    samples = WatchedSamples(watch, Data())
+    samples = watched(watch, Data())
     assert [samples[index] for index in (7, 8)] == [7, 8]
     assert shown.numbers == [0, NO_SAMPLE, 1, NO_SAMPLE]
     assert all(9 < one <= 10 for one in left)
@@ -62,23 +66,23 @@ def test_one_call_for_many_samples_has_as_many_times_the_limit():
             left.append(shown.left_s())
             return indices
 
-    assert WatchedSamples(watch, Data()).__getitems__([4, 5, 6]) == [4, 5, 6]
+    assert watched(watch, Data()).__getitems__([4, 5, 6]) == [4, 5, 6]
     assert 29 < left[0] <= 30
     assert shown.numbers == [0, NO_SAMPLE]
 
 
 def test_what_a_resumed_stream_reads_again_has_numbers_of_its_own():
     watch, shown = watch_of()
-    iterator = WatchedIterator(watch, iter(range(10)))
+    source = iter(range(10))
     watch.begin({1: "It hung."}, is_replay=True)
-    assert [next(iterator), next(iterator)] == [0, 1]
+    assert [watch.load_next(source), watch.load_next(source)] == [0, 1]
     watch.begin({1: "It hung."})
-    assert next(iterator) == 2
+    assert watch.load_next(source) == 2
     assert [number for number in shown.numbers if number != NO_SAMPLE] == [-2, -3, 0]
     watch.begin({-3: "It hung."}, is_replay=True)
-    assert next(iterator) == 3
+    assert watch.load_next(source) == 3
     with pytest.raises(SampleTimeoutError):
-        next(iterator)
+        watch.load_next(source)
 
 
 def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_shown():
@@ -95,7 +99,7 @@ def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_s
                 assert second_may_end.wait(10)
             return index
 
-    samples = WatchedSamples(watch, Data())
+    samples = watched(watch, Data())
     found = []
 
     def load(index: int) -> None:
@@ -134,13 +138,13 @@ def test_samples_that_are_loaded_at_once_keep_their_numbers(is_async):
             await asyncio.sleep(0)
             return index
 
-    samples = WatchedSamples(watch, Async() if is_async else Data())
+    samples = watched(watch, Async() if is_async else Data())
     fetcher = ConcurrentFetcher(3)
     try:
         for _ in range(50):
             watch.begin({4: "It hung."})
-            results = SampleLoader(fetcher, [watch.begin_sample]).load(
-                samples.__getitem__, range(10, 20), wants_all=True
+            results = fetcher.load(
+                samples.__getitem__, range(10, 20), [watch.begin_sample], wants_all=True
             )
             failed = [one.index for one in results if one.error is not None]
             assert failed == [14]

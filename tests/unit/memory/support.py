@@ -12,10 +12,11 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from shmloader.batch.collator import Collator
+from shmloader.batch.timer import Timer
 from shmloader.memory import collate
 from shmloader.memory.arena import ALIGNMENT, Arena, Lease, Slot
 from shmloader.memory.codec import PickledLayout, decode
-from shmloader.memory.collate import SlotCollate
 from shmloader.memory.encoder import pickle_batch, place
 from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
 from shmloader.memory.slot_writer import SlotWriter
@@ -68,7 +69,7 @@ def open_bench(nbytes: int = 64 * MIB) -> Iterator[Bench]:
     try:
         yield Bench(arena, slot, writer, collections.deque())
     finally:
-        writer.close()
+        writer.part()
         arena.close()
 
 
@@ -105,7 +106,9 @@ def collated_by_torch(samples):
 def collated_by_us(samples, bench: Bench, *, lent: bool):
     """What our loader makes of these samples: the short way if it is open, else the general."""
     with installed(bench.writer):
-        result = SlotCollate(default_collate, bench.writer)(samples)
+        result = Collator(
+            default_collate, Timer(), takes_list=isinstance(samples, list), writer=bench.writer
+        )(samples)
     if isinstance(result, FlatLayout):
         return bench.read(result, lent=lent)
     return bench.send(result, lent=lent)

@@ -133,7 +133,7 @@ def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, 
 def test_all_slots_are_added_up_at_the_second_batch(system, arena):
     admission = make_admission(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
     grow(admission, arena, 0, 10**7)
-    admission.note_batch(10**7)
+    admission.smallest_batch = min(admission.smallest_batch, 10**7)
     grow(admission, arena, 0, 2 * 10**6)
     with pytest.raises(SharedMemoryError) as caught:
         grow(admission, arena, 0, 10**7)
@@ -147,7 +147,7 @@ def test_all_slots_are_added_up_at_the_second_batch(system, arena):
 
 def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system, arena):
     admission = make_admission(system, 80 * MIB)
-    admission.note_batch(10 * MIB)
+    admission.smallest_batch = min(admission.smallest_batch, 10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
     grow(admission, arena, 0, 10 * MIB)
 
@@ -155,7 +155,7 @@ def test_what_siblings_have_touched_since_the_start_does_not_count_twice(system,
 def test_what_was_freed_since_the_start_counts(system, arena):
     admission = make_admission(system, 80 * MIB, free_at_start=Free(0, "MemAvailable"))
     grow(admission, arena, 0, 10 * MIB)
-    admission.note_batch(10 * MIB)
+    admission.smallest_batch = min(admission.smallest_batch, 10 * MIB)
     system.set_available(15 * MIB + RESERVE_BYTES)
     grow(admission, arena, 0, 10 * MIB)
 
@@ -165,7 +165,7 @@ def test_one_batch_that_is_larger_than_the_others_raises_no_alarm(system, arena,
     admission = make_admission(system, 20 * MIB)
     for mebibytes in (first, 1, 1, 10, 1):
         grow(admission, arena, 0, mebibytes * MIB)
-        admission.note_batch(mebibytes * MIB)
+        admission.smallest_batch = min(admission.smallest_batch, mebibytes * MIB)
 
 
 @pytest.mark.parametrize("batch_count", [3, None])
@@ -173,7 +173,7 @@ def test_slots_that_may_never_be_used_raise_no_alarm(system, arena, batch_count)
     admission = make_admission(system, 30 * MIB, batch_count=batch_count)
     for _ in range(3):
         grow(admission, arena, 0, 10 * MIB)
-        admission.note_batch(10 * MIB)
+        admission.smallest_batch = min(admission.smallest_batch, 10 * MIB)
 
 
 def test_an_epoch_of_few_batches_is_told_as_such():

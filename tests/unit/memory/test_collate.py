@@ -5,8 +5,10 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
+from shmloader.batch.collator import Collator
+from shmloader.batch.timer import Timer
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.collate import SlotCollate, empty, install
+from shmloader.memory.collate import empty, install
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.slot_writer import SlotWriter
 from tests.unit.memory.support import installed, is_in, open_bench
@@ -16,6 +18,10 @@ from tests.unit.memory.support import installed, is_in, open_bench
 def bench():
     with open_bench() as bench, installed(bench.writer):
         yield bench
+
+
+def collator(bench):
+    return Collator(default_collate, Timer(), writer=bench.writer)
 
 
 SAMPLES = [torch.zeros(3), torch.ones(3)]
@@ -59,28 +65,27 @@ def test_empty_follows_torch_s_default_dtype(bench):
 
 def test_between_tasks_empty_is_private_memory(bench):
     bench.writer.open(bench.slot, is_offered=True)
-    bench.writer.close()
+    bench.writer.part()
     assert not is_in(bench.slot, empty(3))
     bench.writer.open(bench.slot)
 
 
 def test_a_sample_that_is_yet_to_be_collated_gets_private_memory(bench):
     assert not is_in(bench.slot, empty(3))
-    wrapped = SlotCollate(lambda samples: empty(3), bench.writer)
+    wrapped = Collator(lambda samples: empty(3), Timer(), writer=bench.writer)
     assert is_in(bench.slot, wrapped([1, 2]))
     assert not is_in(bench.slot, empty(3))
 
 
 def test_default_collate_of_plain_samples_takes_the_short_way(bench):
-    collate = SlotCollate(default_collate, bench.writer)
-    assert collate.packer is not None
+    collate = collator(bench)
     assert isinstance(collate(SAMPLES), FlatLayout)
 
 
 def test_the_function_is_told_of_before_it_is_called_and_packing_is_not(bench):
     told = []
-    collate = SlotCollate(default_collate, bench.writer)
-    collate.before = lambda samples: told.append(len(samples))
+    tell = lambda samples: told.append(len(samples))  # noqa: E731
+    collate = Collator(default_collate, Timer(), writer=bench.writer, begin=tell)
     collate(SAMPLES)
     assert told == []
     collate([(sample, "name") for sample in SAMPLES])
@@ -88,7 +93,7 @@ def test_the_function_is_told_of_before_it_is_called_and_packing_is_not(bench):
 
 
 def test_default_collate_of_other_samples_still_writes_into_the_slot(bench):
-    batch = SlotCollate(default_collate, bench.writer)([(sample, "name") for sample in SAMPLES])
+    batch = collator(bench)([(sample, "name") for sample in SAMPLES])
     assert is_in(bench.slot, batch[0])
     assert batch[1] == ("name", "name")
 
@@ -96,7 +101,7 @@ def test_default_collate_of_other_samples_still_writes_into_the_slot(bench):
 def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(bench):
     assert not is_in(bench.slot, default_collate(SAMPLES))
     with pytest.raises(ZeroDivisionError):
-        SlotCollate(lambda samples: 1 / 0, bench.writer)(SAMPLES)
+        Collator(lambda samples: 1 / 0, Timer(), writer=bench.writer)(SAMPLES)
     assert not is_in(bench.slot, default_collate(SAMPLES)), "a failed collate still runs"
 
 

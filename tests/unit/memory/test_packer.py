@@ -300,7 +300,6 @@ def test_each_slot_gets_the_batch_that_was_packed_into_it():
     owner = weakref.ref(other.mapping.owner)
     other.unmap()
     assert owner() is None, "a packer or reader still holds the slot"
-    writer.close()
     arena.close()
 
 

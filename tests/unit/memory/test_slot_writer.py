@@ -114,7 +114,7 @@ def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said(bench):
     assert not writer.is_offered
     writer.open(slot, is_offered=True)
     assert writer.is_offered
-    writer.close()
+    writer.part()
     assert not writer.is_offered
 
 
@@ -206,7 +206,7 @@ def growing(arena):
     arena.reach(slot, 1)
     writer.open(slot)
     yield slot, writer
-    writer.close()
+    writer.part()
 
 
 def test_what_was_handed_out_before_a_slot_was_mapped_further_is_still_in_it(growing):

@@ -8,7 +8,6 @@ import torch
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.memory.arena import Arena
 from shmloader.memory.codec import PickledLayout
 from shmloader.messages import (
@@ -24,6 +23,8 @@ from tests.unit.memory.support import MIB
 
 class Fetcher:
     """Returns or raises the results that a test has set."""
+
+    fingerprint = None
 
     def __init__(self):
         self.results = []
@@ -43,6 +44,19 @@ class Page:
     def note_sample(self, number, deadline_ns):
         raise AssertionError("there is no sample_timeout")
 
+    def note(self, phase, epoch=0, seq=0):
+        """Write nothing."""
+
+
+class Channel:
+    """The worker's end of a socket that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, data):
+        self.sent.append(data)
+
 
 class Bench:
     """A worker with one slot."""
@@ -51,10 +65,12 @@ class Bench:
         config = FetchConfig(is_iterable, auto_collation=True, drop_last=False)
         self.arena = Arena.create(slot_bytes, 1)
         self.slot = self.arena.slots[0]
-        self.worker = TaskServer(None, 3, TaskConfig(config, self.arena), Page())
+        self.channel = Channel()
+        self.worker = TaskServer(self.channel, 3, TaskConfig(config, self.arena), Page())
         maker = BatchMaker(config, [], list, where="here", timer=self.worker._server._timer)
         self.fetcher = maker.fetcher = Fetcher()
         self.worker._server.dataset.maker = maker
+        self.worker._server.dataset.is_ready = True
         self.seq = -1
 
     def serve(self, *results, indices=()):
@@ -63,7 +79,8 @@ class Bench:
             self.seq += 1
             self.fetcher.results.append(result)
             sent = indices if type(indices) is Spilled else pickle.dumps(indices)
-            answer = unpack(self.worker._serve(Task(self.seq, 1, 0, sent)))
+            self.worker.take(Task(self.seq, 1, 0, sent))
+            answer = unpack(self.channel.sent.pop())
             assert (answer.seq, answer.epoch) == (self.seq, 1)
         self.arena.reach(self.slot, max(1, self.slot.touched_bytes))  # as the main process does
         return answer
@@ -80,7 +97,7 @@ class Bench:
     def error_of(self, answer: BatchFailed) -> BaseException:
         data = answer.error
         try:
-            RemoteError.loads(data if isinstance(data, bytes) else self.spilled(data)).reraise("")
+            pickle.loads(data if isinstance(data, bytes) else self.spilled(data)).reraise("")
         except BaseException as error:
             return error
 
