@@ -6,6 +6,7 @@ is missing or unreadable, or has other contents than expected, sets no limit.
 
 import mmap
 import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -207,6 +208,29 @@ def oom_kills(groups: tuple[ControlGroup, ...]) -> int | None:
         if count is not None:
             return count
     return None
+
+
+class OomKills:
+    """Counts what the out-of-memory killer ends in the control group of this process.
+
+    Args:
+        root: Directory that holds ``proc`` and ``sys``, normally ``/``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._groups = control_groups(root)
+        self._before = oom_kills(self._groups)
+
+    def since(self, exit_code: int | None) -> int:
+        """Return how many processes it has ended since this object was made.
+
+        Args:
+            exit_code: How the process ended that is asked about. The result is 0 unless it was
+                killed by SIGKILL.
+        """
+        if exit_code != -signal.SIGKILL or self._before is None:
+            return 0
+        return (oom_kills(self._groups) or 0) - self._before
 
 
 @dataclass(frozen=True, slots=True)

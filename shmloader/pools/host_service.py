@@ -29,7 +29,7 @@ from typing import Any
 from shmloader.batch.payload import ReceivedPayload
 from shmloader.host.meeting import Hello, Roster, peer_of
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.memory.limits import control_groups, oom_kills
+from shmloader.memory.limits import OomKills
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
@@ -148,8 +148,7 @@ class _HostService:
         self._parent_death = ParentDeathPipe()
         self._status_page = StatusPage(start.worker_count)
         self._loads = Loads(start.worker_count)
-        self._groups = control_groups(Path("/"))
-        self._oom_kills_before = oom_kills(self._groups)
+        self._oom_kills = OomKills(Path("/"))
         self._ranks: dict[int, _Rank] = {}
         self._workers: dict[int, WorkerHandle] = {}
         # Worker numbers by pidfd, which is readable when the worker has ended.
@@ -374,9 +373,7 @@ class _HostService:
         worker.hang_up()
         worker.close_pidfd()
         code = worker.process.exitcode
-        kills = 0
-        if code == -signal.SIGKILL and self._oom_kills_before is not None:
-            kills = (oom_kills(self._groups) or 0) - self._oom_kills_before
+        kills = self._oom_kills.since(code)
         was_loading = self._status_page.read(worker_id).phase is Phase.LOADING
         for rank in self._ranks.values():
             attachment = rank.attached.pop(worker_id, None)

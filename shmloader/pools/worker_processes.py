@@ -16,7 +16,6 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import select
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.context import BaseContext
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.memory.limits import control_groups, oom_kills
+from shmloader.memory.limits import OomKills
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
 from shmloader.pools.nursery import Nursery
@@ -77,8 +76,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         """
         self._starter = WorkerStarter(context or multiprocessing.get_context())
         self._grace_s = grace_s
-        self._groups = control_groups(Path("/" if tasks.memory is None else tasks.memory.root))
-        self._oom_kills_before = oom_kills(self._groups)
+        self._oom_kills = OomKills(Path("/" if tasks.memory is None else tasks.memory.root))
         # Worker numbers by pidfd, which is readable when the worker has ended.
         self._by_pidfd: dict[int, int] = {}
         super().__init__()  # last: from here on, a child that another thread forks abandons this
@@ -134,29 +132,23 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             RuntimeError: If torch's random generator is locked in each worker that is forked.
             ClosedLoaderError: If another thread closes this meanwhile.
         """
-        self._forget(worker_id)
-        new = self._workers[worker_id] = self._start_if_open(worker_id)
-        self._end_if_closed(new)
-
-    def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, or after ``retire``. Raises as :meth:`replace`."""
         if worker_id < len(self._workers):
-            self.replace(worker_id)
-            return
-        assert worker_id == len(self._workers)
-        new = self._start_if_open(worker_id)
-        self._workers.append(new)
-        self._end_if_closed(new)
-
-    def _start_if_open(self, worker_id: int) -> WorkerHandle:
+            self._forget(worker_id)
         try:
             self._check_open()
-            return self._start_worker(worker_id)
+            new = self._start_worker(worker_id)
         except Exception as error:
             self._check_open(error)
             if isinstance(error, OSError):
                 raise_with_remedy(error)
             raise
+        self._workers[worker_id : worker_id + 1] = [new]
+        if self._is_closed:  # a close on another thread may have missed it
+            end_unused(new)
+            self._check_open()
+
+    #: Starts a worker for the first time, or after ``retire``. Raises as :meth:`replace`.
+    start = replace
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
@@ -170,14 +162,6 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         self._by_pidfd.pop(old.pidfd, None)
         old.channel.close()
         old.close_pidfd()
-
-    def _end_if_closed(self, new: WorkerHandle) -> None:
-        """End a new worker that a ``close`` on another thread may have missed."""
-        try:
-            self._check_open()
-        except ClosedLoaderError:
-            end_unused(new)
-            raise
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker. ``wait`` will report its death."""
@@ -222,27 +206,12 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     # What the workers do ------------------------------------------------------------------
 
     def death(self, worker_id: int) -> Death:
-        """Return how a lost worker ended."""
-        return Death(self.pid(worker_id), self.exit_code(worker_id), self.oom_kills(worker_id))
+        """Return how a lost worker ended.
 
-    def exit_code(self, worker_id: int) -> int | None:
-        """Return a lost worker's exit code, negative for a signal; None if it is not known.
-
-        For instance, a SIGCHLD handler of the user's may have reaped the worker.
+        Its exit code is not known if, for instance, a SIGCHLD handler of the user's has reaped it.
         """
-        code: int | None = self._workers[worker_id].process.exitcode
-        return code
-
-    def oom_kills(self, worker_id: int) -> int:
-        """Count the out-of-memory kills, if a worker was killed by SIGKILL.
-
-        Returns:
-            How many processes of our control group the kernel's out-of-memory killer has ended
-            since this object was made; 0 if that is not known, or if the worker ended otherwise.
-        """
-        if self.exit_code(worker_id) != -signal.SIGKILL or self._oom_kills_before is None:
-            return 0
-        return (oom_kills(self._groups) or 0) - self._oom_kills_before
+        code = self._workers[worker_id].process.exitcode
+        return Death(self.pid(worker_id), code, self._oom_kills.since(code))
 
     def pid(self, worker_id: int) -> int:
         """Return the process id of a worker."""
