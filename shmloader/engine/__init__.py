@@ -58,9 +58,9 @@ Otherwise it closes, and the loader's state stays that of the last delivered bat
                                         └──▶ DEAD                 (no restart is left)
 
 Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
-its last layout, how far its dataset has come, and how it died. The tickets of a lost worker are
-sent to its replacement (with dynamic dispatch, those that it had not begun wait for any worker).
-When no restart is left, each of them is answered by the worker's death.
+how far its dataset has come, and how it died. The tickets of a lost worker are sent to its
+replacement (with dynamic dispatch, those that it had not begun wait for any worker). When no
+restart is left, each of them is answered by the worker's death.
 
 **How workers start** (:mod:`shmloader.pools.starting`). With "fork" the main process forks each
 worker. With "spawn" and "forkserver" it starts the nursery, a fresh interpreter that imports torch

@@ -1,7 +1,7 @@
 """Makes every decision of the engine: tickets, their order, slots and workers. Pure.
 
 Invariants (tests cite the numbers):
-    I1  A slot has exactly one holder: free list, worker, reorder buffer, or lease.
+    I1  A slot has exactly one holder: free list, ticket (with a worker or answered), or lease.
     I2  Only the engine's thread changes the scheduler; others append to a deque.
     I3  Processes share no lock; every socket has one writer and one reader at each end.
     I4  Shared memory = the slots' bytes; slots <= window + lend_limit.
