@@ -52,7 +52,7 @@ class DatasetHere:
         began_ns, taken_ns = self._times_ns
         nbytes = bytes_of(self._before.state) if isinstance(self._before, Saved) else 0
         batch_ns = time.monotonic_ns() - taken_ns
-        self._cost.note(nbytes, taken_ns - began_ns, batch_ns, stacklevel=4)
+        self._cost.note(nbytes, taken_ns - began_ns, batch_ns, stacklevel=5)
 
     def mark(self) -> int:
         """See :meth:`StreamHere.mark`."""

@@ -176,6 +176,11 @@ class Record:
             ConsumerUsage(time.process_time_ns(), *core_time_of(thread_id) or ()),
         )
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether it has nothing but the calls of an epoch without workers."""
+        return self.kind == "in-process" and not self.failures and self.state[0] is None
+
     def totals(self) -> "Totals":
         """Return what was recorded so far, with the workers' memory."""
         sums = self._sums(*self.state)
@@ -282,3 +287,17 @@ class Totals:
             self.counts = later.counts or self.counts
         self.failures += later.failures
         self.consumer = self.consumer.plus(later.consumer)
+
+
+def totals_of(records: list[Record]) -> list[Totals]:
+    """Return the totals of epochs that are over; one for all that are simple, which may be many."""
+    simple = [record for record in records if record.is_simple and record.state[1]]
+    totals = [record.totals() for record in records if not record.is_simple]
+    if simple:
+        whole = simple[0].totals()
+        for record in simple[1:]:
+            calls = record.state[1]
+            whole.sums.add(calls)
+            whole.elapsed_ns += calls[-1][1] - record.first_ns
+        totals.append(whole)
+    return totals

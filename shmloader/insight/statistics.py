@@ -5,7 +5,7 @@ import itertools
 import weakref
 from typing import Any
 
-from shmloader.insight.record import Part, Record, Totals
+from shmloader.insight.record import Part, Record, Totals, totals_of
 from shmloader.insight.trace import Trace
 
 # Summing up costs as much as several batches, so that only some epochs at once are.
@@ -38,12 +38,14 @@ class Statistics:
     def begin(self, record: Record, iterator: object) -> None:
         """Add the record of an epoch that begins, and its iterator."""
         past, recent = self._state
-        self._end_abandoned(iterator)
-        if len(recent) >= _MOST_RECENT:
-            past = _sum(past, [other.totals() for other, _ in recent if other.is_over])
-            recent = tuple(each for each in recent if not each[0].is_over)
-        taken = [other.lane for other, _ in recent if not other.is_over]
-        record.lane = next(lane for lane in itertools.count() if lane not in taken) if taken else 0
+        if recent:
+            self._end_abandoned(iterator)
+            if len(recent) >= _MOST_RECENT:
+                past = _sum(past, totals_of([other for other, _ in recent if other.is_over]))
+                recent = tuple(each for each in recent if not each[0].is_over)
+            taken = [other.lane for other, _ in recent if not other.is_over]
+            if taken:
+                record.lane = next(lane for lane in itertools.count() if lane not in taken)
         self._state = (past, (*recent, (record, weakref.ref(iterator))))
         if self.trace is not None:
             self.trace.parts.append(Part(record))

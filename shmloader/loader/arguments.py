@@ -16,7 +16,7 @@ import operator
 import re
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
 from numbers import Integral, Real
@@ -30,6 +30,10 @@ from torch.utils.data import (
     MapDataPipe,
     default_collate,
     default_convert,
+)
+from torch.utils.data.datapipes.datapipe import (
+    _IterDataPipeSerializationWrapper,
+    _MapDataPipeSerializationWrapper,
 )
 
 from shmloader.batch.arrays import is_plain_data
@@ -60,12 +64,6 @@ LEND_LIMIT = LOOP_HOLDS + 2
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
-#: The names that :func:`refuse_to_set` refuses: ``epoch``, and arguments that only the constructor
-#: reads, in addition to those that torch refuses to set later.
-NOT_SETTABLE = frozenset(
-    {"epoch", "last_batch", "seed", "num_shards", "batchify_fn", "rank", "world_size"}
-)
-
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
 
@@ -77,6 +75,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 # As tuples, since isinstance() would make a union of the classes for each call.
 _NOT_MAP_STYLE = (IterableDataset, MapDataPipe)
 _DATA_PIPES = (IterDataPipe, MapDataPipe)
+
+#: The classes that torch's constructor wraps data pipes in.
+WRAPPED_DATA_PIPES = _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
 
 def is_map_style(dataset: object) -> bool:
@@ -94,73 +95,50 @@ def lend_limit(*, has_device: bool, device_prefetch: int) -> int:
     return max(LEND_LIMIT, device_prefetch + 2) if has_device else LEND_LIMIT
 
 
-def refuse_to_set(kind: type, name: str) -> NoReturn:
-    """Raise for setting an attribute of a finished loader that has no effect.
+class FixedArgument:
+    """A loader's argument that only its constructor reads.
 
-    Raises:
-        AttributeError: If it is ``epoch``.
-        ValueError: If it is another one. The text is torch's.
+    Setting it later would have no effect, so it raises. A user's subclass may have an attribute of
+    the same name.
+
+    Args:
+        default: The value of a loader that has none of its own.
     """
-    if name == "epoch":
-        raise AttributeError("epoch cannot be set: set_epoch() sets the number of the next epoch")
-    raise ValueError(f"{name} attribute should not be set after {kind.__name__} is initialized")
+
+    def __init__(self, default: object = None) -> None:
+        self._default = default
+        self._name = ""
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, _: type | None = None) -> Any:
+        return self._default if loader is None else self.value_of(loader)
+
+    def value_of(self, loader: Any) -> Any:
+        """Return the loader's value."""
+        return loader.__dict__.get(self._name, self._default)
+
+    def __set__(self, loader: Any, value: object) -> None:
+        kind = type(loader)
+        if kind.__module__.partition(".")[0] == "shmloader":
+            self.refuse(kind.__name__)
+        loader.__dict__[self._name] = value
+
+    def refuse(self, kind: str) -> NoReturn:
+        """Raise a ValueError with torch's text."""
+        raise ValueError(f"{self._name} attribute should not be set after {kind} is initialized")
 
 
 # Before torch's constructor ------------------------------------------------------------------
 
 
-def check_dataset(dataset: object) -> None:
-    """Check that samples can be loaded from ``dataset``, as far as its class shows.
-
-    Raises:
-        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not an
-            ``IterableDataset``.
-    """
-    if isinstance(dataset, IterableDataset) or hasattr(type(dataset), "__getitem__"):
-        return
-    if not isinstance(dataset, type) and callable(probe(dataset, "__getitems__")):
-        return
-    got = f"but got dataset={reprlib.repr(dataset)}"
-    if isinstance(dataset, type):
-        got += f": give an object of that class, such as {dataset.__name__}(...)"
-    elif isinstance(dataset, Iterator):
-        got += (
-            ": make a list of it, or write an IterableDataset whose __iter__ begins such an "
-            "iterator"
-        )
-    elif isinstance(dataset, Iterable):
-        got += ": make a list of it, which has an order"
-    raise TypeError(
-        f"dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
-        f"{got}"
-    )
-
-
-_NOT_GIVEN = (None,) * 6
-
-
-def check_torchs_arguments(  # noqa: PLR0917 - each loader calls it with all of them
-    dataset: object,
-    num_workers: Any,
-    prefetch_factor: Any,
-    timeout: Any,
-    sampler: object,
-    batch_sampler: object,
-    collate_fn: object,
-    worker_init_fn: object,
-    generator: object,
-) -> None:
+def check_numbers(num_workers: Any, prefetch_factor: Any, timeout: Any) -> None:
     """Check types that torch's constructor accepts, or refuses with a text about operators.
-
-    torch raises a TypeError for each of these as well, some of them later.
 
     Raises:
         TypeError: If an argument is of a wrong type.
     """
-    check_dataset(dataset)
-    given = sampler, batch_sampler, collate_fn, worker_init_fn, generator, prefetch_factor
-    if type(num_workers) is int and type(timeout) is int and given == _NOT_GIVEN:
-        return
     # None is left to torch's constructor, which refuses it with a text that people search for.
     if num_workers not in (None, "auto") and not _is_whole(num_workers):
         raise TypeError(
@@ -172,17 +150,6 @@ def check_torchs_arguments(  # noqa: PLR0917 - each loader calls it with all of 
         )
     if timeout is not None and not isinstance(timeout, Real | torch.Tensor):
         raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
-    for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-        is_iterable = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
-        if value is not None and not is_iterable:
-            raise TypeError(f"{name} should be iterable, but got {name}={reprlib.repr(value)}")
-    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} should be callable, but got {name}={reprlib.repr(value)}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator should be a torch.Generator, but got generator={reprlib.repr(generator)}"
-        )
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,12 +6,13 @@ about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
 import concurrent.futures
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -191,22 +192,18 @@ class BeginLock:
         return self._lock
 
 
-@dataclass(slots=True)
 class LoaderParts:
     """The parts that all iterators of a loader share. A copy or a pickle of the loader has its own.
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         begin_lock: Held by the thread that begins an epoch.
-        iterators: References to the iterators of the loader.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
         statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
-        state_cost: Warns if states of the dataset cost much.
-        dataset_epoch: Decides which number of an epoch the dataset is told.
         loaded_generators: The states of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
         executor_key: Identifies the loader in processes of an executor; empty before the first
@@ -215,37 +212,46 @@ class LoaderParts:
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
-    adapter: Adapter | None = None
+    # Most loaders change few of these, so they are attributes of the class.
     host_pool: "HostPool | None" = None
     nursery: Any = None
-    begin_lock: BeginLock = field(default_factory=BeginLock)
-    iterators: list[weakref.ref[Any]] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
     destination: Destination | None = None
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
-    state_cost: StateCost = field(default_factory=StateCost)
-    dataset_epoch: DatasetEpoch = field(default_factory=DatasetEpoch)
-    loaded_generators: dict[str, Any] = field(default_factory=dict)
+    loaded_generators: Mapping[str, Any] = MappingProxyType({})
     executor_key: bytes = b""
     process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
-    _failures: FailureList[FailedSample] | None = None
 
-    @property
+    def __init__(self, adapter: Adapter | None = None) -> None:
+        self.adapter = adapter
+        self.begin_lock = BeginLock()
+        self.statistics = Statistics()
+        self._iterators: tuple[weakref.ref[Any], ...] = ()
+
+    @functools.cached_property
+    def state_cost(self) -> StateCost:
+        """Warns if states of the dataset cost much."""
+        return StateCost()
+
+    @functools.cached_property
+    def dataset_epoch(self) -> DatasetEpoch:
+        """Decides which number of an epoch the dataset is told."""
+        return DatasetEpoch()
+
+    @functools.cached_property
     def failures(self) -> FailureList[FailedSample]:
         """The samples that failed."""
-        if self._failures is None:
-            self._failures = FailureList()
-        return self._failures
+        return FailureList()
 
     def add(self, iterator: object) -> None:
         """Add an iterator."""
-        self.iterators.append(weakref.ref(iterator, self.iterators.remove))
+        alive = [reference for reference in self._iterators if reference() is not None]
+        self._iterators = (*alive, weakref.ref(iterator))
 
     def open_iterators(self) -> list[Any]:
         """Return the iterators that are not garbage."""
-        alive = (reference() for reference in list(self.iterators))
+        alive = (reference() for reference in self._iterators)
         return [iterator for iterator in alive if iterator is not None]
 
     def take_resumed(self) -> DatasetCheckpoints | None:

@@ -30,7 +30,8 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
-    NOT_SETTABLE,
+    WRAPPED_DATA_PIPES,
+    FixedArgument,
     SnapshotInterval,
     check_arguments,
     check_auto,
@@ -39,15 +40,13 @@ from shmloader.loader.arguments import (
     check_last_batch,
     check_may_have_workers,
     check_not_async,
+    check_numbers,
     check_on_error,
     check_seed,
     check_thread_pool,
-    check_torchs_arguments,
-    is_data_pipe,
     is_map_style,
     parse_max_failures,
     parse_size,
-    refuse_to_set,
     warn_of_empty_epochs,
     warn_of_random_numbers,
 )
@@ -271,9 +270,9 @@ class DataLoader(MeasuredLoader[_T_co]):
     device_prefetch: int
     on_error: OnError
     max_failures: int | float | Fraction | None
-    last_batch: LastBatch | None
+    last_batch = FixedArgument()
     thread_pool: bool
-    seed: int | None
+    seed = FixedArgument()
     snapshot_every_n_steps: SnapshotInterval
     fetch_concurrency: int | None
     sample_timeout: float | None
@@ -357,17 +356,6 @@ class DataLoader(MeasuredLoader[_T_co]):
                 batch_sampler=batch_sampler,
                 is_map_style=is_map_style(dataset),
             )
-        torchs = (
-            dataset if type(self) is DataLoader else (),  # the user's may load from anything
-            num_workers,
-            prefetch_factor,
-            timeout,
-            sampler,
-            batch_sampler,
-            collate_fn,
-            worker_init_fn,
-            generator,
-        )
         try:
             super().__init__(
                 dataset,
@@ -389,9 +377,8 @@ class DataLoader(MeasuredLoader[_T_co]):
                 in_order=in_order,
             )
         except TypeError:
-            check_torchs_arguments(*torchs)
+            check_numbers(num_workers, prefetch_factor, timeout)
             raise
-        check_torchs_arguments(*torchs)
         if has_own:
             self._set_own_arguments({**dict(zip(OWN_DEFAULTS, own, strict=True)), "seed": seed})
             own_workers = -(-self._most_workers // self._sharing_ranks)
@@ -401,6 +388,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                 warn_of_random_numbers(dataset, "executor=")
         check_not_async(self)
         if self.num_workers:
+            check_numbers(num_workers, prefetch_factor, timeout)
             # It takes some 50 ms, for which nobody should wait while workers make the first batch.
             importlib.import_module("shmloader.loader.in_workers")
             check_context(self)
@@ -417,37 +405,16 @@ class DataLoader(MeasuredLoader[_T_co]):
         """The newest 100 samples that failed, oldest first; the class describes them."""
         return self._parts.failures
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute. Most are read when an epoch begins, as with torch's loader.
-
-        Raises:
-            AttributeError, ValueError: If setting it would have no effect. (A user's subclass may
-                have its own attributes of these names.)
-        """
-        if name in NOT_SETTABLE and self._is_ours and self._is_made:
-            refuse_to_set(type(self), name)
-        torch.utils.data.DataLoader.__setattr__(self, name, value)
-
     def __repr__(self) -> str:
         """Return the dataset, the batch size, the workers, and what is not the default."""
         return describe_loader(self, DataLoader.__init__, self._order_given)
 
     def _set_own_arguments(self, arguments: dict[str, Any]) -> None:
-        if self._is_ours:
-            self.__dict__.update(arguments)  # past __setattr__, which refuses some by now
+        if type(self).__module__.partition(".")[0] == "shmloader":
+            self.__dict__.update(arguments)  # past the descriptors, which refuse to set some
             return
         for name, value in arguments.items():
             setattr(self, name, value)
-
-    @property
-    def _is_made(self) -> bool:
-        """Whether torch's constructor has ended."""
-        return bool(getattr(self, "_DataLoader__initialized"))  # noqa: B009 - torch's private name
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether the class is none of the user's."""
-        return type(self).__module__.partition(".")[0] == "shmloader"
 
     def _adapt(self, num_workers: Any, dataset: object, *, is_seeded: bool) -> int:
         """Return the number of workers to begin with, with ``num_workers="auto"``."""
@@ -530,11 +497,12 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             ClosedLoaderError: After ``close()``.
         """
+        # As torch's method does, which users' classes may rely on.
+        if not (self.persistent_workers and self.num_workers > 0):
+            return self._get_iterator()
         with self._parts.begin_lock.present():
             if getattr(self._iterator, "is_closed", False):
                 self._iterator = None  # its workers died or were ended
-            # torch's method calls _get_iterator(), which users may override, or _reset() of the
-            # iterator whose workers persist.
             return super().__iter__()
 
     def _get_iterator(self) -> Any:
@@ -559,9 +527,15 @@ class DataLoader(MeasuredLoader[_T_co]):
             plan = self._present_plan
             resumed = plan.resumed
             try:
-                with self._beginning(plan):
+                if resumed is not None:
+                    plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
+                if plan.resumed is None:
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
+                else:
+                    with self._resuming(plan):
+                        self._begin_epoch(plan, draws_seed=draws_seed)
+                        iterator = make()
             except BaseException:
                 plan.take_back(resumed)
                 raise
@@ -570,12 +544,14 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def _make_iterator(self) -> Any:
         """Return an iterator over the epoch that has begun."""
-        check_thread_pool(self)  # users may have set attributes since the constructor's check
-        check_context(self)
-        check_executor(self)
+        # Users may have set attributes since the constructor's check.
+        if self.num_workers or self.thread_pool is not False or self.executor is not None:
+            check_thread_pool(self)
+            check_context(self)
+            check_executor(self)
         plan, parts = self._plan, self._parts
         assert plan is not None
-        if is_data_pipe(self.dataset):
+        if type(self.dataset) in WRAPPED_DATA_PIPES:
             iterator: Any = torch_iterator(self, plan, parts)
         elif self.num_workers == 0:
             iterator = InProcessIterator(self, self._config(), plan, parts)
@@ -631,13 +607,17 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             TypeError, ValueError: If an attribute was set to a value that an argument cannot have.
         """
-        check_on_error(self.on_error)  # any other word would skip bad samples
-        self._parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
-        is_iterable = self._dataset_kind == _DatasetKind.Iterable
-        concurrency = self.fetch_concurrency
+        if self.on_error != "raise":
+            check_on_error(self.on_error)  # any other word would skip bad samples
+        concurrency, most_failures = self.fetch_concurrency, self.max_failures
+        devices: tuple[torch.device | None, ...] = (None,)
+        if self._may_shard or self.device is not None:
+            devices = tuple(map(parse_device, self._wanted_devices()))
         saves_dataset = self._saves_dataset
+        if saves_dataset:
+            self._parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         fetch = FetchConfig(
-            is_iterable,
+            self._dataset_kind == _DatasetKind.Iterable,
             self._auto_collation,
             self.drop_last,
             keep_size=self.on_error == "skip" and self._is_in_ranks,
@@ -649,17 +629,21 @@ class DataLoader(MeasuredLoader[_T_co]):
             sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
             is_threaded=self.thread_pool,
             takes_arrays=self._takes_arrays,
-            told_epoch=None if self._shares_workers else self._parts.dataset_epoch.told,
+            told_epoch=(
+                self._parts.dataset_epoch.told
+                if self.num_workers and not self._shares_workers
+                else None
+            ),
         )
         config = LoaderConfig(
             fetch,
             self.dataset,
             self.collate_fn,
             self.on_error,
-            parse_max_failures(self.max_failures),
+            None if most_failures is None else parse_max_failures(most_failures),
             saves_dataset,
-            tuple(map(parse_device, self._wanted_devices())),
-            self._has_steps,
+            devices,
+            self._may_shard and self._has_steps,
             self.device_transform,
         )
         return self._with_workers(config) if self.num_workers else config
@@ -696,9 +680,9 @@ class DataLoader(MeasuredLoader[_T_co]):
         """Whether batches may be gathered from a dataset that consists of arrays only."""
         return (
             self.on_error == "raise"
-            and self._auto_collation
             and self._dataset_kind == _DatasetKind.Map
             and may_be_columns(self.dataset)
+            and self._auto_collation
             and is_plain(self.collate_fn)
         )
 
@@ -757,4 +741,5 @@ OWN_DEFAULTS = {
     if name not in (*inspect.signature(torch.utils.data.DataLoader.__init__).parameters, "self")
 }
 for _name, _default in OWN_DEFAULTS.items():
-    setattr(DataLoader, _name, _default)
+    if _name not in ("last_batch", "seed"):
+        setattr(DataLoader, _name, _default)

@@ -12,24 +12,13 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from shmloader.batch.arrays import ArraysHere, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
-from shmloader.batch.iterable_state import (
-    Saved,
-    load_dataset,
-    load_iterator,
-    read,
-    replay,
-)
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
 from shmloader.device.pin import pin_batch
 from shmloader.device.structure import map_tensors
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Instead
-from shmloader.engine.state_cost import StateCost
-from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
@@ -37,14 +26,8 @@ from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.loader.calls import REPLACED, CountingIterator
 from shmloader.loader.common import begin_by_torch, no_transform, transform_here
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.memory.collate import is_plain
+from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.rng import (
-    changed,
-    global_rng_state,
-    set_global_rng_state,
-    with_global_rng_state,
-)
 
 
 class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
@@ -59,6 +42,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
     __slots__ = (
         "_checkpoints",
         "_closed_because",
+        "_dataset_state",
         "_draw_ns",
         "_end",
         "_is_closed",
@@ -90,21 +74,10 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             parts: The objects that all iterators of the loader share.
         """
         begin_ns = time.monotonic_ns()
-        resumed = parts.take_resumed()
-        checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
-        saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
-        loaded = parts.loaded_generators
-        # Before the sampler is iterated, which may depend on the dataset's state.
-        if saved is not None and saved.of == "dataset":
-            with _as_before(checkpoint.rng):
-                before = global_rng_state()
-                load_dataset(config.dataset, saved)
-                loaded = changed(before)
+        self._checkpoints = parts.checkpoints = None
+        is_tracked = config.fetch.is_iterable or config.saves_dataset
+        self._dataset_state = LocalDataset(config, parts) if is_tracked else None
         begin_by_torch(self, loader, plan)
-        if saved is None:
-            # The whole epoch is resumed. As in the earlier run, torch has drawn from them since,
-            # and for a shuffled order draws once more.
-            loaded = global_rng_state(loaded) if config.fetch.is_iterable else {}
         if self._timeout != 0:
             raise AssertionError(
                 "_SingleProcessDataLoaderIter requires timeout == 0: with num_workers=0, batches "
@@ -120,27 +93,24 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         # The number of the newest index batch among those that this iterator has drawn.
         self._seq = -1
         self._is_stream = config.fetch.is_iterable
-        self._watch = config.watch_failures(parts)
-        self._step, self._transform = self._find_transform(config)
+        self._watch = None if config.on_error == "raise" else config.watch_failures(parts)
+        self._step = "build"
+        self._transform: Callable[[Any], Any] = no_transform
+        if self._pin_memory or config.devices != (None,) or config.device_transform is not None:
+            self._step, self._transform = self._find_transform(config)
         self._timer = Timer()
         self._end: Callable[[], object] = _do_nothing
         fetcher = config.fetch.make_concurrent_fetcher()
         if fetcher is not None:
             finalizer = self._end = weakref.finalize(self, fetcher.close)
             finalizer.atexit = False
-        self._maker = LocalMaker(
-            config,
-            checkpoint,
-            saved,
-            loaded,
-            plan.epoch,
-            self._timer,
-            fetcher,
-            parts.state_cost,
-            is_elsewhere=plan.is_elsewhere,
-        )
+        make_maker = functools.partial(_make_maker, config, plan.epoch, self._timer, fetcher)
+        if self._dataset_state is None:
+            self._maker = make_maker()
+        else:
+            self._maker = self._dataset_state.begin(make_maker, is_elsewhere=plan.is_elsewhere)
+            self._checkpoints = parts.checkpoints = self._dataset_state.checkpoint
         self._dataset_fetcher = self._maker.fetcher  # torch's name for it
-        self._checkpoints = parts.checkpoints = self._maker.checkpoint
         self._record = Record(plan.epoch, "in-process", 0, begin_ns=begin_ns)
         parts.statistics.begin(self._record, self)
         self._sampler_iter = plan.draw(self._sampler_iter, as_arrays=config.fetch.takes_arrays)
@@ -190,7 +160,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             except Exception as error:
                 if is_interruption(error):
                     raise
-                if self._is_loading and self._maker.is_replaying:
+                state = self._dataset_state
+                if self._is_loading and state is not None and state.is_replaying:
                     self._close_since("its dataset could not be resumed")
                 elif self._is_loading and self._watch is not None and not self._is_made:
                     self._note_samples()
@@ -204,7 +175,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._is_made = False
         batch: Any = EmptyBatchError
         with contextlib.suppress(EmptyBatchError):
-            batch = self._maker.make(indices)
+            batch = (self._dataset_state or self._maker).make(indices)
         self._is_made = True
         if self._watch is not None:
             self._note_samples(indices if batch is EmptyBatchError else None)
@@ -267,10 +238,10 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_done(self, *, has_failed: bool = False) -> None:
         self._progress.done_until(self._seq)
-        if self._checkpoints is not None:
-            fingerprint, is_short = self._maker.last
-            assert not isinstance(self._checkpoints, DatasetCheckpoints)
-            self._checkpoints.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+        state = self._dataset_state
+        if state is not None:
+            fingerprint, is_short = state.last
+            state.checkpoint.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
 
     # Ends ------------------------------------------------------------------------------------
 
@@ -310,174 +281,22 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self.close()
 
 
-class LocalMaker:
-    """Makes batches in the main process, and tracks how far the dataset has come.
-
-    Attributes:
-        checkpoint: The checkpoint of the dataset; None if states of the loader contain none.
-        fetcher: Loads samples and collates them.
-        take_report: Returns the report on a batch's samples.
-        is_replaying: Whether batches are being re-read to resume an iterable dataset, or could not
-            be.
-
-    Args:
-        config: The loader's arguments.
-        checkpoint: The checkpoint from which the dataset resumes.
-        saved: The state in ``checkpoint``, which the dataset has loaded already; None without one.
-        loaded: The states of global generators that the dataset's ``load_state_dict()`` has set:
-            they are set again before the first sample, and the process goes on from them.
-        epoch: Number of the epoch.
-        timer: Times the work.
-        concurrent_fetcher: Loads several samples at once; None to load one after the other.
-        cost: Warns if states of the dataset cost much.
-        is_elsewhere: Whether the global generators have the states of the run that is resumed now,
-            and will not have them when the first batch is made.
-    """
-
-    def __init__(
-        self,
-        config: LoaderConfig,
-        checkpoint: DatasetCheckpoint,
-        saved: Saved | None,
-        loaded: dict[str, Any],
-        epoch: int | None,
-        timer: Timer,
-        concurrent_fetcher: ConcurrentFetcher | None,
-        cost: StateCost,
-        *,
-        is_elsewhere: bool,
-    ) -> None:
-        fetch = config.fetch
-        is_seeded = fetch.seed is not None
-        rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
-        gatherer = ArraysHere(config.dataset).find_gatherer if fetch.takes_arrays else no_gatherer
-        with _as_before(None if is_seeded else checkpoint.rng):
-            if loaded:
-                set_global_rng_state(loaded)
-            self._maker = BatchMaker(
-                fetch,
-                config.dataset,
-                config.collate_fn,
-                config.on_error,
-                where="in the main process",
-                timer=timer,
-                epoch=epoch,
-                restores_rngs=True,
-                find_gatherer=gatherer,
-                concurrent_fetcher=concurrent_fetcher,
-            )
-            if fetch.is_iterable and not is_seeded:
-                if saved is not None:
-                    before = global_rng_state()
-                    load_iterator(self._maker.fetcher, saved)
-                    loaded = loaded | changed(before)
-                if is_elsewhere:
-                    checkpoint = checkpoint._replace(rng=rng, rng_at=((0, global_rng_state()),))
-            self._loaded = {} if is_seeded or not loaded else global_rng_state(loaded)
-        self.fetcher = self._maker.fetcher
-        self.checkpoint: StreamHere | DatasetHere | None = None
-        self.take_report = self._maker.take_report
-        self.is_replaying = False
-        if fetch.is_iterable:
-            self._only_reads = is_plain(config.collate_fn)
-            self._begin_stream(config, checkpoint, saved, rng)
-        elif config.saves_dataset:
-            self.checkpoint = DatasetHere(config.dataset, cost)
-
-    def _begin_stream(
-        self,
-        config: LoaderConfig,
-        checkpoint: DatasetCheckpoint,
-        saved: Saved | None,
-        rng: dict[str, Any] | None,
-    ) -> None:
-        """Begin an iterable dataset's stream where a checkpoint says, and track its position."""
-        # Set until the first batch after resuming is made.
-        self._resumed: DatasetCheckpoint | None = None
-        if checkpoint.rng is not None or checkpoint.skip or self._loaded:
-            self._resumed = checkpoint
-        if config.fetch.seed is not None:
-            load_iterator(self.fetcher, saved)
-        self.fetcher.ended |= checkpoint.has_ended
-        self._stream = self.checkpoint = StreamHere(
-            self.fetcher, checkpoint, rng, asks=config.fetch.snapshot_every > 0
-        )
-
-    @property
-    def last(self) -> tuple[int | None, bool]:
-        """The last batch's fingerprint, and whether an iterable dataset has ended with it."""
-        if isinstance(self.checkpoint, StreamHere):
-            return self.fetcher.fingerprint, self.fetcher.ended
-        return None, False
-
-    @property
-    def make(self) -> Callable[[Any], Any]:
-        """The function that makes the batch of a ticket's indices.
-
-        It is not stored in an attribute: that would be a reference cycle, and only the garbage
-        collector could free the maker, an iterable dataset's iterator, and the files that this
-        iterator has open.
-        """
-        if isinstance(self.checkpoint, StreamHere):
-            return self._make_of_stream
-        return self._maker.make if self.checkpoint is None else self._make_and_note
-
-    def _make_and_note(self, indices: Any) -> Any:
-        assert self.checkpoint is not None
-        self.checkpoint.begin_batch()
-        if self._loaded:
-            set_global_rng_state(self._loaded)
-            self._loaded = {}
-        return self._maker.make(indices)
-
-    def _make_of_stream(self, indices: Any) -> Any:
-        self._stream.begin_batch()
-        if self._resumed is None:
-            return self._maker.make(indices)
-        return self._make_first(indices, self._resumed)
-
-    def _make_first(self, indices: Any, checkpoint: DatasetCheckpoint) -> Any:
-        """Make the first batch since the stream was resumed."""
-        # The dataset may draw its order when its first sample is read.
-        rng, loaded = dict(checkpoint.rng_at).get(0, checkpoint.rng), self._loaded
-        if loaded:
-            rng = {**(global_rng_state() if rng is None else rng), **loaded}
-        left = self._replay(indices, checkpoint, rng) if checkpoint.skip else None
-        self._resumed = None
-        if rng is None:
-            return self._maker.make(indices)
-        set_global_rng_state({name: (left or rng)[name] for name in loaded})
-        now = global_rng_state()
-        if checkpoint.skip:
-            if left != now:
-                self._stream.note_rng()
-                self._stream.begin_batch()
-            return self._maker.make(indices)
-        if rng == now:
-            return self._maker.make(indices)
-        self._stream.note_rng()  # later batches draw from the process's own states
-        with with_global_rng_state(rng, leaves=loaded):
-            return self._maker.make(indices)
-
-    def _replay(
-        self, indices: Any, checkpoint: DatasetCheckpoint, rng: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """Re-read and discard the batches since the snapshot; return the generators' states.
-
-        Raises:
-            Exception: If the batches cannot be read again, or differ.
-        """
-        self.is_replaying = True
-        with _as_before(rng), self._maker.loading(indices) as plain:
-            replay(self.fetcher, checkpoint, plain, only_reads=self._only_reads)
-            left = None if rng is None else global_rng_state()
-        self.is_replaying = False
-        return left
-
-
-def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the global generators have earlier states; None changes nothing."""
-    return contextlib.nullcontext() if rng is None else with_global_rng_state(rng)
+def _make_maker(
+    config: LoaderConfig, epoch: int | None, timer: Timer, fetcher: ConcurrentFetcher | None
+) -> BatchMaker:
+    takes_arrays = config.fetch.takes_arrays
+    return BatchMaker(
+        config.fetch,
+        config.dataset,
+        config.collate_fn,
+        config.on_error,
+        where="in the main process",
+        timer=timer,
+        epoch=epoch,
+        restores_rngs=True,
+        find_gatherer=ArraysHere(config.dataset).find_gatherer if takes_arrays else no_gatherer,
+        concurrent_fetcher=fetcher,
+    )
 
 
 def _after(step: Callable[[Any], Any], transform: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -9,23 +9,29 @@ import copy
 import logging
 import operator
 import warnings
-from collections.abc import Iterable, Sized
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, NoReturn, TypeVar
 
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.batch.iterable_state import Saved, save_dataset
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.loader.arguments import SnapshotInterval, describe_epoch_remedy, is_data_pipe
+from shmloader.loader.arguments import (
+    WRAPPED_DATA_PIPES,
+    FixedArgument,
+    SnapshotInterval,
+    describe_epoch_remedy,
+)
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import (
     BatchArgument,
     check_facts,
-    check_savable,
     check_state,
+    copied,
     sealed,
 )
 from shmloader.memory.system_support import is_supported
@@ -53,23 +59,29 @@ _T_co = TypeVar("_T_co", covariant=True)
 _log = logging.getLogger("shmloader")
 
 
-def _is_torchs(batch_sampler: object) -> bool:
-    """Whether a batch sampler is torch's or our own, which cuts a sampler into batches."""
-    return type(batch_sampler) in {BatchSampler, RolloverBatchSampler}
+# torch's batch sampler and our own, which cut a sampler into batches.
+_CUTTING = BatchSampler, RolloverBatchSampler
 
 
 def _is_same(one: object, other: object) -> bool:
     return one is other or (type(one) is int and type(other) is int and one == other)
 
 
-class _Epoch:
-    """``loader.epoch``: not a property, so that a subclass may have an attribute of that name."""
+class _Epoch(FixedArgument):
+    """``loader.epoch``."""
 
-    def __get__(self, loader: Any, _: object = None) -> Any:
-        if loader is None:
-            return self
+    def value_of(self, loader: Any) -> Any:
+        """Return the number; the attribute of a user's class if that has set one."""
+        own = loader.__dict__
+        if "epoch" in own:
+            return own["epoch"]
         plan = loader._plan
         return (loader._present_plan if plan is None else plan).present_epoch
+
+    def refuse(self, kind: str) -> NoReturn:
+        """Raise an AttributeError."""
+        del kind
+        raise AttributeError("epoch cannot be set: set_epoch() sets the number of the next epoch")
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -81,7 +93,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     thread_pool: bool
     executor: Any
-    last_batch: LastBatch | None
+    last_batch = FixedArgument()
+    seed = FixedArgument()
     snapshot_every_n_steps: SnapshotInterval
 
     #: Decides how many workers there are, with ``num_workers="auto"``.
@@ -117,6 +130,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         return self
 
+    @property
+    def _is_iterable(self) -> bool:
+        """Whether the dataset is an IterableDataset, as torch's constructor found."""
+        return bool(self._dataset_kind == _DatasetKind.Iterable)
+
     # The order -----------------------------------------------------------------------------
 
     @property
@@ -128,26 +146,21 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._plan
         if plan is None:
             plan = self._set_plan(EpochCounter())
+        else:
+            sources = self._order_sources()
+            are_same = map(operator.is_, sources, self._sources)
+            if not all(are_same) and not all(map(_is_same, sources, self._sources)):
+                plan.order, self._sources = self._make_order(), sources
         plan.generator = self.generator
-        sources = self._order_sources()
-        are_same = map(operator.is_, sources, self._sources)
-        if not all(are_same) and not all(map(_is_same, sources, self._sources)):
-            plan.order, self._sources = self._make_order(), sources
         return plan
 
     def _order_sources(self) -> tuple[object, ...]:
         """Return what the order is made from: always equally many values."""
         batches = self._index_sampler
-        if not _is_torchs(batches):
-            return batches, self._auto_collation, self.batch_size, None, None, None
-        return (
-            batches,
-            self._auto_collation,
-            self.batch_size,
-            batches.sampler,
-            batches.batch_size,
-            batches.drop_last,
-        )
+        if type(batches) not in _CUTTING:
+            return batches, self.batch_size, None, None, None
+        sampler, size, drops = batches.sampler, batches.batch_size, batches.drop_last
+        return batches, self.batch_size, sampler, size, drops
 
     def _make_plan(
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
@@ -168,18 +181,18 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._set_plan(counter)  # now, since it notes the epochs of the user's samplers
 
     def _set_plan(self, counter: EpochCounter) -> EpochPlan:
-        self._sources, self._counter = self._order_sources(), counter
-        self._plan = plan = EpochPlan(self._make_order(), counter)
+        own = self.__dict__
+        own["_sources"], own["_counter"] = self._order_sources(), counter
+        own["_plan"] = plan = EpochPlan(self._make_order(), counter)
         return plan
 
     def _make_order(self) -> SeededOrder | SamplerOrder:
         """Return the order of the samplers that the loader has now."""
         seed, index_sampler = self._sample_seed, self._index_sampler
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        if seed is None or is_iterable:
+        if seed is None or self._is_iterable:
             return SamplerOrder(
                 index_sampler if seed is None else PositionedStreams(index_sampler),
-                is_iterable=is_iterable,
+                is_iterable=self._is_iterable,
                 seed=seed,
             )
         sampler, batch_size, last_batch = self._batching()
@@ -210,7 +223,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         Without a size, the "sampler" yields whole batches, or indices that are not batched.
         """
         batches = self._index_sampler
-        if not _is_torchs(batches) or self.batch_size is None:
+        if type(batches) not in _CUTTING or self.batch_size is None:
             return batches, None, "keep"
         last_batch: LastBatch = "discard" if batches.drop_last else "keep"
         if carries_over(batches):
@@ -241,7 +254,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         own = self.__dict__
         before, own["sampler"] = self.sampler, sampler
         batches: Any = self.batch_sampler
-        if not (_is_torchs(batches) and batches.sampler is before):
+        if type(batches) not in _CUTTING or batches.sampler is not before:
             return
         if type(batches) is BatchSampler:
             batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
@@ -301,7 +314,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
         has_own = self._sample_seed is not None or self._carry_over is not None
-        if not has_own or isinstance(self.dataset, IterableDataset):
+        if not has_own or self._is_iterable:
             return super().__len__()
         return len(self._present_plan)
 
@@ -319,37 +332,37 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             check_facts(plan.resumed, plan.order.facts(), self._batch_argument)
             self._resume_checkpoints(plan.resumed)
         plan.begin(draws_seed=draws_seed)
-        if self._passes_epochs:
+        if self._passes_epochs and dataset_epoch.counts_epochs(self.dataset):
             parts = self._parts
             has_workers = not draws_seed or parts.host_pool is not None
             has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
             assert plan.epoch is not None
             parts.dataset_epoch.begin(self.dataset, plan.epoch, has_workers=has_workers)
 
-    def _beginning(self, plan: EpochPlan) -> contextlib.AbstractContextManager[None]:
-        """Load the dataset's own state, if a loaded state between two epochs contains it.
+    @contextlib.contextmanager
+    def _resuming(self, plan: EpochPlan) -> Iterator[None]:
+        """Begin an epoch in the block from the state that was loaded.
 
-        Workers start with the dataset as it is in this process.
-
-        Returns:
-            The context in which the epoch begins. After it, the process's global generators have
-            the states that loading has set, but not with workers, which have generators of their
-            own.
+        If that is a state between two epochs which has the dataset's own, the dataset loads it
+        first: workers start with the dataset as it is in this process. After the block, the
+        process's global generators have the states that loading has set, but not with workers,
+        which have generators of their own.
         """
-        own = self._parts.loaded_generators
-        own.clear()
-        plan.drop_state_of_another()  # a sampler's set_epoch() may have been called since
-        resumed = plan.resumed
-        if resumed is None:
-            return contextlib.nullcontext()
-        if "dataset" in resumed:
+        loaded: dict[str, Any] = {}
+        assert plan.resumed is not None
+        if "dataset" in plan.resumed:
             before = global_rng_state()
-            self.dataset.load_state_dict(copy.deepcopy(resumed["dataset"]))  # type: ignore[attr-defined]
+            self.dataset.load_state_dict(copy.deepcopy(plan.resumed["dataset"]))  # type: ignore[attr-defined]
             if self.num_workers:
                 set_global_rng_state(before)
             else:
-                own.update(changed(before))
-        return plan.beginning(own)
+                loaded = changed(before)
+        self._parts.loaded_generators = loaded
+        try:
+            with plan.beginning(loaded):
+                yield
+        finally:
+            self._parts.loaded_generators = {}
 
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
@@ -357,7 +370,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             resumed = DatasetCheckpoints.load(state["datasets"], self.num_workers)
             self._parts.resumed_checkpoints = resumed
             again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
-            if again and isinstance(self.dataset, IterableDataset):
+            if again and self._is_iterable:
                 _log.info(
                     "epoch %d resumes at batch %d: %d batches that were delivered before are "
                     "re-read and discarded",
@@ -369,7 +382,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _saves_dataset(self) -> bool:
         """Whether a state contains the position of each worker's dataset, or its own state."""
-        if isinstance(self.dataset, IterableDataset):
+        if self._is_iterable:
             return True
         return has_state_methods(self.dataset) and self._can_save_dataset
 
@@ -418,40 +431,37 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._present_plan
         if plan.resumed is not None:
             return copy.deepcopy(plan.resumed)
+        in_order = self.in_order or not self.num_workers
         state = {
             "length": self._length,
             "persistent": bool(self.persistent_workers),
-            **plan.state_dict(
-                draws_seed=not self._has_workers, in_order=self.in_order or not self.num_workers
-            ),
+            **plan.state_dict(draws_seed=not self._has_workers, in_order=in_order),
         }
-        state = self._with_checkpoints(copy.deepcopy(state))
-        check_savable(state)
-        return sealed(state)
+        if self._dataset_kind == _DatasetKind.Iterable or has_state_methods(self.dataset):
+            self._add_checkpoints(state, plan)
+        return sealed(copied(state))
 
     @property
     def _has_workers(self) -> bool:
         """Whether persistent workers run already, which the next epoch will use."""
         return self._iterator is not None and not getattr(self._iterator, "is_closed", True)
 
-    def _with_checkpoints(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with the positions or states of the workers' datasets."""
-        plan, checkpoints = self._present_plan, self._parts.checkpoints
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        if has_state_methods(self.dataset) and not (is_iterable or self._can_save_dataset):
-            self._warn_of_dataset()
+    def _add_checkpoints(self, state: dict[str, Any], plan: EpochPlan) -> None:
+        """Add the positions or states of the workers' datasets to a state."""
+        checkpoints = self._parts.checkpoints
         if not self._saves_dataset:
-            return state
+            self._warn_of_dataset()
+            return
         is_mid = plan.epoch is not None and not plan.progress.is_ended
         if checkpoints is not None and is_mid:
             if isinstance(checkpoints, DatasetCheckpoints):
                 state["datasets"] = checkpoints.dump(self._save_dataset)
             else:
                 state["datasets"] = checkpoints.dump()
-            if is_iterable:
+            if self._is_iterable:
                 state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
         elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
-            following = checkpoints.next_epoch(is_iterable=is_iterable)
+            following = checkpoints.next_epoch(is_iterable=self._is_iterable)
             state["datasets"] = following.dump(self._save_dataset)
         elif not is_mid and self._saves_own_state:
             saved = self._save_dataset()
@@ -459,7 +469,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 raise RuntimeError(saved.text)
             if saved is not None:
                 state["dataset"] = saved.state
-        return state
 
     def _save_dataset(self) -> Saved | Unsaved | None:
         """Return the state of the dataset in this process, with which workers start."""
@@ -523,7 +532,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             if "datasets" in loaded:
                 DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
         elif self._saves_dataset and loaded["position"]:
-            what = "position" if isinstance(self.dataset, IterableDataset) else "state"
+            what = "position" if self._is_iterable else "state"
             raise ValueError(
                 f"the state does not fit this loader: the state, after {loaded['position']} "
                 f"batches, does not contain the {what} of the dataset, which this loader needs. It "
@@ -551,7 +560,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return "batch_sampler" if makes_batches else "batch_size"
 
     def _check_has_state(self) -> None:
-        if is_data_pipe(self.dataset):
+        if type(self.dataset) in WRAPPED_DATA_PIPES:
             raise RuntimeError("a data pipe, which torch's own iterator loads, has no state here")
         if self.num_workers and not self.thread_pool and not is_supported():
             raise RuntimeError(f"{describe_unsupported()} It has no state_dict().")
@@ -559,10 +568,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _length(self) -> int | None:
         """The length of a map-style dataset; None if it has none."""
-        if not isinstance(self.dataset, IterableDataset):
-            with contextlib.suppress(TypeError, NotImplementedError):  # it need not have a length
-                return len(self.dataset)  # type: ignore[arg-type]
-        return None
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return None
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):  # it need not have a length
+            return None
 
     def _facts(self) -> dict[str, Any]:
         """Return the values that a state and its loader must have in common."""

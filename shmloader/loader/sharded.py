@@ -5,7 +5,7 @@ The module is long because half of it documents and lists the arguments.
 
 import concurrent.futures
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -17,9 +17,9 @@ from shmloader.batch.failures import OnError
 from shmloader.host.meeting import ranks_of_host
 from shmloader.loader.arguments import (
     DEVICE_PREFETCH,
+    FixedArgument,
     SnapshotInterval,
     WorkerScope,
-    check_dataset,
     check_last_batch,
     check_worker_scope,
     is_map_style,
@@ -175,7 +175,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    num_shards: int | None
+    num_shards = FixedArgument()
+    batchify_fn = FixedArgument()
     _sample_seed: int
     _may_shard = True
 
@@ -270,8 +271,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
             fetch_concurrency=fetch_concurrency,
             sample_timeout=sample_timeout,
         )
-        # All arguments are readable as attributes. These bypass __setattr__, which refuses them by
-        # now. The properties rank and world_size return the resolved values instead.
+        # All arguments are readable as attributes, some of which cannot be set by setattr(). The
+        # properties rank and world_size return the resolved values instead.
         self.__dict__.update(
             num_shards=num_shards,
             rank=rank,
@@ -447,12 +448,36 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
 
 def _check_dataset(dataset: object) -> None:
-    check_dataset(dataset)
+    """Check that samples can be loaded from ``dataset``, as far as its class shows.
+
+    Raises:
+        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not an
+            ``IterableDataset``.
+        ValueError: If it has no indices.
+    """
     if not is_map_style(dataset):
         raise ValueError(
             "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
             "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
         )
+    if hasattr(type(dataset), "__getitem__"):
+        return
+    if not isinstance(dataset, type) and callable(probe(dataset, "__getitems__")):
+        return
+    got = f"but got dataset={reprlib.repr(dataset)}"
+    if isinstance(dataset, type):
+        got += f": give an object of that class, such as {dataset.__name__}(...)"
+    elif isinstance(dataset, Iterator):
+        got += (
+            ": make a list of it, or write an IterableDataset whose __iter__ begins such an "
+            "iterator"
+        )
+    elif isinstance(dataset, Iterable):
+        got += ": make a list of it, which has an order"
+    raise TypeError(
+        f"dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
+        f"{got}"
+    )
 
 
 def _checked_shuffle(shuffle: object) -> bool:

@@ -36,8 +36,8 @@ BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
 _OTHERS = {"epoch", "position", "sampler", "persistent"}
 
 
-def check_savable(state: dict[str, Any]) -> None:
-    """Check the parts of a state that come from the user's objects.
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of a state, which shares nothing with the user's objects.
 
     Raises:
         RuntimeError: If the state of a sampler could not be taken, or a part cannot be pickled.
@@ -46,7 +46,8 @@ def check_savable(state: dict[str, Any]) -> None:
     if unsaved is not None:
         raise RuntimeError(unsaved.text)
     try:
-        pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+        copy: dict[str, Any] = pickle.loads(pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
+        return copy
     except Exception as error:
         if is_interruption(error):
             raise
@@ -66,27 +67,22 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum over all values that JSON can write, and the types of all others.
+    """Return a checksum over all values that JSON can write, and fingerprints of all others.
 
     Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
     """
-    plain = {key: value for key, value in state.items() if key != "checksum"}
-    return zlib.crc32(_text_of(plain).encode())
+    plain = {**state, "checksum": None}
+    # In JSON, tuples become lists and all keys become strings.
+    return zlib.crc32(_sorted.encode(_decode(_plain.encode(plain))).encode())
 
 
-def _text_of(value: Any) -> str:
-    """Return a text that is the same before and after JSON.
-
-    In JSON, tuples become lists and all keys become strings.
-    """
-    if isinstance(value, dict):
-        items = sorted((str(key), _text_of(inner)) for key, inner in value.items())
-        return str(items)
-    if isinstance(value, list | tuple):
-        return str([_text_of(inner) for inner in value])
-    if value is None or isinstance(value, bool | int | float | str):
-        return json.dumps(value)
+def _describe_value(value: object) -> str:
     return f"{type(value).__qualname__} {fingerprint(value)}"
+
+
+_plain = json.JSONEncoder(default=_describe_value, skipkeys=True)
+_sorted = json.JSONEncoder(sort_keys=True)
+_decode = json.JSONDecoder().decode
 
 
 def check_state(

@@ -34,8 +34,11 @@ def has_own_state(thing: object) -> bool:
 
 def has_state_methods(thing: object) -> bool:
     """Whether an object has ``state_dict()`` and ``load_state_dict()``, also if it is a module."""
-    methods = probe(thing, "state_dict"), probe(thing, "load_state_dict")
-    return all(callable(method) and _takes(method, count) for count, method in enumerate(methods))
+    load = probe(thing, "load_state_dict")
+    if not callable(load):
+        return False
+    save = probe(thing, "state_dict")
+    return callable(save) and _takes(save, 0) and _takes(load, 1)
 
 
 def take_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy) -> _T | Unsaved:

@@ -246,19 +246,19 @@ class EpochPlan:
             draws_seed: Whether torch will draw a base seed for the next epoch.
             in_order: Whether batches are delivered in order.
         """
-        progress = self.progress
-        if self.epoch is None or progress.is_ended:
+        counter = self.counter
+        if counter.newest is None or counter.progress.is_ended:
             self.commit()
             sampler = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
             return {
                 **self.order.facts(),
-                "epoch": self.counter.next,
+                "epoch": counter.next,
                 "position": 0,
                 "sampler": sampler,
             }
         return {
             **self.newest.facts(),
-            "epoch": self.epoch,
+            "epoch": counter.newest,
             **self.newest.dump_progress(in_order=in_order),
             "sampler": self.newest.dump(self.generator),
         }

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 _NONE: frozenset[int] = frozenset()
@@ -29,7 +29,7 @@ class Progress:
     """
 
     __slots__ = (
-        "_added", "_ahead", "_before", "_removed", "is_ended", "is_plain", "offset", "position",
+        "_ahead", "_before", "_changes", "is_ended", "is_plain", "offset", "position",
         "start",
     )  # fmt: skip
 
@@ -38,13 +38,14 @@ class Progress:
         self.start = self.position = position
         self.is_plain = not ahead
         # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
-        self._before: list[int] = []
+        self._before: Sequence[int] = ()
+        self._ahead: set[int] | frozenset[int] = _NONE
         if ahead:
             self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
-        self._ahead = set(ahead)
-        # Numbers that were added to and removed from ``_ahead`` since the mark.
-        self._added: list[int] = []
-        self._removed: list[int] = []
+            self._ahead = set(ahead)
+        # Numbers that were added to ``_ahead`` since the mark, and the complements (``~number``) of
+        # those that were removed.
+        self._changes: list[int] = []
         self.is_ended = False
 
     @property
@@ -64,8 +65,9 @@ class Progress:
         else:
             self.is_plain = False
             # In this order, since an interruption may come in between.
-            self._added.append(number)
-            self._ahead.add(number)
+            self._changes.append(number)
+            self._ahead = self._ahead or set()
+            self._ahead |= {number}
 
     def done_until(self, seq: int) -> None:
         """Note that all tickets up to the one with this ``seq`` are done; see :meth:`done`."""
@@ -86,8 +88,8 @@ class Progress:
 
     def _take(self, number: int) -> None:
         if number in self._ahead:
-            self._removed.append(number)
-            self._ahead.remove(number)
+            self._changes.append(~number)
+            self._ahead -= {number}
 
     def _number(self, seq: int) -> int:
         """Return a ticket's number in the epoch."""
@@ -123,15 +125,18 @@ class Progress:
 
         While the progress ``is_plain``, the position is such a mark.
         """
-        self._added.clear()
-        self._removed.clear()
+        if self._changes:
+            self._changes = []
         return self.position
 
     def go_back(self, mark: int) -> None:
         """Undo what was noted since the mark, because those batches did not reach the user."""
         self.position = mark
-        self._ahead.update(self._removed)
-        self._ahead.difference_update(self._added)
+        for number in reversed(self._changes):
+            if number < 0:
+                self._ahead |= {~number}
+            else:
+                self._ahead -= {number}
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

@@ -34,6 +34,86 @@ from shmloader.sampling.user_iterators import has_begun, iterate, only_next, res
 _OWN_STATE_EVERY = 1000
 
 
+class DrawnEpoch:
+    """What a state needs of an epoch that is drawn. It outlives the iterator that draws.
+
+    Args:
+        index_sampler: The sampler that the epoch is drawn from.
+        progress: The epoch's progress.
+        state: The checkpoint that the epoch continues from; None for a new epoch.
+
+    Attributes:
+        state: The checkpoint of the epoch, once it has begun.
+        own_states: States of the sampler or iterator that has a state of its own, each with the
+            number of batches drawn before; None if nothing has one.
+        drawn: The batches drawn, from the one before the position on, with their numbers.
+        last_checksum: Checksum of the batch before the position at which the epoch continued.
+        undrawn: The epoch's iterator, until it has begun.
+    """
+
+    __slots__ = (
+        "_begun_at", "_index_sampler", "_progress", "drawn", "last_checksum", "own_states",
+        "state", "undrawn",
+    )  # fmt: skip
+
+    def __init__(
+        self, index_sampler: Any, progress: Progress, state: dict[str, Any] | None
+    ) -> None:
+        self._index_sampler, self._progress = index_sampler, progress
+        self._begun_at = progress.position
+        self.state = state
+        self.own_states: list[tuple[int, Any]] | None = None
+        self.drawn: list[tuple[int, Any]] = []
+        self.last_checksum: int | None = None
+        self.undrawn: ResumableSampler | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """Return what the epoch's order depends on, as plain values.
+
+        They include a checksum of the last batch that the user is done with.
+        """
+        if self.undrawn is not None:
+            # If the process's global generators were used before the first batch is drawn, the
+            # epoch would have another order.
+            self.undrawn.draw_first()
+        assert self.state is not None
+        state = dict(self.state)
+        if self.own_states is not None:
+            number, own = next(each for each in reversed(self.own_states) if self._is_past(each[0]))
+            state = {key: value for key, value in state.items() if key not in ("state", "unsaved")}
+            state.update(own_entry(own), state_at=number)
+        state["last_checksum"] = self._checksum_of_last()
+        return state
+
+    def add_own_state(self, number: int, own: object) -> None:
+        """Add a state that was taken after ``number`` batches."""
+        own_states = self.own_states = self.own_states or []
+        if own_states and isinstance(own, Unsaved):
+            return  # the epoch can be resumed from an earlier state
+        own_states.append((number, own))
+        # Of the states that the user is past, only the newest is needed.
+        while len(own_states) > 1 and self._is_past(own_states[1][0]):
+            del own_states[0]
+
+    def _is_past(self, number: int) -> bool:
+        """Whether the user is past a state that was taken after ``number`` batches.
+
+        A state taken at the user's position does not count, unless it was taken before the first
+        batch: after its last batch, a sampler may already be in its next epoch.
+        """
+        return number < self._progress.position or not number
+
+    def _checksum_of_last(self) -> int | None:
+        """Return a checksum of the last batch that the user is done with; None if not known."""
+        if may_differ_between_ranks(self._index_sampler):
+            return None
+        last = self._progress.position - 1
+        for number, indices in self.drawn:
+            if number == last:
+                return checksum(indices)
+        return self.last_checksum if last + 1 == self._begun_at else None
+
+
 class ResumableSampler(Iterator[Any]):
     """Draws the index batches of one epoch, from any batch on. Used on the user's thread.
 
@@ -43,8 +123,17 @@ class ResumableSampler(Iterator[Any]):
         progress: The epoch's progress; drawing begins at its position.
         checkpoint: Takes and restores checkpoints of the sampler.
         carry_over: Takes what the epoch leaves over; None if epochs carry nothing over.
-        state: What :meth:`dump` returned for this epoch; None for a new epoch.
+        state: What :meth:`DrawnEpoch.dump` returned for this epoch; None for a new epoch.
+
+    Attributes:
+        epoch: What a state needs of the epoch.
     """
+
+    __slots__ = (
+        "_carry_over", "_checkpoint", "_done_ahead", "_drawing", "_index_sampler", "_items",
+        "_iterator", "_number", "_progress", "_stateful", "_tells_position", "_why_not_begun",
+        "epoch",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,29 +151,26 @@ class ResumableSampler(Iterator[Any]):
         self._drawing = self._registered(drawing)
         self._progress = progress
         self._checkpoint = checkpoint
-        self._state = state
-        self._number = self._begun_at = progress.position
+        self._number = progress.position
         self._done_ahead = progress.ahead
         self._items: Iterator[Any] | None = None
         self._why_not_begun = ""
-        # The batches drawn, from the one before the position on, with their numbers.
-        self._drawn: list[tuple[int, Any]] = []
-        # The sampler or iterator that has a state of its own, and states taken of it, each with the
-        # number of batches drawn before.
+        # The sampler or iterator that has a state of its own.
         self._stateful: Any = None
-        self._own_states: list[tuple[int, Any]] = []
         # Whether such a state determines the position within the epoch. It does if nothing around
         # the sampler buffers what the sampler yields.
         self._tells_position = False
-        self._last_checksum: int | None = None
+        self.epoch = DrawnEpoch(index_sampler, progress, state)
+        self.epoch.undrawn = self
 
     def __next__(self) -> Any:
-        if self._items is None:
-            self._items = self._begin_once()
-        item = next(self._items)
+        items = self._items
+        if items is None:
+            items = self._items = self._begin_once()
+        item = next(items)
         while self._number in self._done_ahead:
             self._number += 1
-        drawn, last = self._drawn, self._progress.position - 1
+        drawn, last = self.epoch.drawn, self._progress.position - 1
         drawn.append((self._number, item))
         while drawn[0][0] < last:
             del drawn[0]
@@ -98,25 +184,6 @@ class ResumableSampler(Iterator[Any]):
         if self._items is None:
             items = self._begin_once()
             self._items = itertools.chain(list(islice(items, 1)), items)
-
-    def dump(self) -> dict[str, Any]:
-        """Return what the epoch's order depends on, as plain values.
-
-        They include a checksum of the last batch that the user is done with.
-        """
-        # If the process's global generators were used before the first batch is drawn, the epoch
-        # would have another order.
-        self.draw_first()
-        assert self._state is not None
-        state = dict(self._state)
-        if self._stateful is not None:
-            number, own = next(
-                each for each in reversed(self._own_states) if self._is_past(each[0])
-            )
-            state = {key: value for key, value in state.items() if key not in ("state", "unsaved")}
-            state.update(own_entry(own), state_at=number)
-        state["last_checksum"] = self._checksum_of_last()
-        return state
 
     # -------------------------------------------------------------------------------------
 
@@ -132,32 +199,35 @@ class ResumableSampler(Iterator[Any]):
                 "iter(loader)"
             )
         try:
-            return self._begin()
+            items = self._begin()
         except Exception as error:
             if not is_interruption(error):
                 self._why_not_begun = f"{type(error).__name__}: {error}"
             raise
+        self.epoch.undrawn = None
+        return items
 
     def _begin(self) -> Iterator[Any]:
         """Return an iterator of the epoch's batches. For a continued epoch, draw the first one."""
-        state = self._state
+        state = self.epoch.state
         self._stateful = self._find_stateful()
         self._tells_position = self._stateful is not None and (
             self._stateful is not self._checkpoint.stateful or self._is_only_batched()
         )
         if has_begun(self._iterator):
             dumped = self._checkpoint.dump(is_begun=False)
-            self._state = {**dumped, "is_begun": True, **BEGUN_ELSEWHERE}
+            self.epoch.state = {**dumped, "is_begun": True, **BEGUN_ELSEWHERE}
             return self._drawing
         if state is None or not state["is_begun"]:
             self._checkpoint.restore_generators(state or {})
-            self._state = self._checkpoint.dump(is_begun=True, draws_seed=not self._has_drawn())
+            begun = self._checkpoint.dump(is_begun=True, draws_seed=not self._has_drawn())
+            self.epoch.state = begun
             if self._stateful is not None:
                 self._take_own_state()
             if state is not None and "state" in state:
                 self._drawing = restart_if_exhausted(self._drawing, self._iterate)
-            return self._checkpoint.begin(self._state, self._drawing)
-        self._last_checksum = state.get("last_checksum")
+            return self._checkpoint.begin(begun, self._drawing)
+        self.epoch.last_checksum = state.get("last_checksum")
         with self._checkpoint.drawing(state):
             items = self._continue(state)
             first = list(islice(items, 1))
@@ -204,7 +274,7 @@ class ResumableSampler(Iterator[Any]):
         position, at = self._progress.position, 0
         if self._stateful is not None and "state" in state:
             at = state["state_at"]
-            self._own_states.append((at, state["state"]))
+            self.epoch.add_own_state(at, state["state"])
             self._stateful.load_state_dict(copy.deepcopy(state["state"]))
             if self._stateful is self._checkpoint.stateful:
                 self._drawing = self._iterate()  # the current iterator began before the load
@@ -245,31 +315,7 @@ class ResumableSampler(Iterator[Any]):
             return
         kind = describe(self._index_sampler)
         last = pass_over(self._drawing, count, position, kind)
-        check_same(last, self._last_checksum, position - 1, kind)
+        check_same(last, self.epoch.last_checksum, position - 1, kind)
 
     def _take_own_state(self) -> None:
-        own = take_own_state(self._stateful)
-        if self._own_states and isinstance(own, Unsaved):
-            return  # the epoch can be resumed from an earlier state
-        self._own_states.append((self._number, own))
-        # Of the states that the user is past, only the newest is needed.
-        while len(self._own_states) > 1 and self._is_past(self._own_states[1][0]):
-            del self._own_states[0]
-
-    def _is_past(self, number: int) -> bool:
-        """Whether the user is past a state that was taken after ``number`` batches.
-
-        A state taken at the user's position does not count, unless it was taken before the first
-        batch: after its last batch, a sampler may already be in its next epoch.
-        """
-        return number < self._progress.position or not number
-
-    def _checksum_of_last(self) -> int | None:
-        """Return a checksum of the last batch that the user is done with; None if not known."""
-        if may_differ_between_ranks(self._index_sampler):
-            return None
-        last = self._progress.position - 1
-        for number, indices in self._drawn:
-            if number == last:
-                return checksum(indices)
-        return self._last_checksum if last + 1 == self._begun_at else None
+        self.epoch.add_own_state(self._number, take_own_state(self._stateful))

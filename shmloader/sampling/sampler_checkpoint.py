@@ -48,6 +48,15 @@ from shmloader.sampling.seeded_samplers import (
     SeededShardSampler,
 )
 
+# torch's samplers, of which nothing is asked that users' samplers may have.
+_TORCHS = {
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+}
+
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
@@ -74,7 +83,10 @@ def chain(index_sampler: object) -> list[Any]:
     samplers: list[Any] = []
     while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
         samplers.append(index_sampler)
-        index_sampler = probe(index_sampler, "sampler")
+        if type(index_sampler) in _TORCHS:
+            index_sampler = getattr(index_sampler, "sampler", None)
+        else:
+            index_sampler = probe(index_sampler, "sampler")
     return samplers
 
 
@@ -109,7 +121,8 @@ def may_differ_between_ranks(index_sampler: object) -> bool:
 
     One rank may then save the state for all ranks, to which its own share does not matter.
     """
-    return any(map(is_cut_for_ranks, chain(index_sampler))) and are_known(index_sampler)
+    others = [each for each in chain(index_sampler) if type(each) not in _TORCHS]
+    return any(map(is_cut_for_ranks, others)) and all(map(is_known, others))
 
 
 def log_redraw(index_sampler: object, position: int) -> None:
@@ -164,7 +177,8 @@ def _told_of_epochs(sampler: object) -> tuple[Any, int] | None:
 
 def size_of_batches(index_sampler: object) -> int | None:
     """Return the batch size of torch's or our batch samplers; None for any other."""
-    return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
+    is_ours = type(index_sampler) in _TORCHS or is_known(index_sampler)
+    return getattr(index_sampler, "batch_size", None) if is_ours else None
 
 
 class SamplerCheckpoint:
@@ -182,25 +196,37 @@ class SamplerCheckpoint:
         stateful: The sampler in the chain that has a state of its own, or None.
     """
 
+    __slots__ = (
+        "_carry_over", "_counting", "_generators", "_is_known", "_loaders_generator", "_seeding",
+        "draws_seed", "global_generators", "stateful",
+    )  # fmt: skip
+
     def __init__(
         self,
         index_sampler: object,
         carry_over: CarryOver | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._chain = chain(index_sampler)
+        samplers = chain(index_sampler)
         self._is_known = True
         self._carry_over = carry_over
         self._generators: list[torch.Generator] = []
         # These draw one seed from torch's global generator, and everything else from that seed.
         self._seeding: list[RandomSampler] = []
+        # The samplers that count epochs.
+        self._counting: list[Any] = []
         draws = sets_generators = False
-        for sampler in self._chain:
-            self._is_known = self._is_known and is_known(sampler)
-            # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
-            # generators that depend only on that sampler's seed and epoch.
-            sets_generators = sets_generators or isinstance(sampler, EpochSampler)
-            own = probe(sampler, "generator")
+        for sampler in samplers:
+            if type(sampler) in _TORCHS:
+                own = getattr(sampler, "generator", None)
+            else:
+                self._is_known = self._is_known and is_known(sampler)
+                # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+                # generators that depend only on that sampler's seed and epoch.
+                sets_generators = sets_generators or isinstance(sampler, EpochSampler)
+                own = probe(sampler, "generator")
+                if callable(probe(sampler, "set_epoch")):
+                    self._counting.append(sampler)
             if own is None and not sets_generators:
                 if type(sampler) is RandomSampler:
                     self._seeding.append(sampler)
@@ -214,17 +240,13 @@ class SamplerCheckpoint:
         if not self._is_known:
             self._seeding = []
             self.stateful = next(
-                (each for each in self._chain if not is_known(each) and has_own_state(each)), None
+                (each for each in samplers if not is_known(each) and has_own_state(each)), None
             )
             if self.stateful is None:
                 self.global_generators = GLOBAL_GENERATORS
         elif draws:
             self.global_generators = ("torch",)
         self.draws_seed = bool(self._seeding)
-
-    def _counting(self) -> list[Any]:
-        """Return the samplers that count epochs."""
-        return [sampler for sampler in self._chain if callable(probe(sampler, "set_epoch"))]
 
     def dump(self, *, is_begun: bool, draws_seed: bool = True) -> dict[str, Any]:
         """Take a checkpoint, as plain values.
@@ -241,9 +263,10 @@ class SamplerCheckpoint:
             state["generators"] = [dump_generator(generator) for generator in self._generators]
         if self._loaders_generator is not None:
             state["generator"] = dump_generator(self._loaders_generator)
-        epochs = [probe(sampler, "epoch") for sampler in self._counting()]
-        if any(isinstance(epoch, int) for epoch in epochs):
-            state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
+        if self._counting:
+            epochs = [probe(sampler, "epoch") for sampler in self._counting]
+            if any(isinstance(epoch, int) for epoch in epochs):
+                state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carry_over is not None:
             state["carry_over"] = list(self._carry_over.samples)
         if self.stateful is not None:
@@ -314,7 +337,7 @@ class SamplerCheckpoint:
 
     def restore_epochs(self, state: dict[str, Any]) -> None:
         """Set the epochs of the samplers that count them."""
-        for sampler, epoch in zip(self._counting(), state.get("epochs", ()), strict=False):
+        for sampler, epoch in zip(self._counting, state.get("epochs", ()), strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.sampling.indices import PositionedStreams, array_batches
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.resumable_sampler import ResumableSampler
+from shmloader.sampling.resumable_sampler import DrawnEpoch, ResumableSampler
 from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import (
@@ -34,6 +34,7 @@ class SamplerOrder:
 
     Attributes:
         index_sampler: The sampler, which torch's iterators iterate.
+        carry_over: The samples that the next epoch begins with; None if epochs carry nothing over.
     """
 
     def __init__(
@@ -44,25 +45,28 @@ class SamplerOrder:
         seed: int | None = None,
     ) -> None:
         self.index_sampler = index_sampler
+        is_rollover = isinstance(index_sampler, RolloverBatchSampler)
+        self.carry_over: CarryOver | None = index_sampler.carry_over if is_rollover else None
         self._is_iterable = is_iterable
         self._seed = seed
         self._progress = Progress()
         self._state: dict[str, Any] | None = None
-        self._drawn: ResumableSampler | None = None
+        self._drawn: DrawnEpoch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
-        return {**self.__dict__, "_progress": Progress(), "_state": None, "_drawn": None}
+        carried = self.carry_over
+        return {
+            **self.__dict__,
+            "carry_over": None if carried is None else carried.copy(),
+            "_progress": Progress(),
+            "_state": None,
+            "_drawn": None,
+        }
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the sampler's length."""
         return len(self.index_sampler)
-
-    @property
-    def carry_over(self) -> CarryOver | None:
-        """The samples that the next epoch begins with; None if epochs carry nothing over."""
-        sampler = self.index_sampler
-        return sampler.carry_over if isinstance(sampler, RolloverBatchSampler) else None
 
     def count_batches(self) -> int | None:
         """Return the number of batches of an epoch; None unless the samplers are torch's own.
@@ -108,7 +112,7 @@ class SamplerOrder:
             return drawing
         if as_arrays:
             drawing = array_batches(self.index_sampler, drawing) or drawing
-        self._drawn = ResumableSampler(
+        indices = ResumableSampler(
             self.index_sampler,
             drawing,
             self._progress,
@@ -116,7 +120,8 @@ class SamplerOrder:
             self.carry_over,
             self._state,
         )
-        return self._drawn
+        self._drawn = indices.epoch
+        return indices
 
     def checkpoint(self, generator: torch.Generator | None = None) -> SamplerCheckpoint:
         """Return an object that takes and restores checkpoints of the next epoch."""
@@ -159,10 +164,10 @@ class SamplerOrder:
         sampler, last_batch = self.index_sampler, "keep"
         if isinstance(sampler, PositionedStreams):
             sampler = sampler.items
-        if carries_over(sampler):
+        if type(sampler) is BatchSampler:
+            last_batch = "discard" if sampler.drop_last else "keep"
+        elif carries_over(sampler):
             last_batch = "rollover"
-        elif type(sampler) is BatchSampler and sampler.drop_last:
-            last_batch = "discard"
         return {
             "global_batch": size_of_batches(sampler),
             "order": None if self._is_iterable else describe(sampler),

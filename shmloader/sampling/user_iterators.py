@@ -1,8 +1,8 @@
 """Functions that draw from users' samplers and their iterators."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from types import GeneratorType
 from typing import Any
 
 
@@ -55,4 +55,4 @@ def has_begun(items: Iterator[Any]) -> bool:
 
     torch's samplers are generators. Toolkits draw from them to resume.
     """
-    return inspect.isgenerator(items) and inspect.getgeneratorstate(items) != inspect.GEN_CREATED
+    return isinstance(items, GeneratorType) and (items.gi_suspended or items.gi_frame is None)

@@ -56,7 +56,7 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 # Our calls are shorter than torch's, which calls its profiler for each batch.
-@pytest.mark.parametrize(("use", "most"), [("an epoch", 3), ("the first batch", 4)])
+@pytest.mark.parametrize(("use", "most"), [("an epoch", 2.2), ("the first batch", 2.8)])
 def test_it_takes_little_more_calls_than_with_torch(use, most) -> None:
     theirs, ours = (
         calls_of(lambda loader=loader: USES[use](loader))
@@ -79,11 +79,11 @@ def test_an_epoch_takes_at_most_twice_the_time_of_torchs() -> None:
     assert ours <= 2 * theirs
 
 
-def test_making_a_loader_takes_at_most_twice_as_many_calls_as_with_torch() -> None:
+def test_making_a_loader_takes_few_more_calls_than_with_torch() -> None:
     theirs, ours = (
         calls_of(lambda kind=kind: make(kind)) for kind in (torch.utils.data.DataLoader, DataLoader)
     )
-    assert ours <= 2 * theirs
+    assert ours <= 1.8 * theirs
 
 
 # In a fresh process: what other tests set in classes makes their instances larger.
@@ -109,7 +109,7 @@ print((kept(21) - kept(1)) / 20)
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("epochs", "most"), [(1, 6.5 * 1024), (40, 12 * 1024)])
+@pytest.mark.parametrize(("epochs", "most"), [(1, 4.2 * 1024), (40, 12 * 1024)])
 def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
     assert float(run_fresh(KEPT, use, str(epochs))) <= most
 

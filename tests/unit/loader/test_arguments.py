@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -262,10 +263,9 @@ class OnlyLists:
     ],
     ids=["None", "int", "set", "iterator", "class"],
 )
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-def test_an_object_that_is_no_dataset_is_refused(kind, dataset, text):
+def test_an_object_that_is_no_dataset_cannot_be_sharded(dataset, text):
     with pytest.raises(TypeError, match="dataset should have __getitem__ and __len__") as raised:
-        kind(dataset)
+        ShardedDataLoader(dataset)
     begin = (
         "dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
         "but got dataset="
@@ -296,11 +296,6 @@ def test_lists_alone_and_subclasses_of_the_users_own_are_not_refused():
             "prefetch_factor should be an int, but got prefetch_factor=1.5",
         ),
         ({"timeout": "3"}, "timeout should be a number of seconds, but got timeout='3'"),
-        ({"sampler": 3}, "sampler should be iterable, but got sampler=3"),
-        ({"batch_sampler": 4}, "batch_sampler should be iterable, but got batch_sampler=4"),
-        ({"collate_fn": 3}, "collate_fn should be callable, but got collate_fn=3"),
-        ({"worker_init_fn": 3}, "worker_init_fn should be callable, but got worker_init_fn=3"),
-        ({"generator": 3}, "generator should be a torch.Generator, but got generator=3"),
     ],
     ids=str,
 )
@@ -309,6 +304,23 @@ def test_a_value_of_a_wrong_type_is_refused_at_once(kind, arguments, text):
     with pytest.raises(TypeError, match="should be") as raised:
         kind(range(4), **arguments)
     assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dataset": None},
+        {"sampler": 3},
+        {"batch_sampler": 3},
+        {"generator": 3},
+        {"collate_fn": 3},
+        {"worker_init_fn": 3},
+    ],
+    ids=str,
+)
+def test_what_torchs_constructor_takes_fails_no_earlier_than_with_torch(arguments):
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        kind(**{"dataset": range(4), **arguments})
 
 
 def test_numbers_of_other_types_that_torch_takes_are_taken():
