@@ -20,8 +20,6 @@ when no loader is known. All other state has an owner. There are two exceptions:
 ``calls_on_host``       the number of calls of ``share_on_host()``: ranks tell calls apart by it
 ``pools_on_host``       the number of pools that this rank has shared with the ranks of its host:
                         ranks tell pools apart by it
-``has_waited``          whether this rank has given others of its run time to show that the rank it
-                        meets is of another launch (:mod:`shmloader.host.meeting`)
 ``host_pools``          the shared pools that this process uses. Loaders share a pool if they have
                         the same key: ids of dataset and ``worker_init_fn``, number of workers
 ``builds_on_host``      idents of the threads that run a function for ``share_on_host()``
@@ -105,7 +103,6 @@ class ProcessState:
         self.imports_threads = False
         self.calls_on_host = 0
         self.pools_on_host = 0
-        self.has_waited = False
         self.host_pools: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.builds_on_host: set[int] = set()
         self.received: list[int] = []

@@ -6,21 +6,18 @@ ends, however it ends. The name exists once for each network namespace, so ranks
 separate networks do not meet.
 
 Any user can bind a name or connect to it. So each side asks the kernel which user the other side is
-(``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything. In a user namespace
-the kernel shows all users that are not mapped there with one number (user_namespaces(7)). A process
-of a user with that number cannot take part in a meeting.
+(``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything.
 
-An earlier run with the same address and port may have left ranks behind. They must not meet those
-of the next launch:
+**Who belongs together.** An earlier launch with the same address and port may have left ranks
+behind. They must not meet those of the next launch.
 
 * If ``torch.distributed`` is initialised, the ranks agree on a random number through the store of
   its process group. The name contains it, so no other launch can have the name.
-* Otherwise the name contains the variables of the run. The host notes which process has which rank
-  (:class:`Roster`). If a second process has the same rank, or the process that launched the host
-  has ended, the older launch gives up the name. A rank that was launched by another process than
-  the host, or at another time, gives its own launch time to show that.
-* A host that is stopped, or stuck in the kernel, cannot give up the name. The ranks of the next
-  launch then meet under another one.
+* Otherwise the name contains the variables of the run, and the host tells each guest who it is. A
+  guest stays if the same process has launched both, at about the same time (a launcher that is a
+  shell may launch twice), or if one of them has launched the other. Else it goes on to the next
+  name.
+* A host that is stopped, or stuck in the kernel, cannot answer. Its guests go on to the next name.
 """
 
 import contextlib
@@ -40,7 +37,6 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
 
 _log = logging.getLogger("shmloader")
@@ -63,12 +59,6 @@ _RANK_VARIABLES = (b"RANK=", b"LOCAL_RANK=", b"SLURM_PROCID=")
 # struct ucred of <sys/socket.h>: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
 
-# The number that stands for all users that are not mapped, unless /proc gives another one.
-_OVERFLOW_USER = 65534
-
-# /proc/self/uid_map where all users are mapped: in the namespace in which the machine started.
-_ALL_USERS = ["0", "0", "4294967295"]
-
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
 
@@ -78,24 +68,14 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 # How long a process may take to end after it has closed its sockets.
 _END_MS = 1000
 
-
 # How long a host may take to answer before the guest looks whether it is stopped.
 _SILENCE_MS = 2000
 
 # Ranks that one launcher starts at once are started within this time of each other.
-_TOGETHER_S = 2.0
+_TOGETHER_S = 10.0
 
-# How long a rank that was started at another time than the host waits for a rank which shows that
-# the host belongs to an earlier launch.
-_LATE_S = 5.0
-
-# A guest's first message: the fields of Hello.
-_HELLO = struct.Struct("=qqdqd?")
-
-# The host's answers to it. After _OTHER, the pid of the process that has the guest's rank follows.
-_WELCOME, _LATE, _OTHER, _OLDER = b"welcome", b"late", b"other ", b"older "
-
-_ANSWER_BYTES = 64
+# The host's first message: the fields of Hello.
+_HELLO = struct.Struct("=qdqd?")
 
 
 def name_of_run() -> str:
@@ -116,39 +96,28 @@ def _token_of_group() -> str | None:
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         return str(store.compare_set("shmloader", "", secrets.token_hex(16)).decode())
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        if is_interruption(error):
-            raise
+    except (RuntimeError, AttributeError, NotImplementedError):
         return None  # the group has no store (MPI), or the process that has it has ended
 
 
-def _launcher(rank: int | str) -> int:
-    """Return the pid of the process that launched a rank; 0 if it is not visible from here.
+def _launcher() -> int:
+    """Return the pid of the process that launched this rank; 0 if it is not visible from here.
 
     It is the parent, or the nearest ancestor that does not belong to the rank. A process of another
     user, whose variables cannot be read, counts as belonging to the rank.
-
-    Args:
-        rank: Process id of the rank, or "self".
     """
-    ours, pid = _rank_variables(rank), _parent(rank)
+    ours, pid = _rank_variables("self"), os.getppid()
     while ours and pid > 1 and _rank_variables(pid) in (None, ours):
-        pid = _parent(pid)
+        stat = _stat(pid)
+        pid = 0 if stat is None else int(stat[1])
     return pid
-
-
-def _parent(pid: int | str) -> int:
-    stat = _stat(pid)
-    return 0 if stat is None else int(stat[1])
 
 
 def _rank_variables(pid: int | str) -> list[bytes] | None:
     """Return the rank's variables with which a process was started; None if it cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError as error:
-        if is_interruption(error):
-            raise
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
     return sorted(one for one in variables if one.startswith(_RANK_VARIABLES))
 
@@ -157,9 +126,7 @@ def _stat(pid: int | str) -> list[str] | None:
     """Return the fields of ``/proc/<pid>/stat`` from the state on (proc(5)); None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError as error:
-        if is_interruption(error):
-            raise
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()
 
@@ -184,117 +151,65 @@ def _has_running_child(pid: int) -> bool:
     """Return whether a process has a child that is not stopped: it may be the one to answer."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError as error:
-        if is_interruption(error):
-            raise
+    except (FileNotFoundError, ProcessLookupError):
         return False
     states = [stat[0] for stat in map(_stat, children) if stat is not None]
     return any(state not in "TtZ" for state in states)
 
 
 class Hello(NamedTuple):
-    """Who wants to take part in a meeting.
+    """Who takes part in a meeting.
 
     Attributes:
-        rank: The rank.
-        pid: Its process id, as the process itself sees it.
+        pid: The rank's process id, as the process itself sees it.
         started_s: When the process was started, in seconds since boot.
         launcher: Process id of the process that launched it; 0 if that is not visible.
         launched_s: When the launcher was started, in seconds since boot.
-        is_certain: Whether no other launch can have the name, or has shown that it has.
+        is_certain: Whether no other launch can have the name.
     """
 
-    rank: int
     pid: int
     started_s: float
     launcher: int
     launched_s: float
     is_certain: bool
 
-    @property
-    def process(self) -> tuple[int, float]:
-        """The process, which no later process equals."""
-        return self.pid, self.started_s
+    @classmethod
+    def own(cls, *, is_certain: bool) -> "Hello":
+        """Return that of this process."""
+        launcher = _launcher()
+        return cls(os.getpid(), _started_s("self"), launcher, _started_s(launcher), is_certain)
 
-    @property
-    def launched_by(self) -> tuple[int, float]:
-        """The launcher, which no later process equals."""
-        return self.launcher, self.launched_s
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the launcher has ended."""
-        return self.launcher > 0 and _started_s(self.launcher) != self.launched_s
-
-
-def _introduction(rank: int, *, is_certain: bool) -> Hello:
-    launcher = _launcher("self")
-    own_s, launched_s = _started_s("self"), _started_s(launcher)
-    return Hello(rank, os.getpid(), own_s, launcher, launched_s, is_certain)
+    def belongs_with(self, other: "Hello") -> bool:
+        """Whether both processes are ranks of one launch."""
+        is_near = abs(self.started_s - other.started_s) <= _TOGETHER_S
+        return (
+            self.is_certain
+            or (self[2:4] == other[2:4] and is_near)
+            or self[2:4] == other[:2]
+            or self[:2] == other[2:4]
+        )
 
 
-class Roster:
-    """The ranks of a meeting, and the processes that they are.
-
-    Attributes:
-        is_over: Whether a newer launch has come, so that no further rank may take part.
+def admit(guest: socket.socket, host: Hello, timeout_s: float) -> bool:
+    """Tell a guest who the host is, so that it can go away if it is of another launch.
 
     Args:
-        first: The rank that began the meeting.
+        guest: The connection to the guest. It gets this timeout, and is closed if it is another
+            user's.
+        host: The rank that is the host.
+        timeout_s: How long the guest may take for each message.
+
+    Returns:
+        Whether the guest may take part.
     """
-
-    def __init__(self, first: Hello) -> None:
-        self._first = first
-        self._members = {first.rank: first}
-        self.is_over = False
-
-    def admit(self, guest: socket.socket, timeout_s: float) -> bool:
-        """Answer a guest's first message. Closes the connection if the guest may not take part.
-
-        Args:
-            guest: The connection to the guest.
-            timeout_s: How long the guest may take to say who it is.
-
-        Returns:
-            Whether the guest may take part.
-        """
-        answer = b""
-        try:
-            guest.settimeout(timeout_s)
-            if peer_of(guest)[1] == os.geteuid():
-                data = guest.recv(_ANSWER_BYTES)
-                if len(data) == _HELLO.size:
-                    answer = self._answer(Hello(*_HELLO.unpack(data)))
-                    guest.send(answer)
-        except OSError as error:  # it has gone, or says nothing
-            if is_interruption(error):
-                raise
-            answer = b""
-        finally:
-            if answer != _WELCOME:
-                guest.close()
-        return answer == _WELCOME
-
-    def _living(self, wanted: Hello) -> Hello:
-        """Return this member if its process lives, otherwise another one."""
-        members = [wanted, *self._members.values()]
-        return next((one for one in members if _started_s(one.pid) == one.started_s), wanted)
-
-    def _answer(self, hello: Hello) -> bytes:
-        first, other = self._first, self._members.get(hello.rank)
-        if hello.launched_by == first.process or hello.process == first.launched_by:
-            return _WELCOME
-        is_together = hello.is_certain or hello.launched_by == first.launched_by
-        if other is None and not is_together and first.is_orphan:
-            other = first
-        if other is not None and other.process != hello.process:
-            self.is_over = hello.started_s >= other.started_s
-            return (_OTHER if self.is_over else _OLDER) + b"%d" % self._living(other).pid
-        is_near = abs(hello.started_s - first.started_s) <= _TOGETHER_S
-        if not hello.is_certain and not (is_together and is_near):
-            return _LATE
-        self._members[hello.rank] = hello
-        return _WELCOME
+    guest.settimeout(timeout_s)
+    with contextlib.suppress(ConnectionError):  # it has gone
+        if peer_of(guest)[1] == os.geteuid():
+            guest.send(_HELLO.pack(*host))
+            return True
+    guest.close()
+    return False
 
 
 class Meeting:
@@ -317,21 +232,15 @@ class Meeting:
 
     Raises:
         OSError: If this system has no such sockets, or no descriptor is left.
-        PermissionError: If another user has bound the name, or if the kernel shows other users with
-            this user's number.
+        PermissionError: If another user has bound the name.
     """
 
     def __init__(
         self, topic: str, rank: int = 0, *, patience_ms: int = _SILENCE_MS, is_alone: bool = False
     ) -> None:
-        if _others_look_like(os.geteuid()):
-            raise PermissionError(
-                f"user {os.geteuid()} stands for all users that this user namespace does not "
-                "map, so ranks cannot be distinguished from processes of other users; run as a "
-                "mapped user (`unshare --map-root-user`), or use share()"
-            )
         token = secrets.token_hex(16) if is_alone else _token_of_group()
-        self.hello = _introduction(rank, is_certain=token is not None or PROCESS.has_waited)
+        self.hello = Hello.own(is_certain=token is not None)
+        self._rank = rank
         self._topic = f"{token or name_of_run()}\n{topic}"
         self._patience_ms = patience_ms
         self._use_name(0)
@@ -344,10 +253,8 @@ class Meeting:
                 if self.is_host or self._introduce():
                     break
                 self.close()
-            except (BlockingIOError, ConnectionError, TimeoutError) as error:
+            except (BlockingIOError, ConnectionError):
                 self.close()
-                if is_interruption(error):
-                    raise
                 time.sleep(_RETRY_S)
             except BaseException:
                 self.close()
@@ -388,64 +295,42 @@ class Meeting:
         try:
             self._socket.bind(self.name)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or is_interruption(error):
+            if error.errno != errno.EADDRINUSE:
                 raise
             raise BlockingIOError from error  # another rank has bound it meanwhile
         self._socket.listen(socket.SOMAXCONN)
         return True
 
     def _introduce(self) -> bool:
-        """Tell the host who this rank is. Returns whether the rank may take part.
+        """Wait until the host says who it is. Returns whether this rank belongs to it.
 
         Raises:
-            ConnectionError: If the host has ended, or has given up the name.
+            ConnectionError: If the host has ended, or has closed the meeting.
         """
-        self._socket.send(_HELLO.pack(*self.hello))
         before, silent_ms = _progress(self.host_pid), 0
         while not self._wait(_SILENCE_MS):
             now, silent_ms = _progress(self.host_pid), silent_ms + _SILENCE_MS
-            is_last = silent_ms == self._patience_ms
-            is_frozen = bool(now) and now == before
-            if is_frozen and (is_last or not _has_running_child(self.host_pid)):
-                return self._leave_host("is stopped or stuck", silent_ms)
-            if is_last and self._is_of_other_launcher():
-                return self._leave_host("was launched by another process", silent_ms)
-            if is_last or (is_frozen and silent_ms == _SILENCE_MS):
+            if now and now == before and not _has_running_child(self.host_pid):
+                return self._leave_host("is stopped or stuck")
+            if silent_ms == self._patience_ms:
                 _log.warning(
                     "Process %d, for which rank %d waits, has not answered for %d s. If an earlier "
                     "run left it behind, end it: kill -9 %d",
-                    self.host_pid, self.hello.rank, silent_ms // 1000, self.host_pid,
+                    self.host_pid, self._rank, silent_ms // 1000, self.host_pid,
                 )  # fmt: skip
             before = now
-        answer = self._socket.recv(_ANSWER_BYTES)
-        if not answer:
+        data = self._socket.recv(_HELLO.size)
+        if not data:
             raise ConnectionResetError("the meeting was closed")
-        if answer == _LATE:
-            time.sleep(_LATE_S)
-            PROCESS.has_waited = True
-            self.hello = self.hello._replace(is_certain=True)
-        elif answer.startswith((_OTHER, _OLDER)):
-            _log.warning(
-                "Process %d has the name of this run on this host, but belongs to another launch. "
-                "Rank %d does not use its data. If an earlier run left it behind, end it: "
-                "kill -9 %d",
-                int(answer[len(_OTHER):]), self.hello.rank, int(answer[len(_OTHER):]),
-            )  # fmt: skip
-            if answer.startswith(_OLDER):
-                self._use_name(self._number + 1)
-        return answer == _WELCOME
+        host = Hello(*_HELLO.unpack(data))
+        return self.hello.belongs_with(host) or self._leave_host("belongs to another launch")
 
-    def _is_of_other_launcher(self) -> bool:
-        launchers = (self.hello.launcher, os.getpid())
-        return self.host_pid > 0 and _launcher(self.host_pid) not in launchers
-
-    def _leave_host(self, why: str, silent_ms: int) -> bool:
-        """Tell of a host that does not answer, and use the next name. Returns False."""
+    def _leave_host(self, why: str) -> bool:
+        """Tell of a host that is not met, and use the next name. Returns False."""
         _log.warning(
-            "Process %d has the name of this run on this host. It %s, and has not answered for "
-            "%d s, so rank %d goes on without it. If an earlier run left it behind, end it: "
-            "kill -9 %d",
-            self.host_pid, why, silent_ms // 1000, self.hello.rank, self.host_pid,
+            "Process %d has the name of this run on this host, but %s. Rank %d does not use its "
+            "data. If an earlier run left it behind, end it: kill -9 %d",
+            self.host_pid, why, self._rank, self.host_pid,
         )  # fmt: skip
         self._use_name(self._number + 1)
         return False
@@ -507,10 +392,10 @@ class Meeting:
         Yields None if the host has ended already, or is not visible from here.
         """
         try:
-            pidfd = os.pidfd_open(self.host_pid)
-        except OSError as error:  # the host has ended, or is in another container and not visible
-            if is_interruption(error):
-                raise
+            pidfd = os.pidfd_open(self.host_pid) if self.host_pid else None
+        except ProcessLookupError:
+            pidfd = None
+        if pidfd is None:
             yield None
             return
         try:
@@ -544,18 +429,6 @@ def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[in
         if descriptor is not None:
             poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
-
-
-def _others_look_like(user: int) -> bool:
-    """Return whether the kernel shows other users with this user's number."""
-    try:
-        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        numbered = Path("/proc/self/uid_map").read_text().split()
-    except OSError as error:
-        if is_interruption(error):
-            raise
-        return user == _OVERFLOW_USER
-    return user == overflow and numbered != _ALL_USERS
 
 
 def ranks_of_host(world_size: int) -> int:

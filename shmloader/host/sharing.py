@@ -25,7 +25,7 @@ from shmloader.batch.payload_digest import mark_common
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
-from shmloader.host.meeting import Meeting, Roster, ranks_of_host
+from shmloader.host.meeting import Meeting, admit, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.pickler import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
@@ -78,12 +78,13 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
     The ranks find each other by a Unix socket that is named after the run. If
     ``torch.distributed`` is initialised, the name is a random number that the ranks agree on
     through its store. Otherwise it is the process that launched the ranks, together with torchrun's
-    run id and restart count, ``MASTER_ADDR``, ``MASTER_PORT``, and Slurm's job and step. So ranks
-    that are launched one by one, in several shells, have to initialise ``torch.distributed`` first,
-    or each of them builds. This needs no collective operation, no port and no file, and ranks may
-    come late and in any order. Only processes of the same user are answered. A rank that an earlier
-    run has left behind is not met; a warning names its process. If the host has one rank, and
-    within ``build``, which runs in one rank, this is ``share(build())``.
+    run id and restart count, ``MASTER_ADDR``, ``MASTER_PORT``, and Slurm's job and step. Then the
+    ranks must be started within 10 s of each other. So ranks that are launched one by one, or in
+    several shells, have to initialise ``torch.distributed`` first, or each of them builds. This
+    needs no collective operation, no port and no file, and ranks may come late and in any order.
+    Only processes of the same user are answered. A rank that an earlier run has left behind is not
+    met; a warning names its process. If the host has one rank, and within ``build``, which runs in
+    one rank, this is ``share(build())``.
 
     The memory has no name, and is freed when no process uses it any more. The rank that built the
     object keeps it until all ranks of this host have it, or until its process ends. The host's
@@ -108,8 +109,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         SharedMemoryError: If there is not enough memory.
         RuntimeError: If the process that builds ends before it has shared the object; or, on a
             system other than Linux, if there is more than one rank.
-        PermissionError: If another user has taken the name of the run, or if the kernel cannot tell
-            other users from this one (in a user namespace).
+        PermissionError: If another user has taken the name of the run.
         ValueError: If the environment gives the number of ranks but not this process's rank, or the
             reverse, or if these numbers are wrong.
 
@@ -146,8 +146,8 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
                     "this host, ended before sharing it. Its own output says why; if it was "
                     "killed, there may have been too little memory."
                 ) from error
-            # The host's build() was interrupted, or it had answered as many ranks as it expected,
-            # or it belongs to another launch. So try again.
+            # The host's build() was interrupted, or it had answered as many ranks as it expected.
+            # So try again.
         else:
             found: _T = _open(answer, meeting.host_pid)
             mark_common(found)
@@ -226,8 +226,7 @@ _OPEN_LATER = "Set it to None in build(), and create it when it is first used."
 class _Server(BackgroundThread):
     """Answers the other ranks, until all have come or the process ends.
 
-    It tells ranks that come during the build that they may wait. If a rank of a newer launch comes,
-    it gives up the name, and sends the ranks that wait away to meet that one.
+    It tells ranks that come during the build that they may wait.
 
     Args:
         meeting: The meeting that the ranks come to. The server closes it.
@@ -237,7 +236,6 @@ class _Server(BackgroundThread):
     def __init__(self, meeting: Meeting, guests: int) -> None:
         super().__init__("shmloader_host")
         self._meeting = meeting
-        self._roster = Roster(meeting.hello)
         self._left = guests
         self._answer: Payload | bytes | None = None
         self._shared: object = None  # owns descriptors of the payload
@@ -265,7 +263,7 @@ class _Server(BackgroundThread):
         try:
             while self._meet(self._theirs):
                 pass
-            while self._left and not self._roster.is_over:
+            while self._left:
                 if self._meeting.guests:
                     self._send_answer(self._meeting.guests.pop())
                 else:
@@ -277,9 +275,9 @@ class _Server(BackgroundThread):
         """Wait for a guest. Returns whether to wait for the next one, rather than to answer."""
         with self.resting():
             guest = self._meeting.next_guest(wakeup)
-        if guest is not None and self._roster.admit(guest, _ANSWER_S):
+        if guest is not None and admit(guest, self._meeting.hello, _ANSWER_S):
             self._meeting.guests.append(guest)
-        return guest is not None and not self._roster.is_over
+        return guest is not None
 
     def _send_answer(self, guest: socket.socket) -> None:
         """Answer a rank. It is not counted if it goes before it has received everything."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.payload import ReceivedPayload
-from shmloader.host.meeting import Hello, Roster, peer_of
+from shmloader.host.meeting import Hello, admit, peer_of
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import OomKills
 from shmloader.messages import RECEIVE_BYTES
@@ -139,9 +139,7 @@ class _HostService:
     def __init__(
         self, listener: socket.socket, payload: ReceivedPayload, start: ServiceStart
     ) -> None:
-        assert start.first is not None
         self._listener = listener
-        self._roster = Roster(start.first)
         self._payload = payload
         self._start = start
         self._context: Any = multiprocessing.get_context("fork")
@@ -187,11 +185,9 @@ class _HostService:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            if self._roster.admit(connection, _HELLO_S):
+            assert self._start.first is not None
+            if admit(connection, self._start.first, _HELLO_S):
                 self._add(connection)
-            if self._roster.is_over:
-                self._poll.unregister(self._listener)
-                self._listener.close()
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -21,10 +21,10 @@ from tests.process.host_loaders import Samples, loader
 from tests.process.ranks import FORK, LONG_S
 
 
-@pytest.fixture
-def all_apart(monkeypatch) -> None:
-    """Every rank counts as started at another time than the others."""
-    monkeypatch.setattr(meeting, "_TOGETHER_S", -1.0)
+def started_before() -> None:
+    """Have this process count as one of an earlier launch by the same launcher."""
+    own = meeting._started_s
+    meeting._started_s = lambda pid: own(pid) - 2000 * (pid == "self")
 
 
 @contextlib.contextmanager
@@ -49,7 +49,6 @@ def built_by() -> tuple[int, str]:
         return share_on_host(lambda: [os.getpid()] * 1000)[0], " ".join(noted)
 
 
-@pytest.mark.usefixtures("all_apart")
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "building"])
 def test_a_rank_left_behind_does_not_share_its_object(run, is_built) -> None:
     begun = FORK.Event()
@@ -60,7 +59,11 @@ def test_a_rank_left_behind_does_not_share_its_object(run, is_built) -> None:
             signal.pause()
         return [os.getpid()] * 1000
 
-    old = run.start(lambda: share_on_host(build)[0], 1)
+    def left_behind() -> int:
+        started_before()
+        return share_on_host(build)[0]
+
+    old = run.start(left_behind, 1)
     assert begun.wait(LONG_S)
     if is_built:
         assert old.result() == old.process.pid
@@ -70,7 +73,7 @@ def test_a_rank_left_behind_does_not_share_its_object(run, is_built) -> None:
         old.process.kill()
     assert found[0][0] == found[1][0]
     assert found[0][0] in {one.process.pid for one in new}
-    assert f"Process {old.process.pid}" in found[1][1]
+    assert all(f"Process {old.process.pid}" in told for _, told in found)
 
 
 def test_a_rank_that_is_stopped_while_it_builds_is_told_by_its_pid(run) -> None:
@@ -91,13 +94,6 @@ def test_a_rank_that_is_stopped_while_it_builds_is_told_by_its_pid(run) -> None:
     assert found[0][0] == found[1][0]
     assert found[0][0] in {one.process.pid for one in new}
     assert all(f"kill -9 {old.process.pid}" in told for _, told in found)
-
-
-@pytest.mark.usefixtures("all_apart")
-def test_ranks_that_start_apart_meet_after_a_while(run) -> None:
-    first = run.start(built_by, 0, 3)
-    others = [run.start(built_by, rank, 3) for rank in (1, 2)]
-    assert [one.result() for one in others] == [first.result()] * 2 == [(first.process.pid, "")] * 2
 
 
 class Run(Samples):
@@ -123,7 +119,12 @@ def runs_of(dataset: Run, kept: list[Any]) -> set[int]:
 
 def test_a_pool_of_a_rank_left_behind_does_not_serve_the_next_launch(run) -> None:
     kept: list[Any] = []
-    old = [run.start(lambda: runs_of(Run(1), kept), rank) for rank in range(2)]
+
+    def left_behind() -> set[int]:
+        started_before()
+        return runs_of(Run(1), kept)
+
+    old = [run.start(left_behind, rank) for rank in range(2)]
     assert [one.result() for one in old] == [{1}, {1}]
     old[0].process.kill()
     old[0].process.join()
@@ -134,7 +135,7 @@ def test_a_pool_of_a_rank_left_behind_does_not_serve_the_next_launch(run) -> Non
 
     found = [one.result() for one in [run.start(next_launch, rank) for rank in range(2)]]
     assert [samples for samples, _ in found] == [{2}, {2}]
-    assert f"Process {old[1].process.pid}" in "".join(told for _, told in found)
+    assert all("belongs to another launch" in told for _, told in found)
 
 
 def test_ranks_of_a_process_group_meet_whoever_has_launched_them(run, tmp_path) -> None:
@@ -164,7 +165,7 @@ sys.stdin.read()
 """
 
 
-def test_ranks_that_several_shells_start_meet(tmp_path: Path) -> None:
+def test_of_ranks_that_several_shells_start_each_builds(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(PROGRAM)
     variables = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=tmp_path.name)
     shells = [
@@ -183,8 +184,7 @@ def test_ranks_that_several_shells_start_meet(tmp_path: Path) -> None:
     finally:
         for shell in shells:
             shell.communicate("")
-    assert found[0][1] == found[1][1]
-    assert found[0][1] in {pid for pid, _ in found}
+    assert all(builder == pid for pid, builder in found)
 
 
 # Datasets -----------------------------------------------------------------------------------
