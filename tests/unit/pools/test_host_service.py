@@ -85,6 +85,7 @@ def test_of_a_fixed_number_no_worker_ends_before_the_last_rank_is_gone() -> None
 def test_a_rank_is_told_once_of_a_death_and_is_attached_no_more() -> None:
     service, ranks = service_of(None, {0, 1}, {1}, {0})
     service._by_pidfd = {Worker.pidfd: 1}
+    service._oom_kills = SimpleNamespace(since=lambda exit_code: 0)
     service._status_page = SimpleNamespace(read=lambda worker_id: AtWork(Phase.LOADING, 0, 2, 1.0))
     service._reap(1)
     told: list[Any] = [rank.connection for rank in ranks]
