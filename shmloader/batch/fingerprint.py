@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.interruptions import Suppressed
+
 # A fingerprint covers at most so many samples of a batch, leaves of a sample, and containers around
 # a leaf.
 _SAMPLES = 4
@@ -140,17 +142,15 @@ def _places(count: int, most: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
 
 def _of_tensor(tensor: torch.Tensor) -> bytes:
     # A tensor of a subclass may have no memory, and its operations may run any code.
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            if tensor.layout is torch.sparse_coo:
-                return _of_tensor(tensor._indices()) + _of_tensor(tensor._values())
-            dtype = str(tensor.dtype).encode()
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            with contextlib.suppress(TypeError):  # such as bfloat16
-                return dtype + _of_array(tensor.numpy())
-            return dtype + _of_array(tensor.reshape(-1).contiguous().view(torch.uint8).numpy())
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return b""
+    with Suppressed(RuntimeError, TypeError, ValueError), torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is torch.sparse_coo:
+            return _of_tensor(tensor._indices()) + _of_tensor(tensor._values())
+        dtype = str(tensor.dtype).encode()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        with Suppressed(TypeError):  # such as bfloat16
+            return dtype + _of_array(tensor.numpy())
+        return dtype + _of_array(tensor.reshape(-1).contiguous().view(torch.uint8).numpy())
+    return b""
 
 
 def _of_array(array: "np.ndarray[Any, Any]") -> bytes:

@@ -200,6 +200,11 @@ class Nursery:
         pid, code = self._process.pid, self._process.exitcode
         if code == NO_GUARD_EXIT:
             return f"DataLoader worker (pid {pid}) exited unexpectedly. {NO_GUARD_TEXT}"
+        if code is not None and code < 0:
+            return (
+                f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. It "
+                "imported the program, and forked the workers."
+            )
         return (
             f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. It imports "
             "the program and forks the workers, and its output says why."
@@ -254,8 +259,14 @@ class Nursery:
         poll.register(self._channel, select.POLLIN)
         if not poll.poll(wait_s * 1000):
             return False
-        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
+        data: bytes = b""
+        descriptors: list[int] = []
+        with contextlib.suppress(ConnectionError):
+            data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
         if not data:
+            self.close()
+            if PROCESS.kept_nursery is self:
+                PROCESS.kept_nursery = None
             raise ConnectionResetError("the nursery has ended")
         report: _Report = pickle.loads(data)
         if report.kind == "ready":

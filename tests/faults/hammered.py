@@ -219,6 +219,9 @@ class Hammered:
         return first // BATCH_SIZE
 
     def _judge_what_is_left(self, before: Holdings) -> None:
+        from shmloader.process_state import PROCESS
+
+        PROCESS.kept_nursery = None  # the one of "forkserver" stays until the process ends
         deadline = time.monotonic() + LEFT_S
         while True:
             gc.collect()

@@ -121,6 +121,28 @@ def test_another_one_takes_the_place_of_one_that_dies(tmp_path) -> None:
     assert done.out.splitlines() == ["1", f"{ALL} True"], done.err
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_one_that_is_killed_while_it_imports_is_told_of_and_leaves_nothing(tmp_path, method):
+    main = """
+    from multiprocessing import resource_tracker
+    resource_tracker.ensure_running()
+    before = os.listdir("/proc/self/fd")
+    try:
+        iter(make(data))
+    except RuntimeError as error:
+        text = str(error)
+    print(text)
+    print(len(os.listdir("/proc/self/fd")) - len(before))
+    """
+    then = """import threading
+        os.kill(early[0], signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, [early[0], signal.SIGKILL]).start()"""
+    done = run(tmp_path, then, main=main, method=method)
+    started, text, left = done.out.splitlines()
+    assert re.match(r"DataLoader worker \(pid \d+\) is killed by signal: Killed\.", text), done.err
+    assert (started, left) == ("1", "0")
+
+
 def test_it_ends_with_the_main_process(tmp_path) -> None:
     """Even while it imports the program."""
     done = run(tmp_path, "print('pid', early[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)")
