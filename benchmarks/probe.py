@@ -79,12 +79,10 @@ class Registering:
     """
 
     def __init__(self, backend: Backend) -> None:
-        try:
-            driver = backend.driver()
-        except (OSError, AttributeError) as error:
-            raise Unavailable(f"the driver cannot be called: {error}") from None
+        driver = backend.driver
         if driver is None:
-            raise Unavailable(f"no driver is known for {backend.device.type}")
+            reason = backend.no_driver or f"no driver is known for {backend.device.type}"
+            raise Unavailable(reason)
         self._driver = driver
         self._backend = backend
 
