@@ -15,6 +15,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,8 @@ _OWN_SEQUENCES = {list, tuple, range, torch.Tensor}
 
 _LONGEST_CHAIN = 8
 
+_NAME = operator.attrgetter("__name__")
+
 _log = logging.getLogger("shmloader")
 
 
@@ -92,8 +95,8 @@ def chain(index_sampler: object) -> list[Any]:
 
 def describe(index_sampler: object) -> str:
     """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``."""
-    names = [type(sampler).__name__ for sampler in chain(index_sampler)]
-    return "(".join(names) + ")" * (len(names) - 1)
+    kinds = [*map(type, chain(index_sampler))]
+    return "(".join(map(_NAME, kinds)) + ")" * (len(kinds) - 1)
 
 
 def is_known(sampler: object) -> bool:
