@@ -9,7 +9,6 @@ import gc
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.holdings import Holdings
+from tests.holdings import Holdings, end_kept_nursery
 from tests.template import shared_template
 
 # Before the first module that uses it is imported.
@@ -144,9 +143,7 @@ def nothing_remains(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = Holdings.now()
     yield
-    if "shmloader.process_state" in sys.modules:
-        # What forks workers with forkserver would stay until the process ends.
-        sys.modules["shmloader.process_state"].PROCESS.kept_nursery = None
+    end_kept_nursery()
     if not request.node.stash.get(OUTCOME, False):
         return
     deadline = time.monotonic() + GRACE_S

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tests.faults import actions
-from tests.holdings import Holdings
+from tests.holdings import Holdings, end_kept_nursery
 
 BATCH_SIZE = 4
 _SAMPLE_BYTES = 20_000
@@ -219,9 +219,7 @@ class Hammered:
         return first // BATCH_SIZE
 
     def _judge_what_is_left(self, before: Holdings) -> None:
-        from shmloader.process_state import PROCESS
-
-        PROCESS.kept_nursery = None  # the one of "forkserver" stays until the process ends
+        end_kept_nursery()
         deadline = time.monotonic() + LEFT_S
         while True:
             gc.collect()
