@@ -66,7 +66,8 @@ from sklearn.datasets import load_sample_images
 
 from shmloader import DataLoader
 from shmloader.cluster import RayExecutor
-from shmloader.messages import unpack
+from shmloader.insight.measurements import WorkTimes
+from shmloader.pools.executor_task import Outcome
 
 _HERE = Path(__file__).parent
 _STORE_BYTES = 1 << 30
@@ -291,11 +292,10 @@ class _Watched(concurrent.futures.Executor):
         return self.futures[-1]
 
 
-def _busy_ns(result: tuple[Any, ...]) -> int:
+def _busy_ns(outcome: Outcome) -> int:
     """Return how long the process of a task took to load, collate and pack its batch."""
-    *_, message, _ = result
-    _, fetch_ns, collate_ns, encode_ns, _ = unpack(message).times
-    return fetch_ns + collate_ns + encode_ns
+    times = WorkTimes(*(outcome.times or ()))
+    return times.fetch_ns + times.collate_ns + times.encode_ns
 
 
 def run_main(kind: str, round_: int, size: Size) -> Cells:
@@ -306,12 +306,13 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         watched = _Watched(executor)
         loader = DataLoader(Tiny(4 * 200), 4, num_workers=in_flight, executor=watched, seed=0)
         collections.deque(loader, 0)
-        version, shared, own, *_ = watched.arguments
+        version, shared, _, _, indices, *_ = watched.arguments
         results = [future.result(60) for future in watched.futures]
-        *_, message, contents = results[-1]
-        contents_bytes = 0 if contents is None else contents.nbytes
-        busy_ns = round(statistics.median(map(_busy_ns, results)))
-        bare = pack_bare(len(own), len(message), contents_bytes, busy_ns)
+        outcomes = [Outcome(*found) for *_, found in results if found is not None]
+        body, _, arrays, _ = outcomes[-1].packed or ()
+        contents_bytes = sum(array.nbytes for array in arrays)
+        busy_ns = round(statistics.median(map(_busy_ns, outcomes)))
+        bare = pack_bare(len(indices), len(body), contents_bytes, busy_ns)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)
         turns: dict[str, Callable[[], None]] = {
@@ -332,7 +333,7 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         "figure": statistics.median(beyond),
         "bare_us": statistics.median(spent["bare"]),
         "ours_us": statistics.median(spent["shmloader"]),
-        "argument_bytes": len(shared) + len(own),
+        "argument_bytes": len(pickle.dumps((shared, indices))),
         "result_bytes": len(pickle.dumps(results[-1])),
         "busy_us": busy_ns / 1e3,
     }
