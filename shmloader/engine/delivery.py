@@ -24,6 +24,20 @@ class Instead(Exception):  # noqa: N818 - never raised to the user
         self.error = error
 
 
+def unwrapped(function: Callable[..., object], *arguments: object) -> None:
+    """Call a function, and raise the exception that an :class:`Instead` of it carries."""
+    try:
+        function(*arguments)
+        return
+    except Instead as instead:
+        error = instead.error
+    try:
+        # Not in the except block, which would add the Instead as its context.
+        raise error
+    finally:
+        del error  # breaks a reference cycle: the traceback holds this frame
+
+
 class Delivery(NamedTuple):
     """Describes a delivered ticket, whose batch was returned or whose error was raised.
 

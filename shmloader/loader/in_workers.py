@@ -1,14 +1,17 @@
 """The iterator over batches of worker processes: its own, or those that a host's ranks share."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from shmloader.engine.engine import Engine
 from shmloader.interruptions import is_interruption
 from shmloader.loader.common import warn_of_many_objects
-from shmloader.loader.slot_iterator import SlotIterator
-from shmloader.memory.admission import MemoryAdmission
+from shmloader.loader.iterator import EngineIterator
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.lease import is_debugging
+from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
@@ -18,8 +21,13 @@ from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.pools.worker_processes import WorkerProcesses
 
 
-class WorkerIterator(SlotIterator):
-    """Delivers batches of worker processes."""
+class WorkerIterator(EngineIterator):
+    """Delivers batches of worker processes, which lie in slots of this process.
+
+    When it ends, it frees its slots, except those under batches that the user holds.
+    """
+
+    _pool: ProcessPool
 
     def _open(self, locker: PageLocker | None) -> None:
         self._reporter: DemandReporter | None = None
@@ -36,22 +44,47 @@ class WorkerIterator(SlotIterator):
             workers.close()  # after a Ctrl-C no other code closes them
             tasks.arena.close()
             raise
-        self._engine = self._make_engine(
+        self._engine = Engine(
             self._pool,
-            config.most_workers,
+            worker_count=config.most_workers,
+            window=config.most_window,
+            lend_limit=config.lend_limit,
+            in_order=config.in_order,
+            timeout_s=config.timeout_s,
+            sample_timeout_s=config.fetch.sample_timeout_s,
+            worker_restarts=config.worker_restarts,
+            checkpoints=self._checkpoints,
+            is_iterable=config.fetch.is_iterable,
             is_dynamic=config.is_dynamic,
+            is_seeded=config.fetch.seed is not None,
+            watch=config.watch_failures(self._parts),
             present=config.num_workers,
             first_worker=config.first_worker,
             sharers=config.host_ranks,
             read_loads=self._read_loads,
         )
+        if config.slot_bytes is not None:
+            self._engine.counts.share_bytes = config.slot_bytes
         self._engine.resume()
+
+    def _begin_draws(self) -> None:
+        self._pool.dataset_epoch = self._parts.dataset_epoch.told
+        super()._begin_draws()
 
     def _make_tasks(self) -> TaskConfig:
         """Return how tasks are served, with a new arena."""
-        config = self._config
+        config, root = self._config, Path(self._config.root)
         is_free = config.fixed_window is None and config.host_ranks == 1
-        memory = self._memory_config(config.num_workers, None if is_free else config.window)
+        # The figures by which workers check that there is memory for the slots.
+        memory = MemoryConfig(
+            config.num_workers,
+            config.prefetch_factor,
+            config.loop_holds,
+            self._order.count_batches(),
+            free_memory(root, control_groups(root)),
+            config.root,
+            None if is_free else config.window,
+        )
         slot_bytes = config.slot_bytes
         arena = Arena.create(
             uncapped_slot_bytes() if slot_bytes is None else slot_bytes,

@@ -17,7 +17,7 @@ from shmloader.device.pin import PinStage
 from shmloader.device.stage import PassThroughStage, Stage
 from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
-from shmloader.engine.delivery import Delivery, Instead
+from shmloader.engine.delivery import Delivery, Instead, unwrapped
 from shmloader.engine.engine import Engine
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
@@ -88,20 +88,11 @@ class EngineIterator(CountingIterator):
         stage, locker = self._make_stage()
         self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
-        error = None
         try:
-            self._begin(loader, begin_ns, stage, locker)
-        except Instead as instead:
-            error = instead.error
-            self._close_all()
+            unwrapped(self._begin, loader, begin_ns, stage, locker)
         except BaseException:
             self._close_all()
             raise
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # breaks a reference cycle: the traceback holds this frame
 
     def _begin(
         self, loader: Any, begin_ns: int, stage: Stage | None, locker: PageLocker | None
@@ -224,23 +215,20 @@ class EngineIterator(CountingIterator):
         self._progress = self._plan.progress
         self._is_exhausted = self._is_replaced = False
         self._stays_until = 0
-        error = None
-        try:
-            self._source.restart(self._sampler_iter)
-        except Instead as instead:
-            error = instead.error
-        except BaseException as interruption:
-            uninterruptible(functools.partial(self._give_up, interruption))
-            raise
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # breaks a reference cycle: the traceback holds this frame
+        unwrapped(self._restart)
         if self._engine.beginnings is not None:
             self._checkpoints = self._parts.checkpoints = self._engine.beginnings
         self._record.begin(self._source.draw_ns)
         return self
+
+    def _restart(self) -> None:
+        try:
+            self._source.restart(self._sampler_iter)
+        except Instead:
+            raise
+        except BaseException as interruption:
+            uninterruptible(functools.partial(self._give_up, interruption))
+            raise
 
     def _begin_record(self, worker_count: int, begin_ns: int) -> None:
         self._record = self._make_record(worker_count, begin_ns)

@@ -24,9 +24,9 @@ import torch
 import torch.utils.data
 from torch.utils.data import get_worker_info
 
+import shmloader.engine.delivery
 import shmloader.engine.engine
 import shmloader.loader.iterator
-import shmloader.loader.slot_iterator
 import shmloader.pools.thread
 from shmloader import (
     ClosedLoaderError,
@@ -571,7 +571,7 @@ def interrupt_where(name: str) -> Any:
 FILES = {
     shmloader.engine.engine.__file__,
     shmloader.loader.iterator.__file__,
-    shmloader.loader.slot_iterator.__file__,
+    shmloader.engine.delivery.__file__,
     shmloader.pools.thread.__file__,
 }
 
