@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from shmloader import sampling, sequence
     from shmloader.batch.sample_rng import sample_rng
     from shmloader.host import share_on_host
-    from shmloader.insight import LoaderStats
+    from shmloader.insight.stats import LoaderStats
     from shmloader.installing import InstallReport, install, installed, uninstall
     from shmloader.loader.dataloader import DataLoader
     from shmloader.loader.measured import CachedBatches
@@ -153,7 +153,7 @@ _HOMES = {
     "CachedBatches": "loader.measured",
     "DataLoader": "loader.dataloader",
     "InstallReport": "installing",
-    "LoaderStats": "insight",
+    "LoaderStats": "insight.stats",
     "Pipeline": "pipeline.pipeline",
     "PipelineBuilder": "pipeline.builder",
     "PipelineDataLoader": "pipeline.loader",

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from shmloader.cli.target import Run, UsageError, find, like, make_loader
-from shmloader.grammar import described_type
-from shmloader.insight.snapshot import LoaderStats
-from shmloader.insight.text import seconds
+from shmloader.grammar import described_type, seconds
+from shmloader.insight.stats import LoaderStats
 from shmloader.loader.dataloader import DataLoader
 
 # Seconds between two lines of progress.

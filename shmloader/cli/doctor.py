@@ -18,7 +18,7 @@ import torch
 
 from shmloader.cli.diagnosis import Diagnosis, Problem, diagnose
 from shmloader.cli.target import call, find
-from shmloader.insight.text import counted, seconds, size
+from shmloader.grammar import counted, seconds, size
 from shmloader.memory.limits import address_space, control_groups, free_memory
 from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores

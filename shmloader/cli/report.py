@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shmloader.cli.target import UsageError
-from shmloader.insight.measurements import PLACES, STAGES
-from shmloader.insight.text import seconds
+from shmloader.grammar import seconds
+from shmloader.insight.figures import PLACES, STAGES
 
 # A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
 # of several. This limit keeps the page fast.
@@ -61,7 +61,7 @@ class TracedBatch:
         samples: Its number of samples.
         nbytes: Its size in bytes.
         lent: How many slots were lent when it was handed over.
-        stage_ms: How long each of :data:`~shmloader.insight.measurements.STAGES` took.
+        stage_ms: How long each of :data:`~shmloader.insight.figures.STAGES` took.
     """
 
     number: int

@@ -16,9 +16,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.grammar import described_type
 from shmloader.insight.figures import Machine
-from shmloader.insight.record import Record
-from shmloader.insight.snapshot import LoaderStats, snapshot
-from shmloader.insight.statistics import Statistics
+from shmloader.insight.record import Record, Statistics
+from shmloader.insight.stats import LoaderStats, snapshot
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader

@@ -3,6 +3,40 @@
 import dataclasses
 from typing import NamedTuple
 
+#: The stages of a batch, in order, and what each means; the fields of
+#: :class:`Stages`.
+STAGES = {
+    "slot": "waiting for a slot and a worker",
+    "queue": "behind earlier batches of its worker",
+    "fetch": "in the dataset",
+    "collate": "in collate_fn",
+    "encode": "describing the batch",
+    "transport": "sending the answer",
+    "reorder": "waiting for an earlier batch",
+    "ready": "waiting for the consumer",
+    "build": "making tensors of it, drawing and sending the next task",
+    "pin": "pinning",
+    "device": "copying to the device, device_transform",
+}
+
+#: Where the next batch was while the consumer waited for it, and what each place means; the fields
+#: of :class:`WaitPlaces`.
+PLACES = {
+    "start": "iter(), or its worker was starting",
+    "draw": "the batch sampler was drawing",
+    "send": "no worker had room for it",
+    "queue": "its worker was busy with earlier batches",
+    "fetch": "in the dataset",
+    "collate": "in collate_fn",
+    "encode": "being described by its worker",
+    "transport": "loaded, on its way to the main process",
+    "build": "being built (or copied out of its slot) and handed over",
+    "pin": "being pinned",
+    "device": "being copied to the device, in device_transform",
+    "end": "there was none: the epoch ended",
+    "other": "not known, or an error was raised",
+}
+
 
 class WaitPlaces(NamedTuple):
     """Where the next batch was while the consumer waited for it, in seconds.

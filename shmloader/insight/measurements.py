@@ -8,43 +8,10 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-#: The stages of a batch, in order, and what each means; the fields of
-#: :class:`~shmloader.insight.Stages`.
-STAGES = {
-    "slot": "waiting for a slot and a worker",
-    "queue": "behind earlier batches of its worker",
-    "fetch": "in the dataset",
-    "collate": "in collate_fn",
-    "encode": "describing the batch",
-    "transport": "sending the answer",
-    "reorder": "waiting for an earlier batch",
-    "ready": "waiting for the consumer",
-    "build": "making tensors of it, drawing and sending the next task",
-    "pin": "pinning",
-    "device": "copying to the device, device_transform",
-}
-
-#: Where the next batch was while the consumer waited for it, and what each place means; the fields
-#: of :class:`~shmloader.insight.WaitPlaces`.
-PLACES = {
-    "start": "iter(), or its worker was starting",
-    "draw": "the batch sampler was drawing",
-    "send": "no worker had room for it",
-    "queue": "its worker was busy with earlier batches",
-    "fetch": "in the dataset",
-    "collate": "in collate_fn",
-    "encode": "being described by its worker",
-    "transport": "loaded, on its way to the main process",
-    "build": "being built (or copied out of its slot) and handed over",
-    "pin": "being pinned",
-    "device": "being copied to the device, in device_transform",
-    "end": "there was none: the epoch ended",
-    "other": "not known, or an error was raised",
-}
 
 
 class WorkTimes(NamedTuple):
@@ -124,28 +91,6 @@ class Counts:
     largest_bytes: int = 0
     share_bytes: int = 0
 
-    def since(self, begun: "Counts") -> "Counts":
-        """Return what was counted since ``begun``, a copy of this object, was made."""
-        return dataclasses.replace(
-            self,
-            lent=self.lent - begun.lent,
-            copied=self.copied - begun.copied,
-            grown=self.grown - begun.grown,
-            restarts=self.restarts - begun.restarts,
-        )
-
-    def and_then(self, other: "Counts") -> "Counts":
-        """Return the sum of these counts and later ones."""
-        return dataclasses.replace(
-            other,
-            lent=self.lent + other.lent,
-            copied=self.copied + other.copied,
-            grown=self.grown + other.grown,
-            restarts=self.restarts + other.restarts,
-            largest_bytes=max(self.largest_bytes, other.largest_bytes),
-            most_bytes=max(self.most_bytes, other.most_bytes),
-        )
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
@@ -182,30 +127,23 @@ class Readings:
 
     def close(self) -> None:
         """Read the usage a last time, before the workers end. May be called again."""
-        ask, self._ask = self._ask, None
-        if ask is not None:
-            self._note(ask(False))
+        self.read(thoroughly=False)
+        self._ask = None
 
     def read(self, *, thoroughly: bool) -> Sequence[Usage]:
         """Return the newest usage of each worker; ``thoroughly`` measures memory as well."""
         ask = self._ask
-        if ask is not None:
-            latest = ask(thoroughly)
-            if self._ask is not None:
-                self._note(latest)
+        now = None if ask is None else ask(thoroughly)
+        if now is not None and self._ask is not None:
+            # Where memory was not measured this time, the last measured value is kept.
+            pairs = itertools.zip_longest(now, self._latest[: len(now)])
+            self._latest = [
+                usage
+                if usage.pss_bytes is not None or earlier is None
+                else dataclasses.replace(usage, pss_bytes=earlier.pss_bytes)
+                for usage, earlier in pairs
+            ]
         return self._latest
-
-    def _note(self, latest: Sequence[Usage] | None) -> None:
-        if latest is None:
-            return
-        # Where memory was not measured this time, the last measured value is kept.
-        known = [old.pss_bytes for old in self._latest]
-        self._latest = [
-            now
-            if now.pss_bytes is not None or worker_id >= len(known)
-            else dataclasses.replace(now, pss_bytes=known[worker_id])
-            for worker_id, now in enumerate(latest)
-        ]
 
 
 class CoreTime(NamedTuple):

@@ -1,70 +1,32 @@
-"""What is recorded of an epoch: a tuple for each call of ``iter()`` and ``next()``.
+"""What is recorded of epochs: a tuple for each call of ``iter()`` and ``next()``.
 
-The consumer's thread alone writes a record. Any thread may read it: the sums are computed then.
+The consumer's thread alone writes. Any thread may read: the sums are computed then. What a reader
+needs at one moment is a single value, so that it counts each call and each epoch exactly once.
 """
 
-import dataclasses
+import copy
+import itertools
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from shmloader.insight.measurements import Counts, Readings, Usage, core_time_of
-from shmloader.insight.sums import ITER, Call, Sums, WorkerSums, added
+from shmloader.insight.measurements import Counts, Readings, core_time_of
+from shmloader.insight.sums import ITER, Call, Sums, Totals
 
 # With more calls than this, they are summed up, so that memory is bounded: a call takes half a
 # kilobyte.
 _MOST_CALLS = 1_000
+# Summing up costs as much as several batches, so that only some epochs at once are.
+_MOST_RECENT = 4
 
 
 class Failures(Protocol):
     """A count of samples that failed."""
 
     total: int
-
-
-class ConsumerUsage(NamedTuple):
-    """What the consumer has used, in ns.
-
-    Attributes:
-        process_cpu_ns: CPU time of all threads of its process.
-        cpu_ns: CPU time of the thread that takes the batches; None if not known.
-        stalled_ns: Time in which that thread could have run but no core was free; None if not
-            known.
-    """
-
-    process_cpu_ns: int = 0
-    cpu_ns: int | None = None
-    stalled_ns: int | None = None
-
-    def plus(self, other: "ConsumerUsage", sign: int = 1) -> "ConsumerUsage":
-        """Return the sum of two usages, or with ``sign=-1`` the difference."""
-        theirs = [None if value is None else sign * value for value in other]
-        return ConsumerUsage(*map(added, self, theirs))  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
-    """The counts and the usage at one moment.
-
-    Attributes:
-        counts: What the engine has counted; None without one.
-        usage: The usage of each worker.
-        failures: How many samples failed and batches raised.
-        consumer: What the consumer has used.
-    """
-
-    counts: Counts | None = None
-    usage: Sequence[Usage] = ()
-    failures: int = 0
-    consumer: ConsumerUsage = ConsumerUsage()  # noqa: RUF009 - it cannot change
-
-
-_NOTHING_READ = Reading()
-# The last is the native number of the consumer's thread; 0 if nothing is read.
-_Sources = tuple[Counts | None, Readings | None, Failures | None, int]
-_NO_SOURCES: _Sources = (None, None, None, 0)
 
 
 class Record:
@@ -83,18 +45,16 @@ class Record:
         begin_ns: When the epoch began; None stands for now.
 
     Attributes:
+        is_over: Whether the epoch has ended or was given up.
         lane: Number of the iterator among those at work at the same time; 0 for a single one.
-        first_ns: When the epoch began.
         failures: Batches that raised.
-        begun: What was read at the beginning.
         most_calls: How many calls are kept before they are summed up. A trace keeps all.
-        state: The sums of earlier calls, and the later calls. A single value, so that a thread that
-            reads meanwhile counts each call exactly once.
+        calls: The sums of earlier calls (None before any), and the later calls.
     """
 
     __slots__ = (
-        "_final", "_sources", "begun", "epoch", "failures", "first_ns", "keeps_workers", "kind",
-        "lane", "most_calls", "state", "worker_count",
+        "_begun", "_final", "_first_ns", "_in_order", "_keeps_workers", "_sources", "_thread_id",
+        "calls", "epoch", "failures", "is_over", "kind", "lane", "most_calls", "worker_count",
     )  # fmt: skip
 
     def __init__(
@@ -111,80 +71,94 @@ class Record:
         begin_ns: int | None = None,
     ) -> None:
         self.epoch, self.kind, self.worker_count = epoch, kind, worker_count
-        self.keeps_workers = keeps_workers
+        self._keeps_workers, self._in_order = keeps_workers, in_order
         self.lane = self.failures = 0
+        self.is_over = False
         self.most_calls = _MOST_CALLS
-        self.first_ns = time.monotonic_ns() if begin_ns is None else begin_ns
-        self._final: Reading | None = None
-        self._sources = _NO_SOURCES
+        self._first_ns = time.monotonic_ns() if begin_ns is None else begin_ns
+        self.calls: tuple[Sums | None, list[Call]] = (None, [])
+        self._sources = (counts, readings, failed)
+        self._final: Totals | None = None
+        self._begun: Totals | None = None
         if kind != "in-process":  # such epochs may be many and short
-            self._sources = (counts, readings, failed, threading.get_native_id())
-        self.begun = self.read()
-        self.state: tuple[Sums | None, list[Call]] = (
-            None if in_order else Sums(in_order=False),
-            [],
-        )
-
-    # On the consumer's thread ----------------------------------------------------------------
+            self._thread_id = threading.get_native_id()
+            self._begun = self._read()
 
     def add(self, *call: Any) -> None:
         """Add a call: see :mod:`shmloader.insight.sums`."""
-        calls = self.state[1]
+        calls = self.calls[1]
         calls.append(call)
         if len(calls) > self.most_calls:
-            self._sum_up()
+            self.calls = (self._sums(*self.calls), [])
 
-    def begin(self, draw_ns: int = 0, ended_ns: int | None = None) -> None:
-        """Note that ``iter()`` returns, after ``draw_ns`` in the sampler; None stands for now."""
-        ended_ns = time.monotonic_ns() if ended_ns is None else ended_ns
-        self.add(self.first_ns, ended_ns, draw_ns, None, ITER, 0)
+    def begin(self, draw_ns: int = 0) -> None:
+        """Add the call of ``iter()``, which returns now, after ``draw_ns`` in the sampler."""
+        self.add(self._first_ns, time.monotonic_ns(), draw_ns, None, ITER, 0)
 
     def end(self) -> None:
         """End the record: no batch follows. May be called again."""
-        if self._final is None:
-            self._final = self.read()
-            self._sources = _NO_SOURCES
+        if not self.is_over:
+            if self.kind != "in-process":
+                self._final = self._read()
+            self.is_over = True
+            self._sources = (None, None, None)
 
-    def _sum_up(self) -> None:
-        self.state = (self._sums(*self.state), [])
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the epoch has ended or was given up."""
-        return self._final is not None
-
-    # On any thread ---------------------------------------------------------------------------
+    def totals(self) -> Totals:
+        """Return what was recorded so far, with the workers' memory. Any thread may call it."""
+        return self._totals(self._sums(*self.calls), self._first_ns, self._begun)
 
     def _sums(self, before: Sums | None, calls: Sequence[Call]) -> Sums:
         """Return the sums of the calls and of those before them."""
-        sums = before.copy() if before else Sums(is_local=self.kind == "in-process")
+        sums = copy.deepcopy(before) or Sums(self._in_order, is_local=self.kind == "in-process")
         sums.add(list(calls))
         return sums
 
-    def read(self, *, thoroughly: bool = False) -> Reading:
-        """Return the counts and the usage; ``thoroughly`` measures the workers' memory as well."""
-        # Another thread may end the epoch meanwhile, which sets `_final` first.
-        counts, readings, failed, thread_id = self._sources
-        if self._final is not None:
+    def _totals(self, sums: Sums, first_ns: int, begun: Totals | None) -> Totals:
+        """Return the totals of calls since ``first_ns``, and of what was read since ``begun``."""
+        totals = sums.finish(first_ns)
+        totals.merge(self._read(thoroughly=True))
+        for name, before in begun.added.items() if begun is not None else ():
+            if name in totals.added:
+                totals.added[name] -= before
+        totals.newest |= {
+            "epoch": self.epoch,
+            "kind": self.kind,
+            "num_workers": self.worker_count,
+            "persistent_workers": self._keeps_workers,
+            "is_over": self.is_over,
+        }
+        return totals
+
+    def _read(self, *, thoroughly: bool = False) -> Totals:
+        """Return what was counted and used since the engine and the workers began.
+
+        Args:
+            thoroughly: Whether to measure the workers' memory as well.
+        """
+        counts, readings, failed = self._sources
+        if self._final is not None:  # looked at last, since another thread may end the epoch
             return self._final
-        if not thread_id:
-            return Reading(failures=self.failures) if self.failures else _NOTHING_READ
-        return Reading(
-            None if counts is None else dataclasses.replace(counts),
-            () if readings is None else list(readings.read(thoroughly=thoroughly)),
-            self.failures + (0 if failed is None else failed.total),
-            ConsumerUsage(time.process_time_ns(), *core_time_of(thread_id) or ()),
-        )
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether it has nothing but the calls of an epoch without workers."""
-        return self.kind == "in-process" and not self.failures and self.state[0] is None
-
-    def totals(self) -> "Totals":
-        """Return what was recorded so far, with the workers' memory."""
-        sums = self._sums(*self.state)
-        return Totals.of(self, sums, self.first_ns, self.begun, self.read(thoroughly=True))
+        totals = Totals()
+        added, newest = totals.added, totals.newest
+        added["failures"] = self.failures + (failed.total if failed is not None else 0)
+        if self.kind == "in-process":
+            return totals
+        if counts is not None:
+            for name in ("lent", "copied", "grown", "restarts"):
+                added[name] = getattr(counts, name)
+            totals.set_most(largest_bytes=counts.largest_bytes, slot_bytes=counts.most_bytes)
+            newest |= {"slot_count": counts.slot_count, "share_bytes": counts.share_bytes}
+        for worker_id, usage in enumerate(readings.read(thoroughly=thoroughly) if readings else ()):
+            added[worker_id, "cpu"] = usage.cpu_ns
+            if usage.stalled_ns is not None:
+                added[worker_id, "stalled"] = usage.stalled_ns
+            known = {"pid": usage.pid, "pss_bytes": usage.pss_bytes}
+            newest |= {(worker_id, name): value for name, value in known.items() if value}
+        added["process_cpu"] = time.process_time_ns()
+        spent = core_time_of(self._thread_id)
+        if spent is not None:
+            added["consumer_cpu"], added["consumer_stalled"] = spent
+        return totals
 
 
 class Part:
@@ -197,107 +171,97 @@ class Part:
     """
 
     calls: Sequence[Call]
-    totals: "Totals"
+    totals: Totals
 
     def __init__(self, record: Record) -> None:
         self.record = record
         record.most_calls = sys.maxsize
-        self._before, self._calls = record.state
+        self._before, self._calls = record.calls
         self._start = len(self._calls)
-        is_whole = not self._start and not (self._before and self._before.last_ns)
-        self._first_ns = record.first_ns if is_whole else time.monotonic_ns()
-        self._begun = record.begun if is_whole else record.read()
+        is_whole = not self._start and self._before is None
+        self._first_ns = record._first_ns if is_whole else time.monotonic_ns()
+        self._begun = record._begun if is_whole else record._read()
 
     def end(self) -> None:
         """End the part: it gets no further call."""
-        record, start = self.record, self._start
-        self.calls = self._calls[start:]
-        earlier = record._sums(self._before, self._calls[:start])
-        begun = Sums(in_order=earlier.in_order, is_local=earlier.is_local)
-        for worker_id, worker in earlier.workers.items():
-            begun.workers[worker_id] = WorkerSums(first_ns=worker.last_ns, last_ns=worker.last_ns)
-        sums = record._sums(begun, self.calls)
-        reading = record.read(thoroughly=True)
-        self.totals = Totals.of(record, sums, self._first_ns, self._begun, reading)
+        record = self.record
+        self.calls = self._calls[self._start :]
+        sums = record._sums(self._before, self._calls[: self._start])
+        sums.clear()
+        sums.add(self.calls)
+        self.totals = record._totals(sums, self._first_ns, self._begun)
         record.most_calls = _MOST_CALLS
 
 
-@dataclasses.dataclass(slots=True)
-class Totals:
-    """The sums of an epoch, or of several, and what its engine, workers and consumer have used.
+class Statistics:
+    """The records of all epochs of a loader.
+
+    The consumer's thread begins the epochs, and any thread may read.
 
     Attributes:
-        epoch: Number of the epoch; None for several.
-        kind: What loads; see :class:`Record`.
-        worker_count: Number of workers.
-        keeps_workers: Whether the workers persist after the epoch.
-        is_over: Whether the epoch has ended or was given up.
-        elapsed_ns: From the beginning to the return of the last call.
-        sums: The sums over the calls. The usage of workers is added to theirs.
-        counts: What the engine has counted; None without one.
-        failures: How many samples failed and batches raised.
-        consumer: What the consumer has used.
+        epochs: Number of epochs begun.
+        parts: What is traced, a part for each epoch; None while nothing is.
     """
 
-    epoch: int | None
-    kind: str
-    worker_count: int
-    keeps_workers: bool
-    is_over: bool
-    elapsed_ns: int
-    sums: Sums
-    counts: Counts | None
-    failures: int
-    consumer: ConsumerUsage
+    __slots__ = ("_newest", "_state", "epochs", "parts")
 
-    @classmethod
-    def of(
-        cls, record: Record, sums: Sums, first_ns: int, begun: Reading, reading: Reading
-    ) -> "Totals":
-        """Return the totals of calls since ``first_ns``, and of what was read since ``begun``."""
-        counts = reading.counts
-        if counts is not None and begun.counts is not None:
-            counts = counts.since(begun.counts)
-        sums.finish()
-        for worker_id, now in enumerate(reading.usage):
-            then = begun.usage[worker_id] if worker_id < len(begun.usage) else Usage()
-            sums.workers.setdefault(worker_id, WorkerSums()).add_usage(now, then)
-        return cls(
-            record.epoch,
-            record.kind,
-            record.worker_count,
-            record.keeps_workers,
-            record.is_over,
-            max(0, sums.last_ns - first_ns),
-            sums,
-            counts,
-            reading.failures - begun.failures,
-            reading.consumer.plus(begun.consumer, -1),
-        )
+    def __init__(self) -> None:
+        self._newest: Record | None = None
+        # The sum of earlier epochs, and the newest ones and those that still run, with their
+        # iterators.
+        self._state: tuple[Totals | None, tuple[tuple[Record, weakref.ref[Any]], ...]] = (None, ())
+        self.epochs = 0
+        self.parts: list[Part] | None = None
 
-    def merge(self, later: "Totals") -> None:
-        """Add a later epoch's totals. The time between the two epochs is left out."""
-        self.epoch, self.kind, self.worker_count = None, later.kind, later.worker_count
-        self.keeps_workers = later.keeps_workers
-        self.elapsed_ns += later.elapsed_ns
-        self.sums.merge(later.sums)
-        if self.counts is not None and later.counts is not None:
-            self.counts = self.counts.and_then(later.counts)
-        else:
-            self.counts = later.counts or self.counts
-        self.failures += later.failures
-        self.consumer = self.consumer.plus(later.consumer)
+    def begin(self, record: Record, iterator: object) -> None:
+        """Add the record of an epoch that begins, and its iterator."""
+        self._end_abandoned(iterator)
+        past, recent = self._state
+        if len(recent) >= _MOST_RECENT:
+            past = sum_of(past, [other.totals() for other, _ in recent if other.is_over])
+            recent = tuple(each for each in recent if not each[0].is_over)
+        taken = [other.lane for other, _ in recent if not other.is_over]
+        if taken:
+            record.lane = next(lane for lane in itertools.count() if lane not in taken)
+        self._state = (past, (*recent, (record, weakref.ref(iterator))))
+        if self.parts is not None:
+            self.parts.append(Part(record))
+        self._newest = record
+        self.epochs += 1
+
+    def begin_trace(self) -> None:
+        """Keep all calls from now on."""
+        self._end_abandoned()
+        self.parts = [Part(record) for record, _ in self._state[1] if not record.is_over]
+
+    def end_trace(self) -> list[Part]:
+        """Return what was traced."""
+        parts, self.parts = self.parts or [], None
+        for part in parts:
+            part.end()
+        return parts
+
+    def newest(self) -> Totals | None:
+        """Return the totals of the newest epoch; None before the first."""
+        self._end_abandoned()
+        return None if self._newest is None else self._newest.totals()
+
+    def total(self) -> Totals | None:
+        """Return the sum of all epochs; None before the first."""
+        self._end_abandoned()
+        past, recent = self._state
+        return sum_of(past, [record.totals() for record, _ in recent]) if recent or past else None
+
+    def _end_abandoned(self, again: object = None) -> None:
+        """End the records whose iterators are garbage, or begin ``again``."""
+        for record, owner in self._state[1]:
+            if owner() in (None, again):
+                record.end()
 
 
-def totals_of(records: list[Record]) -> list[Totals]:
-    """Return the totals of epochs that are over; one for all that are simple, which may be many."""
-    simple = [record for record in records if record.is_simple and record.state[1]]
-    totals = [record.totals() for record in records if not record.is_simple]
-    if simple:
-        whole = simple[0].totals()
-        for record in simple[1:]:
-            calls = record.state[1]
-            whole.sums.add(calls)
-            whole.elapsed_ns += calls[-1][1] - record.first_ns
-        totals.append(whole)
-    return totals
+def sum_of(past: Totals | None, later: Sequence[Totals]) -> Totals:
+    """Return the sum of earlier epochs and of later ones."""
+    whole = copy.deepcopy(past) or Totals()
+    for each in later:
+        whole.merge(each)
+    return whole

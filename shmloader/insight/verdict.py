@@ -2,24 +2,20 @@
 
 First comes what may end the run (memory), then whether there is anything to gain. The cause is
 then read from where the next batch was while the consumer waited
-(:class:`~shmloader.insight.WaitPlaces`): these places form groups, and the group with the largest
-share of the wait is the cause. If a second group has nearly as much, both are named, so that two
-similar epochs do not name one each.
+(:class:`~shmloader.insight.figures.WaitPlaces`): these places form groups, and the group with the
+largest share of the wait is the cause. If a second group has nearly as much, both are named, so
+that two similar epochs do not name one each.
 
 If the workers had not loaded the next batch yet, further rules say why. They are tried in order,
 and two rules that advise the opposite of each other have a gap between their thresholds: "add
 workers" and "use fewer workers" never follow each other in similar epochs.
-
-The rules are a table (``_RULES``), and so are the texts (``_TEXTS``), one for each finding. The
-module is long because both tables stand in it.
 """
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
+from shmloader.grammar import counted, seconds, size
 from shmloader.insight.figures import Figures
-from shmloader.insight.text import counted, seconds, size
 
 #: A consumer that waits for a smaller share of its time than this would gain nothing.
 IDLE_SHARE = 0.05
@@ -99,7 +95,7 @@ class Finding(enum.Enum):
 def judge(stats: Figures) -> tuple[Finding, str]:
     """Return the rule that holds, and its sentence."""
     facts = _Facts(stats)
-    finding = _find("before", facts)
+    finding = _before_causes(facts)
     if finding is not None:
         return finding, _TEXTS[finding].format_map(facts.words(0.0))
     groups = facts.groups
@@ -110,8 +106,7 @@ def judge(stats: Figures) -> tuple[Finding, str]:
         named = [name for name in groups if name in (first, second)]
     found: dict[Finding, str] = {}
     for group in named:
-        cause = _find(group, facts)
-        assert cause is not None  # the last rule of a group always holds
+        cause = _cause(group, facts)
         found.setdefault(cause, _TEXTS[cause].format_map(facts.words(groups[group])))
     share = stats.wait.share
     little = " (there is little to gain)" if share < LITTLE_SHARE else ""
@@ -125,10 +120,65 @@ def judge(stats: Figures) -> tuple[Finding, str]:
     )
 
 
-def _find(group: str, facts: "_Facts") -> Finding | None:
-    """Return the finding of the first rule of a group that holds."""
-    holds = (finding for name, finding, rule in _RULES if name == group and rule(facts))
-    return next(holds, None)
+def _before_causes(facts: "_Facts") -> Finding | None:
+    """Return what is found before any cause is looked for."""
+    if not facts.stats.batches:
+        return Finding.NOTHING_YET
+    free = facts.stats.machine.free_bytes
+    is_short = free is not None and free < FREE_SHARE * (free + facts.used_bytes)
+    if facts.fills_share or is_short:
+        return Finding.MEMORY
+    return Finding.NOTHING_TO_GAIN if facts.stats.wait.share < IDLE_SHARE else None
+
+
+def _cause(group: str, facts: "_Facts") -> Finding:
+    """Return why the consumer waited for a group of places."""
+    kind, slots = facts.stats.kind, facts.stats.slots
+    too_many = facts.has_too_many_workers
+    # For each group, the first rule that holds.
+    rules = {
+        "start": [(True, Finding.START_UP)],
+        "draw": [(True, Finding.SAMPLER)],
+        "work": [(kind == "in-process", Finding.IN_PROCESS), *_rules_of_work(facts)],
+        "delivery": [
+            (kind == "in-process", Finding.IN_PROCESS),
+            (slots.copied > COPIED_SHARE * (slots.copied + slots.lent), Finding.SLOTS_HELD),
+            (not facts.consumer_lacks_core, Finding.DELIVERY),
+            (not facts.uses_cores, Finding.CORES_TAKEN),
+            (True, Finding.TOO_MANY_WORKERS if too_many else Finding.CORES_BUSY),
+        ],
+        "pin": [(True, Finding.IN_PROCESS if kind == "in-process" else Finding.PINNING)],
+        "device": [(True, Finding.IN_PROCESS if kind == "in-process" else Finding.DEVICE_COPY)],
+        "errors": [
+            (kind in ("torch", "other"), Finding.OTHER_LOADER),
+            (True, Finding.ERRORS),
+        ],
+    }
+    return next(finding for holds, finding in rules[group] if holds)
+
+
+def _rules_of_work(facts: "_Facts") -> list[tuple[bool, Finding]]:
+    """Return the rules about why the workers had not loaded the next batch yet."""
+    stats, places, work_s, busy_s = facts.stats, facts.places, facts.groups["work"], facts.busy_s
+    is_executor, cores = stats.kind == "executor", stats.machine.cores
+    is_queued = 2 * (places["send"] + places["queue"]) > work_s
+    computes = facts.wanted_s > COMPUTING_SHARE * busy_s
+    lack_cores = computes and facts.stalled_s > STALLED_SHARE * busy_s
+    may_add = stats.num_workers < cores or facts.wanted_s < WAITING_SHARE * busy_s
+    # At least one worker is busy: it loads the batch that the consumer waits for.
+    held_up_s = HELD_UP_SHARE * work_s * max(1, len(facts.working) - 1)
+    return [
+        (is_executor and is_queued, Finding.EXECUTOR_BUSY),
+        (is_executor, Finding.TOO_FEW_WORKERS),
+        (lack_cores and facts.has_too_many_workers, Finding.TOO_MANY_WORKERS),
+        (lack_cores and facts.uses_cores, Finding.CORES_BUSY),
+        (lack_cores, Finding.CORES_TAKEN),
+        (facts.idle_awaited_s > held_up_s, Finding.STRAGGLERS),
+        (facts.idle_s > AHEAD_SHARE * work_s * len(facts.working), Finding.BURSTS),
+        (stats.stages.collate.total_s > COLLATE_SHARE * busy_s, Finding.SLOW_COLLATE),
+        (may_add, Finding.TOO_FEW_WORKERS),
+        (True, Finding.CORES_BUSY),
+    ]
 
 
 class _Facts:
@@ -145,7 +195,10 @@ class _Facts:
         idle_s: Time between their batches in which the consumer did not wait for the workers.
         idle_awaited_s: Time between their batches in which the consumer waited for another's.
         uses_cores: Whether the workers and the consumer's process use most of the cores.
+        has_too_many_workers: Whether there are more workers than cores.
+        consumer_lacks_core: Whether the consumer lacked a core while batches were delivered.
         used_bytes: The memory that the loader takes.
+        fills_share: Whether the largest batch nearly fills its share of the shared memory.
     """
 
     def __init__(self, stats: Figures) -> None:
@@ -169,98 +222,56 @@ class _Facts:
         self.wanted_s = cpu_s + self.stalled_s
         self.idle_awaited_s = sum(worker.idle_awaited_s for worker in working)
         self.idle_s = sum(worker.idle_s for worker in working) - self.idle_awaited_s
+        consumer, slots, cores = stats.consumer, stats.slots, stats.machine.cores
         # The process's time includes that of threads.
-        used_s = stats.consumer.process_cpu_s + (0.0 if stats.kind == "threads" else cpu_s)
-        self.uses_cores = used_s > CORES_SHARE * stats.machine.cores * stats.elapsed_s
-        self.used_bytes = stats.slots.nbytes + sum(each.pss_bytes or 0 for each in stats.workers)
-
-    @property
-    def is_near_a_limit(self) -> bool:
-        """Whether the largest batch nearly fills its share, or the machine's memory is short."""
-        free = self.stats.machine.free_bytes
-        if self._fills_share:
-            return True
-        return free is not None and free < FREE_SHARE * (free + self.used_bytes)
-
-    @property
-    def lack_cores(self) -> bool:
-        """Whether the workers compute, and often lack a core."""
-        is_computing = self.wanted_s > COMPUTING_SHARE * self.busy_s
-        return is_computing and self.stalled_s > STALLED_SHARE * self.busy_s
-
-    @property
-    def consumer_lacks_core(self) -> bool:
-        """Whether the consumer lacked a core while batches were delivered.
-
-        It is not known how much of the time without a core was in ``next()``. While batches are
-        delivered, the consumer has or wants a core all the time, so the same share as elsewhere is
-        assumed there.
-        """
-        cpu_s, stalled_s = self.stats.consumer.cpu_s, self.stats.consumer.stalled_s
-        if cpu_s is None or stalled_s is None:
-            return False
-        return bool(stalled_s > STALLED_SHARE * max(self.groups["delivery"], cpu_s + stalled_s))
-
-    @property
-    def has_too_many_workers(self) -> bool:
-        """Whether there are more workers than cores."""
-        return self.stats.num_workers > self.stats.machine.cores
-
-    @property
-    def may_add_workers(self) -> bool:
-        """Whether there are cores left, or the workers mostly wait for something else."""
-        is_waiting = self.wanted_s < WAITING_SHARE * self.busy_s
-        return self.stats.num_workers < self.stats.machine.cores or is_waiting
-
-    @property
-    def _fills_share(self) -> bool:
-        slots = self.stats.slots
-        return slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0
-
-    @property
-    def _memory(self) -> str:
-        slots, machine = self.stats.slots, self.stats.machine
-        if self._fills_share:
-            return (
-                f"the largest batch took {size(slots.largest_bytes)} of the "
-                f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size, or"
-            )
-        free = size(machine.free_bytes or 0)
-        return f"the loader takes {size(self.used_bytes)}, and {free} is free ({machine.limit});"
-
-    @property
-    def _start(self) -> str:
-        if not self.stats.num_workers:
-            return "iter(): make the start of the sampler or the dataset cheaper"
-        once = "" if self.stats.persistent_workers else "with persistent_workers=True "
-        return f"the start and the end of workers: {once}this is paid once"
-
-    @property
-    def _add(self) -> str:
-        if self.stats.kind == "executor":
-            return ": give the executor more processes and raise num_workers=, or make that cheaper"
-        if self.stats.num_workers < self.stats.machine.cores:
-            return f": add workers ({self.stats.num_workers} of {_cores(self.stats)} are used)"
-        return (
-            ", where they wait more than they compute: add workers, even more than the "
-            f"{_cores(self.stats)}"
-        )
+        used_s = consumer.process_cpu_s + (0.0 if stats.kind == "threads" else cpu_s)
+        self.uses_cores = used_s > CORES_SHARE * cores * stats.elapsed_s
+        self.has_too_many_workers = stats.num_workers > cores
+        # How much of the time without a core was in next() is not known. While batches are
+        # delivered, the consumer has or wants a core all the time, so the same share as elsewhere
+        # is assumed there.
+        stalled_s = consumer.stalled_s or 0.0
+        core_s = max(self.groups["delivery"], (consumer.cpu_s or 0.0) + stalled_s)
+        self.consumer_lacks_core = consumer.cpu_s is not None and stalled_s > STALLED_SHARE * core_s
+        self.used_bytes = slots.nbytes + sum(each.pss_bytes or 0 for each in stats.workers)
+        self.fills_share = slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0
 
     def words(self, spent_s: float) -> dict[str, Any]:
         """Return the values that the texts name, for a cause of ``spent_s`` of waiting."""
-        stats, slots = self.stats, self.stats.slots
+        stats, slots, machine = self.stats, self.stats.slots, self.stats.machine
+        cores = counted(machine.cores, "core")
         work = {name: getattr(stats.stages, name).total_s for name in ("fetch", "collate")}
         where, remedy = max(work, key=work.__getitem__), "make that cheaper"
         if stats.kind == "in-process":
             where = max(_NAMES, key=self.places.__getitem__)
             if where in ("fetch", "collate"):  # workers would take over nothing else
-                remedy = f"give the loader workers (num_workers=; {_cores(stats)} may be used)"
+                remedy = f"give the loader workers (num_workers=; {cores} may be used)"
+        if self.fills_share:
+            memory = (
+                f"the largest batch took {size(slots.largest_bytes)} of the "
+                f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size, or"
+            )
+        else:
+            free = size(machine.free_bytes or 0)
+            memory = f"the loader takes {size(self.used_bytes)}, and {free} is free "
+            memory += f"({machine.limit});"
+        start = "iter(): make the start of the sampler or the dataset cheaper"
+        if stats.num_workers:
+            once = "" if stats.persistent_workers else "with persistent_workers=True "
+            start = f"the start and the end of workers: {once}this is paid once"
+        if stats.kind == "executor":
+            add = ": give the executor more processes and raise num_workers=, or make that cheaper"
+        elif stats.num_workers < machine.cores:
+            add = f": add workers ({stats.num_workers} of {cores} are used)"
+        else:
+            add = ", where they wait more than they compute: add workers, even more than the "
+            add += cores
         busy_share = sum(worker.busy_share for worker in self.working) / max(1, len(self.working))
         return {
             "part": _share(spent_s, stats.wait.total_s),
             "spent": f"{seconds(spent_s)} of {seconds(stats.wait.total_s)}",
             "waited": f"{stats.wait.share:.1%}",
-            "cores": _cores(stats),
+            "cores": cores,
             "workers": stats.num_workers,
             "busy": f"workers were busy {busy_share:.0%}, mostly in {_NAMES[where]}",
             "where": _NAMES[where],
@@ -268,9 +279,9 @@ class _Facts:
             "collate": _share(work["collate"], self.busy_s),
             "slow": stats.load_p99_s / (stats.load_p50_s or 1.0),
             "copied": f"{slots.copied} of {slots.copied + slots.lent}",
-            "memory": self._memory,
-            "start": self._start,
-            "add": self._add,
+            "memory": memory,
+            "start": start,
+            "add": add,
             "turns": _TURNS if stats.kind == "threads" else "",
         }
 
@@ -278,86 +289,6 @@ class _Facts:
 def _share(part: float, whole: float) -> str:
     return f"{min(1.0, part / whole):.0%}" if whole else "0%"
 
-
-def _cores(stats: Figures) -> str:
-    return counted(stats.machine.cores, "core")
-
-
-# The group of places whose wait a rule explains, what it finds, and when it holds if no earlier
-# rule of the group does. Rules of "before" are tried first. A loader without workers has its own
-# rules only where the wait was for something that another thread could not do.
-_RULES: tuple[tuple[str, Finding, Callable[[_Facts], bool]], ...] = (
-    ("before", Finding.NOTHING_YET, lambda facts: not facts.stats.batches),
-    ("before", Finding.MEMORY, lambda facts: facts.is_near_a_limit),
-    ("before", Finding.NOTHING_TO_GAIN, lambda facts: facts.stats.wait.share < IDLE_SHARE),
-    ("errors", Finding.OTHER_LOADER, lambda facts: facts.stats.kind in ("torch", "other")),
-    ("start", Finding.START_UP, lambda _: True),
-    ("draw", Finding.SAMPLER, lambda _: True),
-    ("errors", Finding.ERRORS, lambda _: True),
-    *(
-        (group, Finding.IN_PROCESS, lambda facts: facts.stats.kind == "in-process")
-        for group in ("work", "delivery", "pin", "device")
-    ),
-    (
-        "work",
-        Finding.EXECUTOR_BUSY,
-        lambda facts: (
-            facts.stats.kind == "executor"
-            and 2 * (facts.places["send"] + facts.places["queue"]) > facts.groups["work"]
-        ),
-    ),
-    ("work", Finding.TOO_FEW_WORKERS, lambda facts: facts.stats.kind == "executor"),
-    (
-        "work",
-        Finding.TOO_MANY_WORKERS,
-        lambda facts: facts.lack_cores and facts.has_too_many_workers,
-    ),
-    ("work", Finding.CORES_BUSY, lambda facts: facts.lack_cores and facts.uses_cores),
-    ("work", Finding.CORES_TAKEN, lambda facts: facts.lack_cores),
-    (
-        "work",
-        Finding.STRAGGLERS,
-        # At least one worker is busy: it loads the batch that the consumer waits for.
-        lambda facts: (
-            facts.idle_awaited_s
-            > HELD_UP_SHARE * facts.groups["work"] * max(1, len(facts.working) - 1)
-        ),
-    ),
-    (
-        "work",
-        Finding.BURSTS,
-        lambda facts: facts.idle_s > AHEAD_SHARE * facts.groups["work"] * len(facts.working),
-    ),
-    (
-        "work",
-        Finding.SLOW_COLLATE,
-        lambda facts: facts.stats.stages.collate.total_s > COLLATE_SHARE * facts.busy_s,
-    ),
-    ("work", Finding.TOO_FEW_WORKERS, lambda facts: facts.may_add_workers),
-    ("work", Finding.CORES_BUSY, lambda _: True),
-    (
-        "delivery",
-        Finding.SLOTS_HELD,
-        lambda facts: (
-            facts.stats.slots.copied
-            > COPIED_SHARE * (facts.stats.slots.copied + facts.stats.slots.lent)
-        ),
-    ),
-    (
-        "delivery",
-        Finding.CORES_TAKEN,
-        lambda facts: facts.consumer_lacks_core and not facts.uses_cores,
-    ),
-    (
-        "delivery",
-        Finding.TOO_MANY_WORKERS,
-        lambda facts: facts.consumer_lacks_core and facts.has_too_many_workers,
-    ),
-    ("delivery", Finding.CORES_BUSY, lambda facts: facts.consumer_lacks_core),
-    ("delivery", Finding.DELIVERY, lambda _: True),
-    ("pin", Finding.PINNING, lambda _: True),
-    ("device", Finding.DEVICE_COPY, lambda _: True),
-)
 
 # The texts name values of `_Facts.words`. Those of causes follow a semicolon.
 _TEXTS = {

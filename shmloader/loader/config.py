@@ -24,7 +24,7 @@ from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
-from shmloader.insight.statistics import Statistics
+from shmloader.insight.record import Statistics
 from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.dataset_epoch import DatasetEpoch

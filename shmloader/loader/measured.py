@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from shmloader.insight.figures import Machine
-from shmloader.insight.snapshot import LoaderStats, snapshot
+from shmloader.insight.record import sum_of
+from shmloader.insight.stats import LoaderStats, snapshot
+from shmloader.insight.trace import write_trace
 from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pools.cores import usable_cores
@@ -81,17 +83,20 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             RuntimeError: If a trace of this loader is being recorded already.
         """
         statistics, target = self._parts.statistics, Path(path)
-        if statistics.trace is not None:
+        if statistics.parts is not None:
             raise RuntimeError("a trace of this loader is being recorded already")
         with target.open("w"):
             pass
-        trace = statistics.begin_trace()
+        statistics.begin_trace()
         try:
             yield
         finally:
-            stats = snapshot(*statistics.end_trace(), self._machine())
+            parts = statistics.end_trace()
+            totals = [part.totals for part in parts if part.calls]
+            total = totals[0] if len(totals) == 1 else sum_of(None, totals)
+            stats = snapshot(total, len(totals), self._machine())
             about = {"verdict": stats.verdict, "table": str(stats)}
-            trace.write(target, {**about, "stats": dataclasses.asdict(stats)})
+            write_trace(parts, target, {**about, "stats": dataclasses.asdict(stats)})
 
 
 class CachedBatches(Generic[_T]):

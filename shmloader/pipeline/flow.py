@@ -19,7 +19,7 @@ Assumes that one thread at a time calls the methods, and first calls ``set_time`
 
 from collections.abc import Sequence
 
-from shmloader.insight.text import counted, seconds
+from shmloader.grammar import counted, seconds
 from shmloader.pipeline.config import PipelineConfig, RunsOn, one_of_threads
 from shmloader.pipeline.stages import (
     END,
@@ -117,6 +117,7 @@ class Flow:
         job.began_ns = now_ns
         if not job.number:
             stage.meter.calls.note(op_ns)
+            stage.meter.op_ns += op_ns
         job.result_count += 1
         if job.result_count <= job.dropped:
             return True

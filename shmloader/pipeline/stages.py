@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from shmloader.insight.histogram import Histogram
+from shmloader.insight.sums import Histogram
 from shmloader.pipeline.failures import FailureCounter
 
 #: Changes that come sooner after one another than this are summed up together, in ns.
@@ -111,6 +111,7 @@ class Meter:
         failed_count: Calls that failed.
         left_out_count: Calls without a result.
         calls: Times in the op, one for each call; for the source, one for each item.
+        op_ns: Sum of these times.
         work_ns: Sum of the times in work of these calls: in the op, and before and after it; 0 for
             the source.
         working_ns: Time in work, over all workers.
@@ -126,6 +127,7 @@ class Meter:
     failed_count: int = 0
     left_out_count: int = 0
     calls: Histogram = field(default_factory=Histogram)
+    op_ns: int = 0
     work_ns: int = 0
     working_ns: int = 0
     blocked_ns: int = 0
@@ -344,6 +346,7 @@ class Stage:
         self.end_work(job)
         if job.op_ns and self.number:
             self.meter.calls.note(job.op_ns)
+            self.meter.op_ns += job.op_ns
             self.meter.work_ns += job.work_ns
         job.is_done = True
         job.item = None

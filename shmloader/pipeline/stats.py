@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from shmloader.insight.text import as_html, counted, seconds
+from shmloader.grammar import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
 from shmloader.pipeline.config import Pipe, PipelineConfig, one_of_threads
 from shmloader.pipeline.stages import Clock, Meter
@@ -350,14 +350,14 @@ def _stage_stats(
         items_out=meter.out_count,
         failures=meter.failed_count,
         left_out=meter.left_out_count,
-        op_mean_s=calls.total_ns / _NS / max(1, calls.count),
+        op_mean_s=meter.op_ns / _NS / max(1, calls.total()),
         op_p50_s=calls.percentile(50) / _NS,
         op_p95_s=calls.percentile(95) / _NS,
         busy_share=busy,
         input_wait_share=max(0.0, 1.0 - busy - blocked - behind),
         output_wait_share=blocked,
         order_wait_share=behind,
-        thread_wait_share=max(0.0, 1 - calls.total_ns / meter.work_ns) if meter.work_ns else 0.0,
+        thread_wait_share=max(0.0, 1 - meter.op_ns / meter.work_ns) if meter.work_ns else 0.0,
         limit_share=meter.waited_occupied_ns / (meter.concurrency * waited_ns),
         queue_mean=meter.queued_ns / elapsed_ns if number else 0.0,
         queue_size=config.queue_size(number),

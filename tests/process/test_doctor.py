@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 import shmloader
 from shmloader.cli.main import main
 from shmloader.cli.parts import Part, Parts, find_hazard
-from shmloader.insight.text import size
+from shmloader.grammar import size
 
 pytestmark = pytest.mark.timeout(120)
 

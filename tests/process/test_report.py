@@ -19,8 +19,8 @@ import torch
 from shmloader import DataLoader
 from shmloader.cli.main import main
 from shmloader.cli.report import read_trace
-from shmloader.insight.measurements import STAGES
-from shmloader.insight.text import seconds
+from shmloader.grammar import seconds
+from shmloader.insight.figures import STAGES
 from tests.late import switched_on
 from tests.process.support import Calls
 

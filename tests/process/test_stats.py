@@ -29,7 +29,7 @@ from shmloader import (
     LoaderStats,
     ShardedDataLoader,
 )
-from shmloader.insight.record import Totals
+from shmloader.insight.sums import Totals
 from shmloader.insight.verdict import Finding
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until

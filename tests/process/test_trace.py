@@ -14,7 +14,7 @@ import torch
 from shmloader import DataLoader
 from shmloader.insight.measurements import BatchTimes
 from shmloader.insight.record import Part, Record
-from shmloader.insight.trace import Trace
+from shmloader.insight.trace import write_trace
 from tests.process.support import Bad, Calls, Numbers
 
 pytestmark = pytest.mark.timeout(120)
@@ -169,7 +169,7 @@ def test_only_the_block_is_traced(tmp_path) -> None:
 
 def test_slices_of_what_is_sent_at_nearly_the_same_time_do_not_cross(tmp_path) -> None:
     record = Record(0, "processes", 1)
-    trace = Trace([Part(record)])
+    part = Part(record)
     for number, (sent, handed, taken) in enumerate([(100, 5_000, 9_000), (700, 9_400, 9_900)]):
         times = BatchTimes(0, 50, sent, (2_000 + number * 1_000, 400, 0, 0, 1), 0, 4_000, handed, 8)
         record.add(handed - 10, taken, 0, times, None, 0)
@@ -177,8 +177,8 @@ def test_slices_of_what_is_sent_at_nearly_the_same_time_do_not_cross(tmp_path) -
     for sent in (8_900, 9_350):
         times = BatchTimes(0, 50, sent, (20_000 + sent, 400, 0, 0, 1), 0, 40_000, 50_000 + sent, 8)
         record.add(50_000 + sent, 50_100 + sent, 0, times, None, 0)
-    trace.parts[0].end()
-    trace.write(tmp_path / "run.json", {})
+    part.end()
+    write_trace([part], tmp_path / "run.json", {})
     check_format(tmp_path / "run.json")
 
 

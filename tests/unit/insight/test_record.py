@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmloader.insight.figures import Machine
 from shmloader.insight.measurements import BatchTimes, WorkTimes, core_time_here
-from shmloader.insight.record import ConsumerUsage, Record
+from shmloader.insight.record import Record
+from shmloader.insight.stats import LoaderStats, snapshot
+from shmloader.insight.sums import ITER, Histogram
 
 # The times of a batch: drawn at 10, sent at 20, begun at 30, fetched until 50, collated until 65,
 # encoded until 70, noticed and handed over at 80.
@@ -28,10 +33,13 @@ def record_of(worker_count: int = 2) -> Record:
     return Record(0, "processes", worker_count, begin_ns=0)
 
 
+def stats_of(record: Record) -> LoaderStats:
+    return snapshot(record.totals(), 1, Machine())
+
+
 def waited(record: Record) -> dict[str, int]:
-    return {
-        place: spent_ns for place, spent_ns in record.totals().sums.places().items() if spent_ns
-    }
+    places = stats_of(record).wait.places._asdict()
+    return {place: round(spent_s * 1e9) for place, spent_s in places.items() if spent_s}
 
 
 ALL = {"send": 10, "queue": 10, "fetch": 20, "collate": 15, "encode": 5, "transport": 10}
@@ -69,7 +77,7 @@ def test_until_a_worker_begins_its_first_batch_it_starts() -> None:
 
 def test_iter_and_calls_without_a_batch_have_places() -> None:
     record = record_of()
-    record.begin(draw_ns=3, ended_ns=20)
+    record.add(0, 20, 3, None, ITER, 0)
     record.add(100, 107, 0, None, "end", 0)
     record.add(100, 102, 0, None, "other", 0)
     assert waited(record) == {"draw": 3, "start": 17, "end": 7, "other": 2}
@@ -98,9 +106,9 @@ def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
         asked_ns = taken_ns + steps[0]
         taken_ns = max(asked_ns, at[9])
         record.add(asked_ns, taken_ns, draw_ns, times, stage, 0)
-    sums = record.totals().sums
-    assert all(spent_ns >= 0 for spent_ns in sums.waited.values())
-    assert sum(sums.places().values()) == sums.waits.total_ns
+    assert all(spent_ns >= 0 for spent_ns in waited(record).values())
+    wait = stats_of(record).wait
+    assert sum(wait.places) == pytest.approx(wait.total_s)
 
 
 def test_a_worker_is_idle_between_its_batches_and_perhaps_awaited() -> None:
@@ -109,15 +117,14 @@ def test_a_worker_is_idle_between_its_batches_and_perhaps_awaited() -> None:
     record.add(10, 91, 0, times_of(0, WorkTimes(1, 89, 0, 0, 1), handed_ns=91), None, 0)
     record.add(92, 92, 0, times_of(1, WorkTimes(1, 39, 0, 0, 1), handed_ns=92), None, 0)
     record.add(95, 110, 0, times_of(1, WorkTimes(100, 10, 0, 0, 1), handed_ns=110), None, 0)
-    workers = record.totals().sums.workers
-    assert workers[1].idle_ns == 60
+    totals = record.totals()
+    assert totals.added[1, "idle"] == 60
     # From 40 until the slow batch was loaded at 90; and from 95 on it was asked for another.
-    assert workers[1].idle_awaited_ns == 50 + 5
-    assert workers[0].idle_ns == 0
-    total = record.totals()
-    total.merge(record.totals())
-    assert total.sums.workers[1].idle_ns == 120
-    assert total.sums.workers[1].idle_awaited_ns == 110
+    assert totals.added[1, "idle_awaited"] == 50 + 5
+    assert totals.added[0, "idle"] == 0
+    totals.merge(record.totals())
+    assert totals.added[1, "idle"] == 120
+    assert totals.added[1, "idle_awaited"] == 110
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -129,7 +136,10 @@ def test_calls_that_were_summed_up_early_count_the_same(in_order) -> None:
         times = times_of(number % 2, work, seen_ns=asked_ns + 60, handed_ns=asked_ns + 62)
         for record in (early, late):
             record.add(asked_ns, asked_ns + 70, 3, times, None, 0)
-    assert early.totals().sums == late.totals().sums
+    for record in (early, late):
+        record.end()
+    one, other = stats_of(early), stats_of(late)
+    assert dataclasses.replace(one, consumer=other.consumer) == other
 
 
 def test_what_the_consumer_uses_counts_until_the_epoch_ends() -> None:
@@ -138,25 +148,38 @@ def test_what_the_consumer_uses_counts_until_the_epoch_ends() -> None:
     while time.thread_time_ns() < until_ns:
         pass
     with ThreadPoolExecutor(1) as other:
-        seen = other.submit(lambda: record.totals().consumer).result()
-    assert seen.process_cpu_ns >= 5_000_000
+        seen = other.submit(lambda: stats_of(record).consumer).result()
+    assert seen.process_cpu_s >= 0.005
     if core_time_here() is not None:
-        assert seen.cpu_ns is not None
-        assert 0 < seen.cpu_ns <= seen.process_cpu_ns + 10_000_000  # ticks of the clock
+        assert seen.cpu_s is not None
+        assert 0 < seen.cpu_s <= seen.process_cpu_s + 0.01  # ticks of the clock
     record.end()
-    after = record.totals().consumer
-    assert after.process_cpu_ns >= seen.process_cpu_ns
-    assert after == record.totals().consumer
+    after = stats_of(record).consumer
+    assert after.process_cpu_s >= seen.process_cpu_s
+    assert after == stats_of(record).consumer
+    total = record.totals()
+    total.merge(record.totals())
+    assert snapshot(total, 2, Machine()).consumer.process_cpu_s == 2 * after.process_cpu_s
 
 
-def test_what_the_consumer_used_in_two_epochs_is_added() -> None:
-    one = ConsumerUsage(5, 4, 2)
-    assert one.plus(ConsumerUsage(7, 1, 3)) == ConsumerUsage(12, 5, 5)
-    assert one.plus(ConsumerUsage(7)) == ConsumerUsage(12, 4, 2)
-    assert one.plus(ConsumerUsage(1, 1, 1), -1) == ConsumerUsage(4, 3, 1)
-    first, second = record_of(), record_of()
-    first.end()
-    second.end()
-    total = first.totals()
-    total.merge(second.totals())
-    assert total.consumer == first.totals().consumer.plus(second.totals().consumer)
+DURATIONS = st.lists(st.integers(0, 10**13), min_size=1, max_size=200)
+
+
+def noted(durations: list[int]) -> Histogram:
+    histogram = Histogram()
+    for duration in durations:
+        histogram.note(duration)
+    return histogram
+
+
+@given(DURATIONS, DURATIONS, st.sampled_from([50, 90, 99, 100]))
+def test_a_percentile_is_right_to_seven_per_cent(some, others, percent) -> None:
+    exact = sorted(some + others)[math.ceil(len(some + others) * percent / 100) - 1]
+    histogram = noted(some)
+    histogram.update(noted(others))
+    assert abs(histogram.percentile(percent) - exact) <= 0.07 * exact
+
+
+def test_a_histogram_of_like_durations_does_not_grow() -> None:
+    assert Histogram().percentile(99) == 0
+    assert len(noted(list(range(10**6, 2 * 10**6, 100)))) <= 9

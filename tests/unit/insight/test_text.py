@@ -7,8 +7,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from shmloader.insight import (
-    LoaderStats,
+from shmloader.grammar import counted, seconds, size
+from shmloader.insight.figures import (
+    PLACES,
+    STAGES,
     SlotStats,
     Stages,
     StageStats,
@@ -16,8 +18,7 @@ from shmloader.insight import (
     WaitStats,
     WorkerStats,
 )
-from shmloader.insight.measurements import PLACES, STAGES
-from shmloader.insight.text import counted, seconds, size
+from shmloader.insight.stats import LoaderStats
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from shmloader.insight import (
+from shmloader.insight.figures import (
     ConsumerStats,
-    LoaderStats,
+    Machine,
     SlotStats,
+    Stages,
     StageStats,
     WaitPlaces,
     WaitStats,
     WorkerStats,
 )
-from shmloader.insight.figures import Machine, Stages
 from shmloader.insight.record import Record
-from shmloader.insight.snapshot import snapshot
+from shmloader.insight.stats import LoaderStats, snapshot
 from shmloader.insight.verdict import LITTLE_SHARE, Finding
 
 # Two workers that are busy all the time, in an epoch of ten seconds.
