@@ -33,6 +33,12 @@ class Spilled(NamedTuple):
     nbytes: int
 
 
+class InStateSlot(NamedTuple):
+    """Stands for a pickled state of ``nbytes`` that lies in the worker's state slot."""
+
+    nbytes: int
+
+
 class TooLong(NamedTuple):
     """Stands for a state of ``nbytes`` that did not fit in its slot."""
 
@@ -47,6 +53,10 @@ class Unsaved(NamedTuple):
     """
 
     text: str
+
+
+#: A state of a dataset, as it travels; None if none was due.
+SentState = bytes | Spilled | InStateSlot | TooLong | Unsaved | None
 
 
 # From the main process to a worker ---------------------------------------------------------
@@ -149,7 +159,7 @@ class BatchDone(NamedTuple):
     used_bytes: int
     checksum: int | None = None
     report: bytes | Spilled | None = None
-    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
+    snapshot: SentState = None
     times: tuple[int, ...] | None = None
     fingerprint: int | None = None
     state_ns: int = 0
@@ -179,7 +189,7 @@ class BatchFailed(NamedTuple):
     error: bytes | Spilled
     touched_bytes: int = 0
     report: bytes | Spilled | None = None
-    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
+    snapshot: SentState = None
     fingerprint: int | None = None
     is_final: bool = False
 
@@ -194,7 +204,7 @@ class BatchEmpty(NamedTuple):
     epoch: int
     slot_id: int
     report: bytes | Spilled | None
-    snapshot: bytes | Spilled | TooLong | Unsaved | None = None
+    snapshot: SentState = None
 
 
 class StreamEnded(NamedTuple):

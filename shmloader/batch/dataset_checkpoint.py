@@ -36,7 +36,7 @@ class DatasetCheckpoint(NamedTuple):
     """
 
     given: int = 0
-    snapshot: bytes | None = None
+    snapshot: bytes | memoryview | None = None
     at: int = 0
     has_ended: bool = False
     rng: dict[str, Any] | None = None
@@ -45,6 +45,11 @@ class DatasetCheckpoint(NamedTuple):
     failed: tuple[int, ...] = ()
     unsaved: Unsaved | None = None
 
+    def dumps(self) -> bytes:
+        """Return the pickled fields, for a worker."""
+        snapshot = None if self.snapshot is None else bytes(self.snapshot)
+        return pickle.dumps(tuple(self._replace(snapshot=snapshot)), pickle.HIGHEST_PROTOCOL)
+
     @property
     def skip(self) -> int:
         """The number of batches that were delivered since the snapshot."""
@@ -52,7 +57,7 @@ class DatasetCheckpoint(NamedTuple):
 
     def after_batch(
         self,
-        snapshot: bytes | Unsaved | None,
+        snapshot: bytes | memoryview | Unsaved | None,
         fingerprint: int | None = None,
         *,
         has_failed: bool = False,
@@ -102,7 +107,7 @@ class Beginning(NamedTuple):
     """
 
     rng: dict[str, Any] | None = None
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | memoryview | Unsaved | None = None
 
     def checkpoint(self) -> DatasetCheckpoint:
         """Return the checkpoint at the epoch's beginning."""
@@ -115,7 +120,7 @@ class Beginning(NamedTuple):
         return None if self == (None, None) else pickle.dumps(tuple(self))
 
     @classmethod
-    def loads(cls, data: bytes | None) -> Self:
+    def loads(cls, data: bytes | memoryview | None) -> Self:
         """Return the record that :meth:`dumps` has pickled."""
         return cls() if data is None else cls(*pickle.loads(data))
 

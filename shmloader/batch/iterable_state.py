@@ -173,8 +173,8 @@ def _other_samples(checkpoint: DatasetCheckpoint) -> ValueError:
     )
 
 
-def dump_here(saved: Saved, *, by_value: bool = False) -> bytes:
-    """Pickle a state in a worker.
+def dump_state(saved: Saved, *, by_value: bool) -> bytes:
+    """Pickle a state.
 
     Args:
         saved: The state.
@@ -196,10 +196,10 @@ def dump_for_workers(saved: Saved) -> bytes:
     """
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):
-            return dump_here(saved, by_value=False)
-    return dump_here(saved, by_value=True)
+            return dump_state(saved, by_value=False)
+    return dump_state(saved, by_value=True)
 
 
-def read(data: bytes) -> Saved:
+def read(data: bytes | memoryview) -> Saved:
     """Return a new copy of a pickled state."""
     return Saved(*pickle.loads(data))

@@ -36,6 +36,8 @@ descriptor travels with a task. A slot grows by being written to: each process m
 its batches need. Giving memory back punches a hole into the file. If user code keeps a batch where
 its slot must be used again, the batch is parted from the slot: its pages become private to the
 process. That is done for what a worker's code keeps, and in the main process before a fork (I9).
+A worker whose dataset has large states also has a slot for these, which keeps its pages
+(:mod:`shmloader.batch.state_slot`).
 
 **Decisions and actions.** The scheduler decides. The engine reports what has happened (a ticket was
 offered, a worker has answered, a worker is lost), and the scheduler changes the tickets, slots and

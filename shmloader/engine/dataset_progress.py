@@ -30,7 +30,7 @@ class DatasetNote(NamedTuple):
     """
 
     worker_id: int
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | memoryview | Unsaved | None = None
     fingerprint: int | None = None
     has_failed: bool = False
     next_epoch: Beginning | None = None

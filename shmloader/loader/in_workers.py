@@ -89,6 +89,7 @@ class WorkerIterator(EngineIterator):
         arena = Arena.create(
             uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
             config.most_window + config.lend_limit,
+            config.most_workers if config.fetch.snapshot_every and slot_bytes is None else 0,
         )
         return TaskConfig(config.fetch, arena, memory, is_debugging())
 

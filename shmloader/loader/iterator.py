@@ -339,7 +339,7 @@ class EngineIterator(CountingIterator):
         assert delivery.times is not None
         busy_ns = sum(delivery.times.work[1:4])
         for note in delivery.notes:
-            if type(note.snapshot) is bytes:
+            if isinstance(note.snapshot, bytes | memoryview):
                 cost, batch_ns = self._parts.state_cost, busy_ns - note.state_ns
                 cost.note(len(note.snapshot), note.state_ns, batch_ns, stacklevel=4)
         if self._adapter is not None:

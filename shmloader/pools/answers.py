@@ -82,7 +82,7 @@ class Batch:
         self.nbytes = nbytes
         self.lends = False
         self.check: tuple[int, int] | None = None
-        self.snapshot: bytes | Unsaved | None = None
+        self.snapshot: bytes | memoryview | Unsaved | None = None
         self.fingerprint: int | None = None
         self.looked_ns = self.seen_ns = self.state_ns = 0
 
@@ -102,7 +102,7 @@ class Failure:
 
     error: RemoteError
     report: SampleReport | None = None
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | memoryview | Unsaved | None = None
     fingerprint: int | None = None
     is_final: bool = False
 
@@ -119,7 +119,7 @@ class Empty:
     """
 
     report: SampleReport | None
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | memoryview | Unsaved | None = None
 
 
 Answer = Batch | Failure | Empty

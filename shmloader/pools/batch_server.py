@@ -17,6 +17,7 @@ from shmloader.batch.failures import SampleReport
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.state_slot import StatePickler
 from shmloader.batch.timer import Timer
 from shmloader.batch.unpicklable import pickle_or_explain
 from shmloader.errors import SharedMemoryError
@@ -32,6 +33,7 @@ from shmloader.messages import (
     BatchDone,
     BatchEmpty,
     BatchFailed,
+    SentState,
     Spilled,
     StreamEnded,
     Task,
@@ -79,7 +81,10 @@ class BatchServer:
         self._admission, self._is_debugging = admission, is_debugging
         self._timer = Timer()
         self.writer = SlotWriter(arena, admission)
-        self.dataset = WorkerDataset(config, worker_id, where, self.writer, self._timer, publish)
+        states = StatePickler(arena, worker_id, admission)
+        self.dataset = WorkerDataset(
+            config, worker_id, where, self.writer, self._timer, publish, states
+        )
         # Whether the dataset was pickled by cloudpickle; its batches may need that, too.
         self._by_value = False
         # How often the user's code has kept memory of a slot, and whether it is still offered any.
@@ -237,13 +242,13 @@ class BatchServer:
         sent = self._put(pickle.dumps(report))
         return pickle.dumps(report.shortened()) if isinstance(sent, TooLong) else sent
 
-    def _put_notes(self) -> tuple[Sent | None, Sent | TooLong | Unsaved | None]:
+    def _put_notes(self) -> tuple[Sent | None, SentState]:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""
         dataset, report = self.dataset, None
         if dataset.has_report and dataset.maker is not None:
             report = self._put_report(dataset.maker.take_report())
         snapshot = dataset.snapshot
-        if snapshot is None or isinstance(snapshot, Unsaved):
+        if not isinstance(snapshot, bytes):
             return report, snapshot
         sent = self._put(snapshot)
         if isinstance(sent, TooLong) and not self._config.is_iterable:

@@ -140,7 +140,7 @@ class ProcessPool(SlotReader):
         """Tell a worker where its dataset resumes, unless that is its beginning."""
         if checkpoint == DatasetCheckpoint():
             return
-        data = pickle.dumps(tuple(checkpoint), pickle.HIGHEST_PROTOCOL)
+        data = checkpoint.dumps()
         sent = 0
         while len(data) - sent > PART_BYTES:
             self._workers.send(worker_id, pack(CheckpointPart(data[sent : sent + PART_BYTES])))

@@ -221,5 +221,7 @@ class SlotMemory:
             for slot in slots:
                 if slot.kept is None and not (slot.nbytes and slot.is_lent):
                     self.arena.give_back(slot, 0)
+            for slot in self.arena.state_slots:
+                self.arena.give_back(slot, 0)
         self.counts.slot_bytes = sum(slot.touched_bytes for slot in slots)
         self.arena.close()

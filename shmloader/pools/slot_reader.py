@@ -4,13 +4,24 @@ Runs on the engine's thread.
 """
 
 import pickle
+import sys
 from typing import Any
 
 from shmloader.batch.failures import SampleReport
+from shmloader.batch.state_slot import free_state_slot, read_state_slot
 from shmloader.errors import InternalError
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena
-from shmloader.messages import BatchDone, BatchEmpty, BatchFailed, Spilled, TooLong, Unsaved
+from shmloader.messages import (
+    BatchDone,
+    BatchEmpty,
+    BatchFailed,
+    InStateSlot,
+    SentState,
+    Spilled,
+    TooLong,
+    Unsaved,
+)
 from shmloader.pools import Events
 from shmloader.pools.answers import (
     Batch,
@@ -22,6 +33,9 @@ from shmloader.pools.answers import (
 )
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.threads.uninterruptible import uninterruptible
+
+# References to a copy of a state when nobody else keeps it: a variable, and getrefcount's argument.
+_OWN_REFERENCES = 2
 
 
 class SlotReader:
@@ -54,15 +68,19 @@ class SlotReader:
         self._last_layout: tuple[bytes, Any] = (b"", None)
         # Whether a state that did not fit was reported, which is done only once.
         self._has_lost_state = False
+        # Memory for copies of large states, which keeps its pages; see _copy_state.
+        self._copies: list[bytearray] = []
 
     def forget_layout(self, worker_id: int) -> None:
         """Forget a worker's last layout: its replacement sends one with its first batch."""
         self._readers.pop(worker_id, None)
+        free_state_slot(self.memory.arena, worker_id)
 
     def free_memory(self) -> None:
         """Free all memory except what lies under the user's views. May be called again."""
         self._readers.clear()
         self._last_layout = b"", None
+        self._copies.clear()
         uninterruptible(self.memory.close)
 
     # Answers -----------------------------------------------------------------------------
@@ -129,9 +147,9 @@ class SlotReader:
         self,
         worker_id: int,
         slot_id: int,
-        sent: bytes | Spilled | TooLong | Unsaved | None,
+        sent: SentState,
         events: Events,
-    ) -> bytes | Unsaved | None:
+    ) -> bytes | memoryview | Unsaved | None:
         """Return the state that came with an answer, or why there is none; None if none was due."""
         if isinstance(sent, Unsaved):
             return sent
@@ -141,16 +159,39 @@ class SlotReader:
         self,
         worker_id: int,
         slot_id: int,
-        sent: bytes | Spilled | TooLong | None,
+        sent: bytes | Spilled | InStateSlot | TooLong | None,
         events: Events,
-    ) -> bytes | None:
+    ) -> bytes | memoryview | None:
         """Return the state of a worker's dataset, or None if none came."""
+        if isinstance(sent, InStateSlot):
+            return read_state_slot(self.memory.arena, worker_id, sent.nbytes, self._copy_state)
         if isinstance(sent, TooLong):
             if not self._has_lost_state:
                 self._has_lost_state = True
                 events.state_lost(worker_id, sent.nbytes, self.memory.arena.slot_bytes)
             return None
         return self._spilled(slot_id, sent) if isinstance(sent, Spilled) else sent
+
+    def _copy_state(self, state: memoryview) -> memoryview:
+        """Copy a large state to memory whose last state nobody keeps any more, if there is some.
+
+        New memory of that size would get its pages anew each time, which takes longer.
+        """
+        nbytes = state.nbytes
+        copies, self._copies = self._copies, []
+        found: bytearray | None = None
+        while copies:
+            one = copies.pop()
+            if sys.getrefcount(one) > _OWN_REFERENCES:
+                self._copies.append(one)
+            elif found is None and nbytes <= len(one) <= 2 * nbytes:
+                found = one
+        if found is None:
+            found = bytearray(nbytes + nbytes // 8)
+        self._copies.append(found)
+        view = memoryview(found)[:nbytes]
+        view[:] = state
+        return view.toreadonly()
 
     def _spilled(self, slot_id: int, where: Spilled) -> bytes:
         """Return bytes that a worker wrote into a slot."""

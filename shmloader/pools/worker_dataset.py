@@ -5,7 +5,6 @@ exception while the dataset is made ready or resumed, this exception answers eve
 epoch, in the order of the tasks.
 """
 
-import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.iterable_state import (
     Saved,
-    dump_here,
     load_dataset,
     load_iterator,
     read,
@@ -31,10 +29,11 @@ from shmloader.batch.iterable_state import (
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.sample_watch import SampleWatch
+from shmloader.batch.state_slot import StatePickler
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
 from shmloader.memory.slot_writer import SlotWriter
-from shmloader.messages import Unsaved
+from shmloader.messages import InStateSlot, Unsaved
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
@@ -66,6 +65,7 @@ class WorkerDataset:
         writer: Writer of the slot of the task in work.
         timer: Measures the parts of the work.
         publish: Shows the main process which sample is in work; see :class:`SampleWatch`.
+        states: Pickles the dataset's states.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class WorkerDataset:
         writer: SlotWriter,
         timer: Timer,
         publish: Callable[[int, int], None],
+        states: StatePickler,
     ) -> None:
         self._config = config
         self._worker_id = worker_id
@@ -85,8 +86,7 @@ class WorkerDataset:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._on_error: OnError = "raise"
-        # Pickles the dataset's states.
-        self._keep: Callable[[Saved], bytes] = dump_here
+        self._states = states
         self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._sample_watch: SampleWatch | None = None
         if config.sample_timeout_s is not None:
@@ -107,7 +107,7 @@ class WorkerDataset:
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
         # predecessors.
         self._given = 0
-        self.snapshot: bytes | Unsaved | None = None
+        self.snapshot: bytes | InStateSlot | Unsaved | None = None
         self.state_ns = 0
 
     # Getting ready -----------------------------------------------------------------------
@@ -123,7 +123,7 @@ class WorkerDataset:
         """
         self._dataset, self._on_error = dataset, on_error
         self.has_report = on_error != "raise" and not self._config.is_iterable
-        self._keep = functools.partial(dump_here, by_value=by_value)
+        self._states.is_by_value = by_value
         self._collate_fn = collate_fn
         if not self._config.is_iterable:
             self._get_ready(self._make_maker)
@@ -179,7 +179,9 @@ class WorkerDataset:
     def next_beginning(self) -> bytes | None:
         """Return what an epoch that starts now would begin with, in :meth:`start_epoch`'s form."""
         config = self._config
-        snapshot = save_dataset(self._dataset, self._keep) if config.snapshot_every else None
+        snapshot = (
+            save_dataset(self._dataset, self._states.dumps) if config.snapshot_every else None
+        )
         draws = config.is_iterable and config.seed is None
         return Beginning(global_rng_state() if draws else None, snapshot).dumps()
 
@@ -321,9 +323,9 @@ class WorkerDataset:
     def _take_snapshot(self) -> None:
         began_ns = time.monotonic_ns()
         if self._config.is_iterable and self.maker is not None:
-            self.snapshot = save(self.maker.fetcher, self._keep)
+            self.snapshot = save(self.maker.fetcher, self._states.dump)
         else:
-            self.snapshot = save_dataset(self._dataset, self._keep)
+            self.snapshot = save_dataset(self._dataset, self._states.dump)
         self.state_ns = time.monotonic_ns() - began_ns
 
 
