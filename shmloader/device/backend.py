@@ -9,12 +9,16 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from shmloader.device.drivers import Driver, open_driver, relaxed_capture
+from shmloader.device.drivers import CudaDriver, open_driver, relaxed_capture
 from shmloader.interruptions import Caught, Suppressed, attempt
+
+#: A point in a stream, such as a ``torch.Event``, complete when all earlier work of the stream is.
+Event = Any
 
 
 def parse_device(value: object, argument: str = "device") -> torch.device | None:
@@ -86,16 +90,6 @@ def _count(kind: str) -> int:
     return torch.accelerator.device_count() if kind == _accelerator_kind() else 0
 
 
-class Event(Protocol):
-    """A point in a stream. It is complete when all earlier work of the stream is done."""
-
-    def query(self) -> bool:
-        """Return whether the event is complete."""
-
-    def synchronize(self) -> None:
-        """Wait until the event is complete."""
-
-
 def move_to(batch: Any, device: Any) -> Any:
     """Call an object's own ``to``, which may not accept ``non_blocking``."""
     try:
@@ -113,6 +107,7 @@ class Backend:
         no_driver: Why that driver could not be opened; "" if it was, or if none is known.
         can_pin: Whether torch has pinned memory for this kind of device.
         is_lost: Whether the device has reported a permanent error.
+        numbers: The numbers of the batches.
     """
 
     can_pin = True
@@ -123,7 +118,7 @@ class Backend:
         self.no_driver = ""
         # The first item is the loader's stream. A list, because two threads may each make one.
         self._streams: list[Any] = []
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         # The events of the user's streams, for each batch that was handed over, oldest first. The
         # user's threads add them. The next epoch still waits for them: an epoch may be short.
         self._handed_over: dict[int, list[Event]] = {}
@@ -139,7 +134,7 @@ class Backend:
             self._current_stream = torch.cuda.current_stream
 
     @functools.cached_property
-    def driver(self) -> Driver | None:
+    def driver(self) -> CudaDriver | None:
         """Open the driver for this kind of device."""
         driver = attempt(open_driver, self.device.type)
         if isinstance(driver, Caught):  # its library, or a function of it, is missing
@@ -180,14 +175,6 @@ class Backend:
         """
         return tensor.to(self.device, non_blocking=True)
 
-    def move(self, batch: Any) -> Any:
-        """Copy an object to the device with its own ``to``."""
-        return move_to(batch, self.device)
-
-    def number(self) -> int:
-        """Return a number for a new batch."""
-        return next(self._numbers)
-
     def record(self) -> Event:
         """Record an event on the loader's stream."""
         return self._record(self.device, self.stream)
@@ -205,7 +192,7 @@ class Backend:
     def _record(self, device: torch.device, stream: Any) -> Event:
         event = self._new_event(device)
         event.record(stream)
-        return event  # type: ignore[no-any-return]
+        return event
 
     def hand_over(
         self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
@@ -261,7 +248,7 @@ class BlockingBackend(Backend):
 
     def record(self) -> Event:
         """Return a complete event."""
-        return _Done()
+        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
 
     def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:  # noqa: ARG002 - the base's signature
         """Return no events: there is nothing to wait for."""
@@ -271,14 +258,6 @@ class BlockingBackend(Backend):
         self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
         """Do nothing: the batch is ready."""
-
-
-class _Done:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 def open_backend(device: torch.device) -> Backend:

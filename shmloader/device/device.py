@@ -17,6 +17,7 @@ How a tensor gets to the device:
 import collections
 import contextlib
 import copy
+import functools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shmloader.device.backend import Backend, Event, open_backend
+from shmloader.device.backend import Backend, Event, move_to, open_backend
 from shmloader.device.drivers import relax_this_thread
 from shmloader.device.page_locks import PageLocks
 from shmloader.device.pin import is_small, pin_block, split_block
@@ -124,10 +125,10 @@ class DeviceStage(Stage):
             StageBrokenError: If the device has reported a permanent error.
         """
         try:
-            return self._run(batch)
+            with self._noticing_loss():
+                return self._run(batch)
         except Exception as error:
             del batch  # the traceback pins this frame, which must not pin the slot
-            self._raise_if_lost(error)
             traceback.clear_frames(error.__traceback__)  # for the same reason
             raise
 
@@ -144,8 +145,9 @@ class DeviceStage(Stage):
             del batch, held  # as in run()
         if self._transform is None:
             events = {self._backend.device: event}
-            return OnDevice(copied, list(self._storages(copied)), events, self._backend.number())
-        return self._recorded(self._transform(copied), self._backend.number())
+            number = next(self._backend.numbers)
+            return OnDevice(copied, list(self._storages(copied)), events, number)
+        return self._recorded(self._transform(copied), next(self._backend.numbers))
 
     def _recorded(self, batch: Any, number: int) -> OnDevice:
         """Return a batch that was computed on the calling thread's current streams."""
@@ -167,12 +169,9 @@ class DeviceStage(Stage):
         """
         if next(self._storages(value), None) is None:
             return None
-        number = self._backend.number() if source is None else source.number
-        try:
+        number = next(self._backend.numbers) if source is None else source.number
+        with self._noticing_loss():
             return self._recorded(value, number)
-        except Exception as error:
-            self._raise_if_lost(error)
-            raise
 
     def _wait_for_space(self) -> None:
         """Wait until one more batch may be read from its slot, and put on the device."""
@@ -192,13 +191,11 @@ class DeviceStage(Stage):
             pieces = split_block(self._backend.copy(pin_block(small)), small)
             copies = dict(zip(map(id, small), pieces, strict=True))
 
-        def copy_one(tensor: torch.Tensor) -> torch.Tensor:
-            copied = copies.get(id(tensor))
-            return self._copy_alone(tensor) if copied is None else copied
+        return map_tensors(functools.partial(self._copy_one, copies), batch, self._copy_object)
 
-        return map_tensors(copy_one, batch, self._copy_object)
-
-    def _copy_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_one(self, copies: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in copies:
+            return copies[id(tensor)]
         if self._backend.can_pin and tensor.is_cpu and tensor.layout is torch.strided:
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
@@ -211,7 +208,7 @@ class DeviceStage(Stage):
     def _copy_object(self, value: Any) -> Any:
         """Copy an object that is neither a tensor nor a known container."""
         own = copy.deepcopy(value)
-        return self._backend.move(own) if callable(probe(own, "to")) else own
+        return move_to(own, self._backend.device) if callable(probe(own, "to")) else own
 
     def _storages(self, batch: Any) -> Iterator[torch.Tensor]:
         """Yield one tensor of each storage that a batch has on devices of this kind."""
@@ -230,21 +227,23 @@ class DeviceStage(Stage):
         Raises:
             StageBrokenError: If the device has reported a permanent error.
         """
-        try:
+        with self._noticing_loss():
             self._backend.hand_over(result.events, result.tensors, result.number)
-        except Exception as error:
-            self._raise_if_lost(error)
-            raise
         return result.batch
 
-    def _raise_if_lost(self, error: Exception) -> None:
-        if self._backend.check():
-            return
-        traceback.clear_frames(error.__traceback__)  # they may pin the slot
-        raise StageBrokenError(
-            f"{self._backend.device} takes no more batches, since it reports a permanent error: "
-            f"{error}"
-        ) from error
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Raise a StageBrokenError where an error in the block is the device's and permanent."""
+        try:
+            yield
+        except Exception as error:
+            if self._backend.check():
+                raise
+            traceback.clear_frames(error.__traceback__)  # they may pin the slot
+            raise StageBrokenError(
+                f"{self._backend.device} takes no more batches, since it reports a permanent "
+                f"error: {error}"
+            ) from error
 
     def close(self) -> None:
         """Wait for the copies under way, and release their slots. Raises nothing."""

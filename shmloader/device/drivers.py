@@ -8,7 +8,6 @@ refused call, and the user's next call would report it. HIP has one library for 
 error is reset after a refusal.
 """
 
-import abc
 import contextlib
 import ctypes
 import re
@@ -25,16 +24,26 @@ _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, hipErrorHostMemo
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 
 
-class Driver(abc.ABC):
-    """The driver functions for a kind of device. Called from any thread.
+class CudaDriver:
+    """The driver of CUDA. Called from any thread.
 
     Args:
-        register: Takes an address, a size in bytes and flags. Returns an error code.
-        unregister: Takes an address. Returns an error code.
-        exchange_mode: Takes a pointer to a capture mode. Returns an error code.
+        library: ``libcuda``; None loads it.
     """
 
-    def __init__(self, register: Any, unregister: Any, exchange_mode: Any) -> None:
+    def __init__(self, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
+        self._set_functions(
+            library.cuMemHostRegister_v2,
+            library.cuMemHostUnregister,
+            library.cuThreadExchangeStreamCaptureMode,
+        )
+        self._current_context = library.cuCtxGetCurrent
+        self._current_context.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+        self._error_name = library.cuGetErrorName
+        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+
+    def _set_functions(self, register: Any, unregister: Any, exchange_mode: Any) -> None:
         register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         unregister.argtypes = [ctypes.c_void_p]
         exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
@@ -47,11 +56,14 @@ class Driver(abc.ABC):
 
     def unregister(self, address: int) -> str:
         """Undo :meth:`register`, if it was done. Returns why that failed, or an empty string."""
-        return self._describe(self._unregister(address), allowed=_NOT_REGISTERED)
+        error = self._unregister(address)
+        why = self._describe(error)
+        return "" if error == _NOT_REGISTERED else why
 
     def has_context(self) -> bool:
-        """Whether the calling thread has a context, or registering makes one."""
-        return True
+        """Whether the calling thread has a context, which registering needs."""
+        context = ctypes.c_void_p()
+        return self._current_context(ctypes.byref(context)) == 0 and bool(context.value)
 
     def relax_capture(self) -> int:
         """Let the calling thread work while another captures a graph. Returns the old mode."""
@@ -64,52 +76,16 @@ class Driver(abc.ABC):
         """Restore the calling thread's mode, which :meth:`relax_capture` returned."""
         self._describe(self._exchange_mode(ctypes.byref(ctypes.c_int(mode))))
 
-    def _describe(self, error: int, allowed: int = 0) -> str:
-        """Return the name of an error, or an empty string for success or an allowed error."""
+    def _describe(self, error: int) -> str:
+        """Return the name of an error, or an empty string for success."""
         if error == 0:
             return ""
-        self._reset_error()
-        return "" if error == allowed else self._name(error)
-
-    def _reset_error(self) -> None:  # noqa: B027 - a driver may have nothing to reset
-        """Reset the library's last error, where it keeps one."""
-
-    @abc.abstractmethod
-    def _name(self, error: int) -> str:
-        """Return the name of an error code."""
-
-
-class CudaDriver(Driver):
-    """The driver of CUDA.
-
-    Args:
-        library: ``libcuda``; None loads it.
-    """
-
-    def __init__(self, library: Any = None) -> None:
-        library = library or ctypes.CDLL("libcuda.so.1")
-        super().__init__(
-            library.cuMemHostRegister_v2,
-            library.cuMemHostUnregister,
-            library.cuThreadExchangeStreamCaptureMode,
-        )
-        self._current_context = library.cuCtxGetCurrent
-        self._current_context.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
-        self._error_name = library.cuGetErrorName
-        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-
-    def has_context(self) -> bool:
-        """Whether the calling thread has a context, which registering needs."""
-        context = ctypes.c_void_p()
-        return self._current_context(ctypes.byref(context)) == 0 and bool(context.value)
-
-    def _name(self, error: int) -> str:
         name = ctypes.c_char_p()
         self._error_name(error, ctypes.byref(name))
         return (name.value or b"").decode() or f"CUDA error {error}"
 
 
-class HipDriver(Driver):
+class HipDriver(CudaDriver):
     """The driver of ROCm.
 
     Args:
@@ -118,7 +94,7 @@ class HipDriver(Driver):
 
     def __init__(self, library: Any = None) -> None:
         library = library or ctypes.CDLL(_loaded_library("libamdhip64.so"))
-        super().__init__(
+        self._set_functions(
             library.hipHostRegister,
             library.hipHostUnregister,
             library.hipThreadExchangeStreamCaptureMode,
@@ -126,12 +102,16 @@ class HipDriver(Driver):
         self._error_name = library.hipGetErrorName
         self._error_name.argtypes = [ctypes.c_int]
         self._error_name.restype = ctypes.c_char_p
-        self._take_last_error = library.hipGetLastError
+        self._reset_error = library.hipGetLastError
 
-    def _reset_error(self) -> None:
-        self._take_last_error()
+    def has_context(self) -> bool:
+        """Return True: registering makes a context."""
+        return True
 
-    def _name(self, error: int) -> str:
+    def _describe(self, error: int) -> str:
+        if error == 0:
+            return ""
+        self._reset_error()
         return (self._error_name(error) or b"").decode() or f"HIP error {error}"
 
 
@@ -147,15 +127,15 @@ def _loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
     return match[0]
 
 
-def _open_cuda() -> Driver:
+def _open_cuda() -> CudaDriver:
     return CudaDriver() if torch.version.hip is None else HipDriver()
 
 
 #: Opens the driver of a kind of device, by the type of its ``torch.device``.
-DRIVERS: dict[str, Callable[[], Driver]] = {"cuda": _open_cuda}
+DRIVERS: dict[str, Callable[[], CudaDriver]] = {"cuda": _open_cuda}
 
 
-def open_driver(kind: str) -> Driver | None:
+def open_driver(kind: str) -> CudaDriver | None:
     """Return the driver of a kind of device, or None if there is no known one.
 
     Raises:
@@ -166,7 +146,7 @@ def open_driver(kind: str) -> Driver | None:
 
 
 @contextlib.contextmanager
-def relaxed_capture(driver: Driver) -> Iterator[None]:
+def relaxed_capture(driver: CudaDriver) -> Iterator[None]:
     """Keep the calling thread's calls in the block from invalidating a capture on any thread."""
     mode = driver.relax_capture()
     try:

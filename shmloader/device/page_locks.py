@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from shmloader.device.backend import Backend
-from shmloader.device.drivers import Driver
+from shmloader.device.drivers import CudaDriver
 from shmloader.memory.arena import Slot
 from shmloader.process_state import PROCESS
 
@@ -59,18 +59,22 @@ class PageLocks:
         if self._is_refused or self.locked_bytes(slot) >= nbytes:
             return
         first = self._backends[0]
-        driver = first.driver
-        if driver is None:
-            if first.no_driver:
-                self._refuse(first.no_driver)
-            return
-        wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
-        with first.ready():
-            refusal = self._lock(driver, slot.address, wanted)
-        if refusal:
-            self._refuse(f"page-locking {wanted} bytes was refused: {refusal}")
+        driver, why = first.driver, first.no_driver
+        if driver is not None:
+            wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
+            with first.ready():
+                error = self._lock(driver, slot.address, wanted)
+            why = error and f"page-locking {wanted} bytes was refused: {error}"
+        if why:
+            self._is_refused = True
+            warnings.warn(
+                f"shmloader copies batches to {first.device} by way of pinned memory, since its "
+                f"shared memory cannot be page-locked ({why})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
-    def _lock(self, driver: Driver, address: int, nbytes: int) -> str:
+    def _lock(self, driver: CudaDriver, address: int, nbytes: int) -> str:
         """Lock the pages. Returns why that was refused, or an empty string."""
         if not driver.has_context():
             return "the thread has no context"
@@ -140,25 +144,13 @@ class PageLocks:
             tensor: A CPU tensor without gaps.
 
         Yields:
-            Whether a device may read the memory directly.
+            Whether a device may read the memory directly: it is locked, and not about to be
+            unlocked.
         """
-        with self._reading:
-            yield self.cover(tensor)
-
-    def cover(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in locked pages that are not about to be unlocked."""
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        # A list: another thread may lock a slot meanwhile.
-        return any(
-            start <= first and last <= start + nbytes and start not in self._leaving
-            for start, nbytes in list(self._locked.items())
-        )
-
-    def _refuse(self, why: str) -> None:
-        self._is_refused = True
-        warnings.warn(
-            f"shmloader copies batches to {self._backends[0].device} by way of pinned memory, "
-            f"since its shared memory cannot be page-locked ({why})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        with self._reading:
+            # A list: another thread may lock a slot meanwhile.
+            yield any(
+                start <= first and last <= start + nbytes and start not in self._leaving
+                for start, nbytes in list(self._locked.items())
+            )

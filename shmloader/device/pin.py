@@ -61,15 +61,11 @@ def _small_tensors(value: Any) -> Iterator[torch.Tensor]:
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares a block with others of its batch."""
     return (
-        type(tensor) is torch.Tensor and _is_plain(tensor) and 0 < tensor.nbytes <= COPY_OUT_BYTES
-    )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
         and tensor.is_cpu
         and tensor.is_contiguous()
+        and 0 < tensor.nbytes <= COPY_OUT_BYTES
         and not tensor.requires_grad
         and not tensor.is_nested
         and not tensor.is_quantized

@@ -21,7 +21,7 @@ import torch
 from shmloader import DataLoader
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
-from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, Driver, open_driver
+from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, open_driver
 from shmloader.memory.arena import Arena, Slot
 from tests.cuda.accelerators import COPY_MS, LENGTH, kind, make, on, sample, whole
 from tests.process.support import Calls, Program, only, run_program
@@ -164,7 +164,7 @@ def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(
 
 
 @pytest.fixture
-def driver(accelerator) -> Driver:
+def driver(accelerator) -> CudaDriver:
     found = open_driver(kind())
     assert found is not None
     return found

@@ -118,6 +118,12 @@ def test_a_kind_without_streams_copies_and_waits() -> None:
     assert opened.record().query()
 
 
+def covers(locks: PageLocks, tensor: torch.Tensor) -> bool:
+    """Whether a device may read a tensor's memory directly."""
+    with locks.reading(tensor) as is_locked:
+        return is_locked
+
+
 @pytest.fixture
 def slot():
     arena = Arena.create(1 << 20, 1)
@@ -141,7 +147,7 @@ def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, sl
 def test_a_kind_without_a_known_driver_goes_by_pinned_memory_in_silence(slot) -> None:
     locks = PageLocks([Backend(torch.device("xpu", 0))])
     locks.lock(slot, 100)
-    assert not locks.cover(torch.frombuffer(slot.array(), dtype=torch.uint8, count=10))
+    assert not covers(locks, torch.frombuffer(slot.array(), dtype=torch.uint8, count=10))
     assert locks.unlock(slot)
 
 
