@@ -27,10 +27,10 @@ import torch
 import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.loader.arguments import is_data_pipe, why_no_process
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.calls import CountingIterator
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.options import is_data_pipe, why_no_process
 from shmloader.memory.system_support import is_supported
 from shmloader.process_state import PROCESS
 from shmloader.stand_in import InstallOptions, StandIn

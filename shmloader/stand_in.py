@@ -10,8 +10,8 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
-from shmloader.loader.arguments import SnapshotInterval
-from shmloader.loader.dataloader import OWN_DEFAULTS, DataLoader
+from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.options import DEFAULTS, OPTIONS, SnapshotInterval
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
 
@@ -60,7 +60,7 @@ class InstallOptions(TypedDict, total=False):
 
 
 # No state of these loaders is ever saved.
-_DEFAULTS = OWN_DEFAULTS | {"snapshot_every_n_steps": 0}
+_DEFAULTS = DEFAULTS | {"snapshot_every_n_steps": 0}
 
 
 class StandIn(DataLoader[Any]):
@@ -164,17 +164,16 @@ def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
     Without workers, an argument that simply has no effect counts as fitting, such as ``shm_size``.
     """
     unfit = {}
-    if isinstance(loader.dataset, IterableDataset):
-        names = ("thread_pool", "on_error", "max_failures", "fetch_concurrency")
-        unfit = dict.fromkeys(names, "the dataset is iterable")
-    elif loader.multiprocessing_context is not None:
-        unfit["thread_pool"] = "the loader has a multiprocessing_context"
-    if loader.generator is not None:
-        unfit["seed"] = "the loader has a generator"
-    given = {name for name, value in options.items() if value != _DEFAULTS[name]}
-    without_workers: tuple[str, ...] = ()
-    if loader.num_workers == 0:
-        without_workers = ("thread_pool", "worker_restarts", "sample_timeout")
-    return {name: why for name, why in unfit.items() if name in given} | dict.fromkeys(
-        given.intersection(without_workers), "the loader has no workers"
-    )
+    for name, value in options.items():
+        option = OPTIONS[name]
+        if value == _DEFAULTS[name]:
+            continue
+        if option.indices and isinstance(loader.dataset, IterableDataset):
+            unfit[name] = "the dataset is iterable"
+        elif option.workers is not None and loader.num_workers == 0:
+            unfit[name] = "the loader has no workers"
+        elif "multiprocessing_context" in option.excludes and loader.multiprocessing_context:
+            unfit[name] = "the loader has a multiprocessing_context"
+        elif name == "seed" and loader.generator is not None:
+            unfit[name] = "the loader has a generator"
+    return unfit

@@ -1,6 +1,8 @@
-"""Removes the loader's frames around the user's own code from tracebacks."""
+"""Finds the user's code: in tracebacks, and above a call that warns."""
 
+import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -15,9 +17,20 @@ _MAKER = f"{_PACKAGE}batch/maker.py"
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
 
-def _is_ours(entry: TracebackType) -> bool:
-    file = entry.tb_frame.f_code.co_filename
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, with the line of the user's code that has called into the package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_our_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _is_our_file(file: str) -> bool:
     return file.startswith(_PACKAGE) or file in _TORCHS
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    return _is_our_file(entry.tb_frame.f_code.co_filename)
 
 
 def _is_maker(entry: TracebackType) -> bool:

@@ -35,16 +35,15 @@ def describe_unsupported() -> str:
     )
 
 
-def warn_of_torch_workers(ours: dict[str, bool]) -> None:
+def warn_of_torch_workers(given: list[str]) -> None:
     """Warn that a loader runs on torch's own workers.
 
     Args:
-        ours: Arguments that torch's workers do not support, and whether each was given.
+        given: The loader's arguments that torch's workers do not support.
 
     Raises:
-        RuntimeError: If one was given.
+        RuntimeError: If there are any.
     """
-    given = [name for name, is_given in ours.items() if is_given]
     if given:
         raise RuntimeError(
             f"{describe_unsupported()} These cannot be combined with {', '.join(given)}."

@@ -25,7 +25,7 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.state_cost import StateCost
 from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.insight.record import Statistics
-from shmloader.loader.arguments import LOOP_HOLDS, WorkerScope, lend_limit, slot_share
+from shmloader.loader.options import LEND_LIMIT, LOOP_HOLDS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.dataset_epoch import DatasetEpoch
 
@@ -151,7 +151,7 @@ class LoaderConfig(NamedTuple):
     @property
     def lend_limit(self) -> int:
         """Batches that may be lent to the user, uncopied, at the same time."""
-        return lend_limit(has_device=self.has_device, device_prefetch=self.device_prefetch)
+        return max(LEND_LIMIT, self.device_prefetch + 2) if self.has_device else LEND_LIMIT
 
     @property
     def loop_holds(self) -> int:

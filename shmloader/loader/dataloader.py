@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -25,47 +25,68 @@ from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.seeds import seed_of_rank
-from shmloader.device.backend import parse_device
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.loader.arguments import (
-    DEVICE_PREFETCH,
-    WRAPPED_DATA_PIPES,
-    FixedArgument,
-    SnapshotInterval,
-    check_arguments,
-    check_auto,
-    check_context,
-    check_executor,
-    check_last_batch,
-    check_may_have_workers,
-    check_not_async,
-    check_numbers,
-    check_on_error,
-    check_seed,
-    check_thread_pool,
-    is_map_style,
-    parse_max_failures,
-    parse_size,
-    warn_of_empty_epochs,
-    warn_of_random_numbers,
-)
 from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig
 from shmloader.loader.description import ORDER_ARGUMENTS, describe_loader
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.measured import MeasuredLoader
+from shmloader.loader.options import (
+    DEFAULTS,
+    DEVICE_PREFETCH,
+    OPTIONS,
+    WRAPPED_DATA_PIPES,
+    FixedArgument,
+    SnapshotInterval,
+    WorkerScope,
+    check_last_batch,
+    check_may_have_workers,
+    check_numbers,
+    is_map_style,
+    read_options,
+    warn_of_empty_epochs,
+    warn_of_random_numbers,
+)
 from shmloader.memory.collate import is_plain
 from shmloader.memory.system_support import is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
-from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
+from shmloader.sampling.ranks import Ranks, is_cut_for_ranks, rank_of
 from shmloader.sampling.rollover import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+_TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
+
+
+class Sharing(NamedTuple):
+    """What a loader shares with the loaders of other ranks and devices.
+
+    Attributes:
+        devices: The devices of a step's batches, as the user gave them; None if there are no steps.
+        window: Number of batches in flight; None if ``prefetch_factor`` decides it.
+        scope: Whether the workers are this rank's own, or shared by the ranks of its host.
+        ranks: The rank and the number of ranks that the order is divided among; None if it is not.
+    """
+
+    devices: Any = None
+    window: int | None = None
+    scope: WorkerScope = "rank"
+    ranks: Ranks | None = None
+
+    @property
+    def host_ranks(self) -> int:
+        """The number of ranks that share the workers, as far as it is known."""
+        if self.scope == "rank" or self.ranks is None:
+            return 1
+        from shmloader.host.meeting import ranks_of_host  # noqa: PLC0415 - few loaders share
+
+        known = self.ranks.known
+        return 1 if known is None else ranks_of_host(known[1])
 
 
 class DataLoader(MeasuredLoader[_T_co]):
@@ -260,9 +281,9 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    # The arguments that torch's loader does not have. Their defaults are attributes of the class,
-    # and a loader has none of its own if all of them are defaults. A loader of a user's class,
-    # which may have attributes of these names, always has its own.
+    # The options' defaults are attributes of the class, and a loader has none of its own if all of
+    # them are defaults. A loader of a user's class, which may have attributes of these names,
+    # always has its own.
     shm_size: int | str | None
     worker_restarts: int
     device: Any
@@ -270,14 +291,14 @@ class DataLoader(MeasuredLoader[_T_co]):
     device_prefetch: int
     on_error: OnError
     max_failures: int | float | Fraction | None
-    last_batch = FixedArgument()
-    thread_pool: bool
-    seed = FixedArgument()
-    snapshot_every_n_steps: SnapshotInterval
     fetch_concurrency: int | None
     sample_timeout: float | None
-    executor: concurrent.futures.Executor | None
+
+    #: Which of ``shuffle``, ``sampler`` and ``batch_sampler`` the user gave.
+    _order_given: tuple[str, ...] = ()
     _sample_seed: int | None = None
+    #: What a ShardedDataLoader shares.
+    _sharing = Sharing()
 
     def __init__(  # noqa: PLR0917 - torch's signature
         self,
@@ -314,91 +335,84 @@ class DataLoader(MeasuredLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        own = (
-            shm_size,
-            worker_restarts,
-            device,
-            device_transform,
-            device_prefetch,
-            on_error,
-            max_failures,
-            last_batch,
-            thread_pool,
-            seed,
-            snapshot_every_n_steps,
-            fetch_concurrency,
-            sample_timeout,
-            executor,
-        )
+        given = dict(locals())
+        own = {name: given[name] for name in OPTIONS}
         has_own = type(self) is not DataLoader or not all(
-            map(operator.is_, own, OWN_DEFAULTS.values())
+            map(operator.is_, own.values(), DEFAULTS.values())
         )
         if has_own:
             # Now, since torch's constructor calls check_worker_number_rationality().
             self.thread_pool, self.executor = thread_pool, executor
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
-            is_seeded = seed is not None or self._may_shard
-            num_workers = self._adapt(num_workers, dataset, is_seeded=is_seeded)
+            given["num_workers"] = self._begin_adapting(num_workers, dataset)
         if executor is not None and num_workers and prefetch_factor is None:
-            prefetch_factor = 1
-        if seed is not None:
-            seed = check_seed(seed, dataset, has_generator=generator is not None)
-            self._sample_seed = seed
-        if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
-            # A framework builds this loader with the batch sampler of another rollover loader.
-            sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
-            batch_sampler = None
+            given["prefetch_factor"] = 1
         if last_batch is not None:
-            check_last_batch(
-                last_batch,
-                batch_size,
-                drop_last=drop_last,
-                batch_sampler=batch_sampler,
-                is_map_style=is_map_style(dataset),
-            )
+            self._apply_last_batch(given)
+        numbers = given["num_workers"], given["prefetch_factor"], timeout
         try:
-            super().__init__(
-                dataset,
-                batch_size,
-                shuffle,
-                sampler,
-                batch_sampler,
-                num_workers,
-                collate_fn,
-                pin_memory,
-                True if last_batch == "discard" and batch_sampler is None else drop_last,
-                timeout,
-                worker_init_fn,
-                multiprocessing_context,
-                generator,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-                pin_memory_device=pin_memory_device,
-                in_order=in_order,
-            )
+            super().__init__(**{name: given[name] for name in _TORCHS})
         except TypeError:
-            check_numbers(num_workers, prefetch_factor, timeout)
+            check_numbers(*numbers)
             raise
+        is_checked = has_own or self._adapter is not None or multiprocessing_context is not None
         if has_own:
-            self._set_own_arguments({**dict(zip(OWN_DEFAULTS, own, strict=True)), "seed": seed})
-            own_workers = -(-self._most_workers // self._sharing_ranks)
-            most_window = self._window_wanted() or own_workers * (self.prefetch_factor or 0)
-            check_arguments(self, self._wanted_devices(), most_window)
-            if executor is not None and seed is None and not self._may_shard:
-                warn_of_random_numbers(dataset, "executor=")
-        check_not_async(self)
+            self._set_options(own)
+        if is_checked and (seed := read_options(self)["seed"]) is not None:
+            self._sample_seed = self.__dict__["seed"] = seed
         if self.num_workers:
-            check_numbers(num_workers, prefetch_factor, timeout)
+            check_numbers(*numbers)
             # It takes some 50 ms, for which nobody should wait while workers make the first batch.
             importlib.import_module("shmloader.loader.in_workers")
-            check_context(self)
         if shuffle or sampler is not None or batch_sampler is not None:
-            given = (bool(shuffle), sampler is not None, batch_sampler is not None)
-            self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, given))
-        self._make_plan(sampler, batch_sampler)
+            are_given = (bool(shuffle), sampler is not None, batch_sampler is not None)
+            self._order_given = tuple(itertools.compress(ORDER_ARGUMENTS, are_given))
+        self._make_plan(given["sampler"], given["batch_sampler"])
+        if is_checked:
+            self._check_options(last_batch)
+
+    def _apply_last_batch(self, given: dict[str, Any]) -> None:
+        """Check ``last_batch``, and change the other arguments as it says."""
+        last_batch, batches = given["last_batch"], given["batch_sampler"]
+        if last_batch == "rollover" and carries_over(batches) and given["sampler"] is None:
+            # A framework builds this loader with the batch sampler of another rollover loader.
+            given.update(sampler=batches.sampler, batch_size=batches.batch_size, batch_sampler=None)
+            batches = None
+        if self._sharing.ranks is None:
+            is_dropped = given["drop_last"]
+            check_last_batch(
+                last_batch,
+                given["batch_size"],
+                batches,
+                drop_last=is_dropped,
+                dataset=given["dataset"],
+            )
+        if last_batch == "discard" and batches is None:
+            given["drop_last"] = True
+
+    def _set_options(self, options: dict[str, Any]) -> None:
+        if type(self).__module__.partition(".")[0] == "shmloader":
+            self.__dict__.update(options)  # past the descriptors, which refuse to set some
+        else:
+            for name, value in options.items():
+                setattr(self, name, value)
+
+    def _check_options(self, last_batch: LastBatch | None) -> None:
+        """Check at the constructor's end what depends on the order, and warn."""
+        sharing = self._sharing
+        if self.shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
+            _ = self._config().slot_bytes
+        is_unseeded = self._sample_seed is None
+        if is_unseeded and (self.executor is not None or self._adapter is not None):
+            given = "num_workers='auto'" if self.executor is None else "executor="
+            warn_of_random_numbers(self.dataset, given)
         if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
-            what = f"a batch of {batch_size}"
-            warn_of_empty_epochs(self._present_plan.order, self.sampler, what)
+            self._warn_if_empty()
+
+    def _warn_if_empty(self) -> None:
+        """Warn if no batch is full, and so all are discarded."""
+        count = self._present_plan.order.count_batches()
+        warn_of_empty_epochs(count, self.sampler, f"a batch of {self.batch_size}")
 
     @property
     def failures(self) -> FailureList[FailedSample]:
@@ -407,87 +421,17 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def __repr__(self) -> str:
         """Return the dataset, the batch size, the workers, and what is not the default."""
-        return describe_loader(self, DataLoader.__init__, self._order_given)
+        return describe_loader(self, self._order_given)
 
-    def _set_own_arguments(self, arguments: dict[str, Any]) -> None:
-        if type(self).__module__.partition(".")[0] == "shmloader":
-            self.__dict__.update(arguments)  # past the descriptors, which refuse to set some
-            return
-        for name, value in arguments.items():
-            setattr(self, name, value)
-
-    def _adapt(self, num_workers: Any, dataset: object, *, is_seeded: bool) -> int:
+    def _begin_adapting(self, num_workers: Any, dataset: object) -> int:
         """Return the number of workers to begin with, with ``num_workers="auto"``."""
-        is_given = not isinstance(num_workers, AutoCount)
-        if not is_given and (
+        if num_workers != "auto" and (
             self.thread_pool or self.executor is not None or not is_map_style(dataset)
         ):
             return int(num_workers)  # another loader's number, which this one cannot adapt
-        check_auto(
-            dataset,
-            thread_pool=self.thread_pool,
-            is_seeded=is_seeded,
-            has_executor=self.executor is not None,
-        )
         cores = usable_cores(Path("/"))
         self._adapter = Adapter(max(1, cores // 2), 2 * cores)
         return AutoCount(self._adapter.count)
-
-    # What ShardedDataLoader overrides --------------------------------------------------------
-
-    #: Which of ``shuffle``, ``sampler`` and ``batch_sampler`` the user gave.
-    _order_given: tuple[str, ...] = ()
-
-    #: Whether an index batch may be a list of index lists.
-    _may_shard = False
-
-    @property
-    def _has_steps(self) -> bool:
-        """Whether each step is a list of batches, one for each device."""
-        return False
-
-    @property
-    def _is_in_ranks(self) -> bool:
-        """Whether the loaders of other ranks have to deliver as many samples as this one."""
-        return any(map(is_cut_for_ranks, self._all_samplers))
-
-    @property
-    def _all_samplers(self) -> tuple[object, ...]:
-        """The samplers of this loader, one of which may be cut for ranks."""
-        batches = self.batch_sampler
-        return self.sampler, batches, probe(batches, "sampler"), probe(batches, "batch_sampler")
-
-    @property
-    def _seed_of_samples(self) -> int | None:
-        """The seed of the samples' random numbers, which differ between ranks; None without one.
-
-        The order depends on the user's seed alone, since ranks must agree on it.
-        """
-        seed = self._sample_seed
-        rank = None if seed is None else rank_of(self._all_samplers)
-        return seed if seed is None or rank is None else seed_of_rank(seed, rank)
-
-    def _wanted_devices(self) -> list[Any]:
-        """Return the devices of a step's batches, as the user gave them."""
-        return [self.device]
-
-    @property
-    def _shares_workers(self) -> bool:
-        """Whether the ranks of a host share the workers."""
-        return False
-
-    def _scope_config(self) -> dict[str, Any]:
-        """Return the fields of the configuration about workers that ranks share."""
-        return {}
-
-    @property
-    def _sharing_ranks(self) -> int:
-        """The number of ranks that share the workers."""
-        return 1
-
-    def _window_wanted(self) -> int | None:
-        """Return the number of batches in flight; None if ``prefetch_factor`` decides it."""
-        return None
 
     # Iterators -------------------------------------------------------------------------------
 
@@ -544,53 +488,48 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def _make_iterator(self) -> Any:
         """Return an iterator over the epoch that has begun."""
-        # Users may have set attributes since the constructor's check.
-        if self.num_workers or self.thread_pool is not False or self.executor is not None:
-            check_thread_pool(self)
-            check_context(self)
-            check_executor(self)
         plan, parts = self._plan, self._parts
         assert plan is not None
         if type(self.dataset) in WRAPPED_DATA_PIPES:
             iterator: Any = torch_iterator(self, plan, parts)
         elif self.num_workers == 0:
             iterator = InProcessIterator(self, self._config(), plan, parts)
-        elif self.thread_pool:
-            from shmloader.loader.threaded import ThreadIterator  # noqa: PLC0415 - see below
-
-            iterator = ThreadIterator(self, self._config(), plan, parts)
-        elif self.executor is not None and is_supported():
-            from shmloader.loader.in_executor import ExecutorIterator  # noqa: PLC0415 - see below
-
-            iterator = ExecutorIterator(self, self._config(), plan, parts)
-        elif not is_supported():
-            ours = {
-                "executor": self.executor is not None,
-                "shm_size": bool(self.shm_size),
-                "worker_restarts": bool(self.worker_restarts),
-                "device": any(map(parse_device, self._wanted_devices())),
-                "on_error": self.on_error != "raise",
-                "last_batch": self.last_batch == "rollover",
-                "steps of several batches": self._may_shard,
-                "seed": self._sample_seed is not None,
-                "fetch_concurrency": self.fetch_concurrency is not None,
-                "sample_timeout": self.sample_timeout is not None,
-                "worker_scope": self._shares_workers,
-            }
-            warn_of_torch_workers(ours)
+        elif not self.thread_pool and not is_supported():
+            warn_of_torch_workers(self._options_of_ours())
             iterator = torch_iterator(self, plan, parts)
         else:
-            check_may_have_workers(self.dataset)
-            self.check_worker_number_rationality()
             # Importing what makes batches elsewhere takes as long as the rest of the package.
-            from shmloader.loader.in_workers import WorkerIterator  # noqa: PLC0415
-
-            iterator = WorkerIterator(self, self._config(), plan, parts)
+            iterator = self._iterator_class()(self, self._config(), plan, parts)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator.close()
             raise ClosedLoaderError(LOADER_CLOSED)
         return iterator
+
+    def _iterator_class(self) -> Any:
+        """Return the class of iterators over batches that workers make."""
+        if self.thread_pool:
+            from shmloader.loader.threaded import ThreadIterator  # noqa: PLC0415 - see the caller
+
+            return ThreadIterator
+        if self.executor is not None:
+            from shmloader.loader.in_executor import ExecutorIterator  # noqa: PLC0415 - as above
+
+            return ExecutorIterator
+        check_may_have_workers(self.dataset)
+        self.check_worker_number_rationality()
+        from shmloader.loader.in_workers import WorkerIterator  # noqa: PLC0415 - as above
+
+        return WorkerIterator
+
+    def _options_of_ours(self) -> list[str]:
+        """Return the names of the arguments that torch's own workers cannot do."""
+        values, sharing = read_options(self), self._sharing
+        given = {"worker_scope": sharing.scope == "host"}
+        given["steps of several batches"] = sharing.ranks is not None
+        given.update((name, values[name] != value) for name, value in DEFAULTS.items())
+        given["snapshot_every_n_steps"] = False  # which changes nothing there
+        return [name for name, is_given in given.items() if is_given]
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
@@ -607,66 +546,72 @@ class DataLoader(MeasuredLoader[_T_co]):
         Raises:
             TypeError, ValueError: If an attribute was set to a value that an argument cannot have.
         """
-        if self.on_error != "raise":
-            check_on_error(self.on_error)  # any other word would skip bad samples
-        concurrency, most_failures = self.fetch_concurrency, self.max_failures
-        devices: tuple[torch.device | None, ...] = (None,)
-        if self._may_shard or self.device is not None:
-            devices = tuple(map(parse_device, self._wanted_devices()))
+        values, sharing, parts = read_options(self), self._sharing, self._parts
+        is_sharded, is_host = sharing.ranks is not None, sharing.scope == "host"
         saves_dataset = self._saves_dataset
         if saves_dataset:
-            self._parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
+            parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
+        is_map = self._dataset_kind == _DatasetKind.Map
+        seed, on_error, has_workers = self._sample_seed, values["on_error"], self.num_workers > 0
         fetch = FetchConfig(
-            self._dataset_kind == _DatasetKind.Iterable,
+            not is_map,
             self._auto_collation,
             self.drop_last,
-            keep_size=self.on_error == "skip" and self._is_in_ranks,
-            may_shard=self._may_shard and self._may_give_lists,
-            seed=self._seed_of_samples,
+            keep_size=on_error == "skip" and self._is_in_ranks,
+            may_shard=is_sharded and self._may_give_lists,
+            seed=None if seed is None else self._seed_of_samples(seed),
             snapshot_every=self._snapshot_interval if saves_dataset else 0,
             is_persistent=bool(self.persistent_workers),
-            concurrency=None if concurrency is None else operator.index(concurrency),
-            sample_timeout_s=None if self.sample_timeout is None else float(self.sample_timeout),
+            concurrency=values["fetch_concurrency"],
+            sample_timeout_s=values["sample_timeout"],
             is_threaded=self.thread_pool,
-            takes_arrays=self._takes_arrays,
-            told_epoch=(
-                self._parts.dataset_epoch.told
-                if self.num_workers and not self._shares_workers
-                else None
+            # Batches are gathered from a dataset that consists of arrays only.
+            takes_arrays=(
+                on_error == "raise"
+                and is_map
+                and may_be_columns(self.dataset)
+                and self._auto_collation
+                and is_plain(self.collate_fn)
             ),
+            told_epoch=parts.dataset_epoch.told if has_workers and not is_host else None,
         )
         config = LoaderConfig(
             fetch,
             self.dataset,
             self.collate_fn,
-            self.on_error,
-            None if most_failures is None else parse_max_failures(most_failures),
+            on_error,
+            values["max_failures"],
             saves_dataset,
-            devices,
-            self._may_shard and self._has_steps,
+            values["devices"],
+            sharing.devices is not None,
             self.device_transform,
         )
-        return self._with_workers(config) if self.num_workers else config
-
-    def _with_workers(self, config: LoaderConfig) -> LoaderConfig:
-        """Return the configuration with the arguments about workers."""
-        size = self.shm_size
+        if not has_workers:
+            return config
+        # A shared worker has no more tasks of a rank than it has room for, so that it never waits
+        # for a stopped rank to take its answers: there, one worker is enough.
+        is_free = not self.in_order or seed is not None
+        is_free = is_free and (self.num_workers > 1 or is_host)
+        rank, _ = sharing.ranks.find() if is_host and sharing.ranks else (0, 1)
         return config._replace(
             num_workers=self.num_workers,
-            most_workers=self._most_workers,
+            most_workers=max(self.num_workers, 0 if self._adapter is None else self._adapter.most),
             prefetch_factor=self.prefetch_factor or 0,
-            fixed_window=self._window_wanted(),
+            fixed_window=sharing.window,
             in_order=self.in_order,
-            is_dynamic=self._dispatches_dynamically,
+            is_dynamic=is_map and (is_free or self._adapter is not None),
             timeout_s=self.timeout,
             worker_init_fn=self.worker_init_fn,
-            worker_restarts=operator.index(self.worker_restarts),
+            worker_restarts=values["worker_restarts"],
             multiprocessing_context=self.multiprocessing_context,
             executor=self.executor,
-            shm_bytes=None if size is None else parse_size(size, "shm_size"),
-            device_prefetch=operator.index(self.device_prefetch),
+            shm_bytes=values["shm_size"],
+            device_prefetch=values["device_prefetch"],
             root=self._root,
-            **self._scope_config(),
+            worker_scope=sharing.scope,
+            rank=rank,
+            host_rank=rank % sharing.host_ranks,
+            host_ranks=sharing.host_ranks,
         )
 
     @property
@@ -676,33 +621,23 @@ class DataLoader(MeasuredLoader[_T_co]):
         return isinstance(order, SeededOrder) and order.may_give_lists
 
     @property
-    def _takes_arrays(self) -> bool:
-        """Whether batches may be gathered from a dataset that consists of arrays only."""
-        return (
-            self.on_error == "raise"
-            and self._dataset_kind == _DatasetKind.Map
-            and may_be_columns(self.dataset)
-            and self._auto_collation
-            and is_plain(self.collate_fn)
-        )
+    def _all_samplers(self) -> tuple[object, ...]:
+        """The samplers of this loader, one of which may be cut for ranks."""
+        batches = self.batch_sampler
+        return self.sampler, batches, probe(batches, "sampler"), probe(batches, "batch_sampler")
 
     @property
-    def _most_workers(self) -> int:
-        """Maximum number of workers: more than ``num_workers`` only with "auto"."""
-        return max(self.num_workers, 0 if self._adapter is None else self._adapter.most)
+    def _is_in_ranks(self) -> bool:
+        """Whether the loaders of other ranks have to deliver as many samples as this one."""
+        return any(map(is_cut_for_ranks, self._all_samplers))
 
-    @property
-    def _dispatches_dynamically(self) -> bool:
-        """Whether any worker may take the next batch (dynamic dispatch).
+    def _seed_of_samples(self, seed: int) -> int:
+        """Return the seed of the samples' random numbers, which differ between ranks.
 
-        One worker is enough only with "auto" and where ranks share workers. A shared worker has no
-        more tasks of a rank than it has room for, so that it never waits for a stopped rank to take
-        its answers.
+        The order depends on the user's seed alone, since ranks must agree on it.
         """
-        may = not self.in_order or self._sample_seed is not None
-        may = may and (self.num_workers > 1 or self._shares_workers)
-        may = may or self._adapter is not None
-        return may and self._dataset_kind == _DatasetKind.Map
+        rank = rank_of(self._all_samplers)
+        return seed if rank is None else seed_of_rank(seed, rank)
 
     # The end ---------------------------------------------------------------------------------
 
@@ -734,12 +669,6 @@ class DataLoader(MeasuredLoader[_T_co]):
         self.close()
 
 
-#: The arguments that torch's loader does not have, with their defaults.
-OWN_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
-    if name not in (*inspect.signature(torch.utils.data.DataLoader.__init__).parameters, "self")
-}
-for _name, _default in OWN_DEFAULTS.items():
-    if _name not in ("last_batch", "seed"):
-        setattr(DataLoader, _name, _default)
+for _option in OPTIONS.values():
+    _name, _default = _option.name, _option.default
+    setattr(DataLoader, _name, FixedArgument(_name) if _option.is_fixed else _default)

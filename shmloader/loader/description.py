@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import reprlib
-from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from numbers import Number
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import default_collate, default_convert
 # Shown in this order, first and in any case.
 _ALWAYS = ("batch_size", "num_workers")
 
-# The attributes do not show which of these the user gave: torch makes samplers of its own.
+#: The attributes do not show which of these the user gave: torch makes samplers of its own.
 ORDER_ARGUMENTS = ("shuffle", "sampler", "batch_sampler")
 
 # Types whose values are shown by their repr.
@@ -24,19 +23,17 @@ _shortener = reprlib.Repr()
 _shortener.maxother = _shortener.maxstring = 60
 
 
-def describe_loader(loader: Any, init: Callable[..., None], order: tuple[str, ...]) -> str:
+def describe_loader(loader: Any, order: tuple[str, ...]) -> str:
     """Return the loader as a call of its constructor, as its attributes are now.
 
     Args:
         loader: The loader. Its constructor may have raised, so attributes may be missing.
-        init: The constructor whose arguments are shown.
         order: Those of :data:`ORDER_ARGUMENTS` that the user gave.
     """
-    parameters = dict(inspect.signature(init).parameters)
-    first = ("self", "dataset", *_ALWAYS)
-    names = [*_ALWAYS, *(name for name in parameters if name not in first)]
+    ours = next(kind for kind in type(loader).__mro__ if kind.__module__ == "shmloader")
+    parameters = inspect.signature(ours).parameters
     shown = [describe_source(getattr(loader, "dataset", None))]
-    for name in names:
+    for name in dict.fromkeys((*_ALWAYS, *parameters)):
         default = parameters[name].default
         value = getattr(loader, name, default)
         if name in ORDER_ARGUMENTS:
@@ -44,7 +41,7 @@ def describe_loader(loader: Any, init: Callable[..., None], order: tuple[str, ..
             value = True if name == "shuffle" else value
         else:
             is_shown = name in _ALWAYS or not _is_default(loader, name, value, default)
-        if is_shown:
+        if is_shown and name != "dataset":
             shown.append(f"{name}={_describe_value(loader, name, value)}")
     return f"{type(loader).__name__}({', '.join(shown)})"
 

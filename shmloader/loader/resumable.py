@@ -10,7 +10,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -19,14 +19,14 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.batch.iterable_state import Saved, save_dataset
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.loader.arguments import (
+from shmloader.loader.by_torch import describe_unsupported
+from shmloader.loader.config import LoaderParts
+from shmloader.loader.options import (
     WRAPPED_DATA_PIPES,
     FixedArgument,
     SnapshotInterval,
-    describe_epoch_remedy,
+    is_data_pipe,
 )
-from shmloader.loader.by_torch import describe_unsupported
-from shmloader.loader.config import LoaderParts
 from shmloader.loader.states import (
     BatchArgument,
     check_facts,
@@ -68,20 +68,21 @@ def _is_same(one: object, other: object) -> bool:
 
 
 class _Epoch(FixedArgument):
-    """``loader.epoch``."""
+    """``loader.epoch``; the attribute of a user's class if that has set one."""
 
-    def value_of(self, loader: Any) -> Any:
-        """Return the number; the attribute of a user's class if that has set one."""
-        own = loader.__dict__
-        if "epoch" in own:
-            return own["epoch"]
+    def __get__(self, loader: Any, kind: type | None = None) -> Any:
+        if loader is None or "epoch" in loader.__dict__:
+            return super().__get__(loader, kind)
         plan = loader._plan
         return (loader._present_plan if plan is None else plan).present_epoch
 
-    def refuse(self, kind: str) -> NoReturn:
-        """Raise an AttributeError."""
-        del kind
-        raise AttributeError("epoch cannot be set: set_epoch() sets the number of the next epoch")
+    def __set__(self, loader: Any, value: object) -> None:
+        try:
+            super().__set__(loader, value)
+        except ValueError:
+            raise AttributeError(
+                "epoch cannot be set: set_epoch() sets the number of the next epoch"
+            ) from None
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -93,8 +94,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     thread_pool: bool
     executor: Any
-    last_batch = FixedArgument()
-    seed = FixedArgument()
+    last_batch: Any
+    seed: Any
     snapshot_every_n_steps: SnapshotInterval
 
     #: Decides how many workers there are, with ``num_workers="auto"``.
@@ -266,7 +267,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # Epochs --------------------------------------------------------------------------------
 
     #: Number of the epoch that is iterated; see the class of the loader.
-    epoch = _Epoch()
+    epoch = _Epoch("epoch")
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; without this call, epochs are numbered from 0.
@@ -307,7 +308,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             warnings.warn(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
                 "loader: it has no seed, and no sampler or dataset with set_epoch. "
-                + describe_epoch_remedy(self.dataset, has_generator=self.generator is not None),
+                + (
+                    "Set the epoch in the data pipe itself."  # which cannot be combined with a seed
+                    if is_data_pipe(self.dataset)
+                    else f"Give seed={'' if self.generator is None else ' in place of generator='}."
+                ),
                 stacklevel=2,
             )
 

@@ -4,6 +4,7 @@ The module is long because half of it documents and lists the arguments.
 """
 
 import concurrent.futures
+import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -11,22 +12,19 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import RandomSampler, Sampler
 
 from shmloader.batch.failures import OnError
-from shmloader.host.meeting import ranks_of_host
-from shmloader.loader.arguments import (
+from shmloader.loader.dataloader import DataLoader, Sharing
+from shmloader.loader.options import (
     DEVICE_PREFETCH,
     FixedArgument,
     SnapshotInterval,
     WorkerScope,
     check_last_batch,
-    check_worker_scope,
     is_map_style,
     warn_of_empty_epochs,
 )
-from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.description import describe_loader
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
@@ -40,6 +38,12 @@ from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_rep
 from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+# The arguments that every loader has, and those that only this one has.
+_OF_ALL = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
+_OF_SHARDS = (
+    "rank", "world_size", "num_shards", "devices", "batchify_fn", "prefetch", "worker_scope",
+)  # fmt: skip
 
 
 class Indexable(Protocol[_T_co]):
@@ -175,10 +179,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    num_shards = FixedArgument()
-    batchify_fn = FixedArgument()
+    num_shards = FixedArgument("num_shards")
+    batchify_fn = FixedArgument("batchify_fn")
+    devices: Sequence[Any] | None
+    prefetch: int | None
+    worker_scope: WorkerScope
     _sample_seed: int
-    _may_shard = True
 
     def __init__(
         self,
@@ -222,10 +228,14 @@ class ShardedDataLoader(DataLoader[_T_co]):
         max_failures: int | float | Fraction | None = None,
         snapshot_every_n_steps: SnapshotInterval = "auto",
     ) -> None:
+        given = dict(locals())
         if batchify_fn is not None and collate_fn is not None:
             raise TypeError("batchify_fn is another name for collate_fn: give one of the two")
         _check_dataset(dataset)
-        shuffle = _checked_shuffle(shuffle)
+        if not isinstance(shuffle, bool | np.bool_ | None):
+            raise TypeError(
+                f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}"
+            )
         _check_samplers(sampler, batch_sampler)
         if batch_sampler is None and batch_size is None:
             raise ValueError("batch_size is needed unless there is a batch_sampler")
@@ -234,74 +244,32 @@ class ShardedDataLoader(DataLoader[_T_co]):
         _check_prefetch(prefetch, num_workers, prefetch_factor)
         _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
-        seed = whole_number(seed, "seed", minimum=0)
         self._ranks = Ranks(rank, world_size)
         _check_generator(generator, self._ranks.known)
-        self.devices = devices
-        self.prefetch = prefetch
-        self.worker_scope = worker_scope
-        super().__init__(
-            cast("Dataset[_T_co]", dataset),
-            1 if batch_size is None else batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn or batchify_fn,
-            pin_memory,
-            drop_last or (last_batch == "discard" and batch_sampler is None),
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            shm_size=shm_size,
-            worker_restarts=worker_restarts,
-            device=device,
-            device_transform=device_transform,
-            device_prefetch=device_prefetch,
-            on_error=on_error,
-            max_failures=max_failures,
-            thread_pool=thread_pool,
-            executor=executor,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            fetch_concurrency=fetch_concurrency,
-            sample_timeout=sample_timeout,
-        )
         # All arguments are readable as attributes, some of which cannot be set by setattr(). The
         # properties rank and world_size return the resolved values instead.
-        self.__dict__.update(
-            num_shards=num_shards,
-            rank=rank,
-            world_size=world_size,
-            last_batch=last_batch,
-            seed=seed,
-            batchify_fn=batchify_fn,
+        self.__dict__.update({name: given[name] for name in _OF_SHARDS})
+        given.update(
+            batch_size=1 if batch_size is None else batch_size,
+            shuffle=bool(shuffle),
+            collate_fn=collate_fn or batchify_fn,
         )
-        check_worker_scope(
-            worker_scope,
-            num_workers=num_workers,
-            thread_pool=thread_pool,
-            executor=executor,
-            multiprocessing_context=multiprocessing_context,
-            saves_dataset=self._saves_dataset,
-        )
-        self._sample_seed = seed
-        counter = EpochCounter()
-        # torch's sampler draws from a generator.
-        if sampler is batch_sampler is None and not (shuffle and generator is not None):
-            self._set_own_sampler(SeededShardSampler(dataset, seed, counter, shuffle=shuffle))
-        self._set_plan(counter)
-        known = self._ranks.known
-        if (drop_last or last_batch == "discard") and known is not None:
-            what = f"a global batch of {self._order.cut.global_count}"
-            warn_of_empty_epochs(self._order, dataset, what)
+        super().__init__(**{name: given[name] for name in _OF_ALL})
+
+    @property
+    def _sharing(self) -> Sharing:  # type: ignore[override]
+        return Sharing(self.devices, self.prefetch, self.worker_scope, self._ranks)
 
     def _make_plan(self, sampler: object, batch_sampler: object) -> None:
-        """Do nothing: this class's constructor sets the plan when the attributes are complete."""
+        counter = EpochCounter()
+        # torch's sampler draws from a generator.
+        is_own = sampler is batch_sampler is None
+        is_shuffled = isinstance(self.sampler, RandomSampler)
+        if is_own and not (is_shuffled and self.generator is not None):
+            seed = self._sample_seed
+            own = SeededShardSampler(self.dataset, seed, counter, shuffle=is_shuffled)
+            self._set_own_sampler(own)
+        self._set_plan(counter)
 
     def _order_sources(self) -> tuple[object, ...]:
         return *super()._order_sources(), self.devices
@@ -317,12 +285,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if self._is_cut:
             last_batch: LastBatch = "keep"
         else:
+            is_dropped = self.drop_last
             check_last_batch(
-                self.last_batch,
-                batch_size,
-                drop_last=self.drop_last,
-                batch_sampler=batches,
-                is_sharded=True,
+                self.last_batch, batch_size, batches, drop_last=is_dropped, is_sharded=True
             )
             last_batch = "discard" if self.drop_last else self.last_batch or "pad"
         order = SeededOrder(
@@ -347,10 +312,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _carry_over(self) -> CarryOver | None:
         return None if self._plan is None else self._plan.order.carry_over
-
-    def __repr__(self) -> str:
-        """Return the dataset, the batch size, the workers, and what is not the default."""
-        return describe_loader(self, ShardedDataLoader.__init__, self._order_given)
 
     @property
     def _order(self) -> SeededOrder:
@@ -377,40 +338,17 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         self._ranks.resolve()
         _check_generator(self.generator, self._ranks.known)
-        check_worker_scope(
-            self.worker_scope,
-            num_workers=self.num_workers,
-            thread_pool=self.thread_pool,
-            executor=self.executor,
-            multiprocessing_context=self.multiprocessing_context,
-            saves_dataset=self._saves_dataset,
-        )
         super()._begin_epoch(plan, draws_seed=draws_seed)
 
-    @property
-    def _shares_workers(self) -> bool:
-        return self.worker_scope == "host"
+    def _warn_if_empty(self) -> None:
+        if self._ranks.known is not None:
+            order = self._order
+            what = f"a global batch of {order.cut.global_count}"
+            warn_of_empty_epochs(order.count_batches(), self.dataset, what)
 
-    def _scope_config(self) -> dict[str, Any]:
-        if not self._shares_workers:
-            return {}
-        rank, count = self._ranks.find()[0], self._sharing_ranks
-        return {
-            "worker_scope": "host",
-            "rank": rank,
-            "host_rank": rank % count,
-            "host_ranks": count,
-        }
-
-    @property
-    def _sharing_ranks(self) -> int:
-        known = self._ranks.known
-        return 1 if not self._shares_workers or known is None else ranks_of_host(known[1])
-
-    @property
-    def _seed_of_samples(self) -> int | None:
+    def _seed_of_samples(self, seed: int) -> int:
         # Positions in the global order are different on all ranks.
-        return super()._seed_of_samples if self._is_cut else self._sample_seed
+        return super()._seed_of_samples(seed) if self._is_cut else seed
 
     @property
     def _is_in_ranks(self) -> bool:
@@ -421,16 +359,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _batch_argument(self) -> BatchArgument:
         """The argument that decides the size of the batches that a state counts."""
         return "batch_sampler" if self._order.takes_batches else "global batch"
-
-    def _wanted_devices(self) -> list[Any]:
-        return super()._wanted_devices() if self.devices is None else list(self.devices)
-
-    def _window_wanted(self) -> int | None:
-        return self.prefetch
-
-    @property
-    def _has_steps(self) -> bool:
-        return self.devices is not None
 
     @property
     def padding(self) -> int:
@@ -478,12 +406,6 @@ def _check_dataset(dataset: object) -> None:
         f"dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
         f"{got}"
     )
-
-
-def _checked_shuffle(shuffle: object) -> bool:
-    if isinstance(shuffle, bool | np.bool_ | None):
-        return bool(shuffle)
-    raise TypeError(f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}")
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:

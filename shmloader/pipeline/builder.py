@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from shmloader.device.backend import parse_device
-from shmloader.loader.arguments import check_max_failures, parse_max_failures
+from shmloader.loader.options import parse_max_failures
 from shmloader.pipeline.config import (
     Aggregate,
     Executor,
@@ -192,7 +192,6 @@ class PipelineBuilder:
                 f"output_order should be 'completion' or 'input', but got {output_order!r}"
             )
         limit = parse_max_failures(max_failures)
-        check_max_failures(limit, "skip")
         kind = kind_of(op)
         runs_on = RunsOn.of(kind, executor)
         if runs_on is RunsOn.PROCESSES and self._has_device:
@@ -333,7 +332,6 @@ class PipelineBuilder:
         if self._buffer_size is None:
             raise ValueError("the pipeline has no sink: call add_sink after the last stage")
         limit = parse_max_failures(max_failures)
-        check_max_failures(limit, "skip")
         if timeout is not None:
             check_timeout(timeout)
         if num_threads is None:

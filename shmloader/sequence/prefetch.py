@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.dataloader import DataLoader, Sharing
 from shmloader.sampling.checks import whole_number
 from shmloader.sequence.lazy import LazySequence
 
@@ -50,11 +50,8 @@ class _Loader(DataLoader[Any]):
     """
 
     def __init__(self, window: int, **options: Any) -> None:
-        self._window = window
+        self._sharing = Sharing(window=window)
         super().__init__(**options)
-
-    def _window_wanted(self) -> int:
-        return self._window
 
 
 class _Prefetched(LazySequence):

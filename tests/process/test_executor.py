@@ -862,7 +862,7 @@ class _Client:
         ({"executor": 3}, TypeError, "should be a concurrent.futures.Executor, but got executor=3"),
         ({"executor": _Client()}, TypeError, r"give its get_executor\(\)"),
         ({"num_workers": 0}, ValueError, "needs num_workers > 0"),
-        ({"num_workers": "auto"}, ValueError, "num_workers cannot be 'auto' with executor="),
+        ({"num_workers": "auto"}, ValueError, "'auto' cannot be combined with executor"),
         ({"dataset": _Stream()}, ValueError, "needs a map-style dataset"),
         ({"thread_pool": True}, ValueError, "cannot be combined with thread_pool"),
         ({"sample_timeout": 3}, ValueError, "cannot be combined with sample_timeout"),

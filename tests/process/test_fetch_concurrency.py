@@ -361,21 +361,6 @@ def test_arguments_are_checked_by_the_constructor(options, error):
         DataLoader(TensorDataset(torch.arange(3)), **options)
 
 
-@pytest.mark.parametrize("make", [DataLoader, ShardedDataLoader])
-def test_coroutines_without_fetch_concurrency_are_refused_at_construction(make):
-    text = (
-        "dataset AsyncSquares gives coroutines for samples, since __getitem__ is an async def: "
-        "give fetch_concurrency=, the number of samples of a batch that are awaited at the same "
-        "time"
-    )
-    with pytest.raises(TypeError) as caught:
-        make(AsyncSquares(4), batch_size=2)
-    assert str(caught.value) == text
-    if make is DataLoader:
-        with pytest.raises(TypeError, match="give fetch_concurrency="):
-            make(AsyncSquares(4), batch_size=None)
-
-
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize(

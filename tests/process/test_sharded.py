@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -24,7 +25,8 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDiedError
-from shmloader.loader import arguments, dataloader
+from shmloader.loader import dataloader
+from shmloader.loader.options import OPTIONS
 from shmloader.sampling import (
     BucketBatchSampler,
     DistributedWeightedSampler,
@@ -767,8 +769,8 @@ def test_where_torchs_workers_have_to_do_our_own_arguments_are_refused(
     kind, options, named, monkeypatch
 ) -> None:
     monkeypatch.setattr(dataloader, "is_supported", lambda: False)
-    for module in (arguments, dataloader):  # as on a machine with a device of index 0
-        monkeypatch.setattr(module, "parse_device", as_if_present)
+    device = dataclasses.replace(OPTIONS["device"], read=as_if_present)
+    monkeypatch.setitem(OPTIONS, "device", device)
     loader = kind(torch.arange(8), 2, num_workers=1, **options)
     with pytest.raises(RuntimeError, match=f"cannot be combined with {named}"):
         iter(loader)

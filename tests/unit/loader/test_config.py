@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.loader import by_torch, calls, common, config, in_process, iterator, threaded
-from shmloader.loader.arguments import LEND_LIMIT, MINIMUM_SLOT_BYTES
+from shmloader.loader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES
 
 DATA = torch.arange(12)
 
