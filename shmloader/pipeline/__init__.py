@@ -29,10 +29,10 @@ the position right after the item, where a resumed epoch begins. The pipeline's 
 checkpoint of the item that was delivered last.
 
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
-``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages, their ops, ``setup`` and
-``teardown``, checked), ``runtime`` (makes and ends executors), ``epoch`` (a flow with its lock and
-its consumer), ``flow`` and ``stages`` (pure: where each item is), ``failures`` (how many failures
-are allowed, and their texts), ``source`` (how sources are iterated and resumed, and the format of a
-state), ``executors`` (threads, and a user's executor), ``loop`` and ``processes`` (the other
-executors), ``transfer`` (batches on a device), ``stats`` (what was measured, and what limits).
+``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
+``runtime`` (makes and ends executors), ``epoch`` (a flow with its lock), ``flow`` and ``stages``
+(pure: where each item is), ``failures`` (how many failures are allowed, and their texts),
+``source`` (how sources are iterated and resumed, and the format of a state), ``executors``
+(threads, and a user's executor), ``loop`` and ``processes`` (the other executors), ``transfer``
+(batches on a device), ``stats`` (what was measured, and what limits).
 """

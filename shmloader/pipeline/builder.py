@@ -15,24 +15,21 @@ import torch
 from shmloader.device.backend import parse_device
 from shmloader.loader.options import parse_max_failures
 from shmloader.pipeline.config import (
-    Aggregate,
     Executor,
     Lifecycle,
     OpKind,
     OutputOrder,
-    Pipe,
     PipelineConfig,
     RunsOn,
     Source,
-    check_signature,
+    StageConfig,
     check_timeout,
     describe_chain,
     kind_of,
     name_of,
 )
 from shmloader.pipeline.pipeline import Pipeline
-from shmloader.probing import probe
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.checks import flag, whole_number
 
 # The default of `num_threads` is at most this.
 _MAX_THREADS = 32
@@ -74,7 +71,7 @@ class PipelineBuilder:
 
     def __init__(self) -> None:
         self._source: Source | None = None
-        self._stages: list[Pipe | Aggregate] = []
+        self._stages: list[StageConfig] = []
         self._buffer_size: int | None = None
         self._snapshot_every = 1
 
@@ -103,8 +100,9 @@ class PipelineBuilder:
             raise ValueError("add_source was called before: a pipeline has one source")
         if not isinstance(source, collections.abc.Iterable | collections.abc.AsyncIterable):
             raise TypeError(
-                "the source should be an iterable or an async iterable, but got "
-                f"source={reprlib.repr(source)}{_how_to_iterate(source)}"
+                "the source should be an iterable or an async iterable (for a dataset with an "
+                "index, range(len(dataset)) and then pipe(dataset.__getitem__)), but got "
+                f"source={reprlib.repr(source)}"
             )
         self._snapshot_every = whole_number(
             snapshot_every_n_steps, "snapshot_every_n_steps", minimum=0
@@ -191,7 +189,6 @@ class PipelineBuilder:
             raise ValueError(
                 f"output_order should be 'completion' or 'input', but got {output_order!r}"
             )
-        limit = parse_max_failures(max_failures)
         kind = kind_of(op)
         runs_on = RunsOn.of(kind, executor)
         if runs_on is RunsOn.PROCESSES and self._has_device:
@@ -200,20 +197,17 @@ class PipelineBuilder:
                 "are not sent to other processes"
             )
         name = name or name_of(op)
-        concurrency = whole_number(concurrency, "concurrency", minimum=1)
-        lifecycle = _parse_lifecycle(name, setup, teardown, kind, runs_on)
-        check_signature(op, name, ["the item"] if lifecycle is None else ["the item", "context"])
         self._stages.append(
-            Pipe(
-                op,
-                kind,
+            StageConfig(
                 name,
                 runs_on,
-                concurrency,
-                output_order == "input",
-                limit,
-                executor if isinstance(executor, concurrent.futures.Executor) else None,
-                lifecycle=lifecycle,
+                op,
+                kind,
+                concurrency=whole_number(concurrency, "concurrency", minimum=1),
+                in_order=output_order == "input",
+                max_failures=parse_max_failures(max_failures),
+                executor=executor if isinstance(executor, concurrent.futures.Executor) else None,
+                lifecycle=_parse_lifecycle(name, setup, teardown, kind, runs_on),
             )
         )
         return self
@@ -238,11 +232,13 @@ class PipelineBuilder:
             TypeError, ValueError: For wrong arguments.
         """
         self._check_open("aggregate")
-        if not isinstance(drop_last, bool):
-            raise TypeError(f"drop_last should be a bool, but got drop_last={drop_last!r}")
+        flag(drop_last, "drop_last")
         if collate is not None and not callable(collate):
             raise TypeError(f"collate should be callable, but got collate={collate!r}")
-        self._stages.append(Aggregate(whole_number(n, "n", minimum=1), drop_last))
+        size = whole_number(n, "n", minimum=1)
+        self._stages.append(
+            StageConfig(f"aggregate({size})", RunsOn.FLOW, size=size, drop_last=drop_last)
+        )
         return self if collate is None else self.pipe(collate, output_order="input")
 
     def disaggregate(self) -> Self:
@@ -271,12 +267,8 @@ class PipelineBuilder:
             raise ValueError("transfer was called before: batches are on a device already")
         parsed = parse_device(device)
         if parsed is not None:
-            self._stages.append(
-                Pipe(
-                    _unused, OpKind.FUNCTION, f"transfer to {device}", RunsOn.DEVICE,
-                    in_order=True, device=parsed,
-                )
-            )  # fmt: skip
+            name = f"transfer to {device}"
+            self._stages.append(StageConfig(name, RunsOn.DEVICE, device=parsed))
         return self
 
     def add_sink(self, buffer_size: int = 3) -> Self:
@@ -331,35 +323,24 @@ class PipelineBuilder:
             raise ValueError("the pipeline has no source: call add_source")
         if self._buffer_size is None:
             raise ValueError("the pipeline has no sink: call add_sink after the last stage")
-        limit = parse_max_failures(max_failures)
         if timeout is not None:
             check_timeout(timeout)
         if num_threads is None:
-            num_threads = self._default_num_threads
+            on_threads = [one for one in self._stages if one.runs_on is RunsOn.THREADS]
+            num_threads = min(sum(one.concurrency for one in on_threads), _MAX_THREADS) or 1
         return PipelineConfig(
             self._source,
             tuple(self._stages),
             self._buffer_size,
             whole_number(num_threads, "num_threads", minimum=1),
-            limit,
+            parse_max_failures(max_failures),
             timeout,
             self._snapshot_every,
         )
 
     @property
-    def _default_num_threads(self) -> int:
-        used = sum(
-            stage.concurrency
-            for stage in self._stages
-            if isinstance(stage, Pipe) and stage.runs_on is RunsOn.THREADS
-        )
-        return max(1, min(used, _MAX_THREADS))
-
-    @property
     def _has_device(self) -> bool:
-        return any(
-            isinstance(stage, Pipe) and stage.runs_on is RunsOn.DEVICE for stage in self._stages
-        )
+        return any(stage.runs_on is RunsOn.DEVICE for stage in self._stages)
 
     def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
@@ -372,9 +353,9 @@ def _parse_lifecycle(
     stage: str, setup: Any, teardown: Any, kind: OpKind, runs_on: RunsOn
 ) -> Lifecycle | None:
     """Check ``setup`` and ``teardown`` of a stage. Returns None if there is no ``setup``."""
-    for name, function in {"setup": setup, "teardown": teardown}.items():
-        if function is None:
-            continue
+    given = {"setup": setup, "teardown": teardown}
+    given = {name: function for name, function in given.items() if function is not None}
+    for name, function in given.items():
         if not callable(function):
             raise TypeError(f"{name} should be callable, but got {name}={function!r}")
         if kind_of(function).is_async and not kind.is_async:
@@ -386,35 +367,15 @@ def _parse_lifecycle(
             raise ValueError(
                 f"{name} cannot be combined with an Executor: give the executor an initializer"
             )
-    if setup is None:
-        if teardown is not None:
-            raise ValueError("teardown needs setup, whose result it is called with")
-        return None
+    if teardown is not None and setup is None:
+        raise ValueError("teardown needs setup, whose result it is called with")
     if teardown is not None and runs_on is RunsOn.PROCESSES:
         raise ValueError(
             "teardown cannot be combined with executor='process', whose workers may be ended at "
             "any time: what setup has opened there is closed with the process"
         )
-    check_signature(setup, f"setup of '{stage}'", [])
-    if teardown is not None:
-        check_signature(teardown, f"teardown of '{stage}'", ["context"])
-    return Lifecycle(stage, setup, teardown)
-
-
-def _how_to_iterate(source: Any) -> str:
-    """Return what to do with something that is indexed, not iterated."""
-    if callable(probe(type(source), "__getitem__")) and callable(probe(type(source), "__len__")):
-        return (
-            ", which has no __iter__: use add_source(range(len(dataset))) and then "
-            "pipe(dataset.__getitem__)"
-        )
-    return ": call it, and pass what it returns" if callable(source) else ""
+    return Lifecycle(stage, setup, teardown) if given else None
 
 
 def _take_apart(items: Iterable[Any]) -> Iterator[Any]:
     yield from items
-
-
-def _unused(item: object) -> object:
-    """Stand in for the op of a transfer, which has none. Never called."""
-    raise AssertionError(f"called with {item!r}")

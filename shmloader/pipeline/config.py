@@ -3,7 +3,7 @@
 An *op* is the function of a stage. Its kind says how it is called, and so what can run it. A
 stage's ``setup`` and ``teardown`` are called where its op is called: once on each thread, once on
 the loop, or (``setup`` alone) once in each worker process. ``teardown`` is called once for each
-``setup`` that has returned, after the ops. Its exceptions are logged, and prevent no other one.
+``setup`` that has returned, after the ops.
 """
 
 import concurrent.futures
@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 
-from shmloader.grammar import described_type
 from shmloader.loader.description import describe_source
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
@@ -101,36 +100,19 @@ class Lifecycle:
     teardown: Callable[[Any], Any] | None
 
     def set_up(self) -> Any:
-        """Return a new context. Called on a thread of the pipeline, or in a worker process.
-
-        Raises:
-            TypeError: If ``setup`` returns a coroutine.
-            Exception: An exception of ``setup``.
-        """
+        """Return a new context. Called on a thread of the pipeline, or in a worker process."""
         context = self.setup()
         refuse_coroutine(context, f"setup of stage '{self.stage}'")
         return context
 
-    def tear_down(self, context: Any) -> None:
-        """Call ``teardown`` on a thread. Its exceptions are logged."""
-        with self._logged():
-            if self.teardown is not None:
-                refuse_coroutine(self.teardown(context), "it")
-
-    async def set_up_on_loop(self) -> Any:
-        """Return a new context. Called on the event loop."""
-        context = self.setup()
-        return await context if inspect.isawaitable(context) else context
-
-    async def tear_down_on_loop(self, context: Any) -> None:
-        """Call ``teardown`` on the event loop. Its exceptions are logged."""
-        with self._logged():
-            result = None if self.teardown is None else self.teardown(context)
-            if inspect.isawaitable(result):
-                await result
+    def tear_down(self, context: Any) -> Any:
+        """Call ``teardown``, and return what it returns. Its exceptions are logged."""
+        with self.logged():
+            return None if self.teardown is None else self.teardown(context)
 
     @contextlib.contextmanager
-    def _logged(self) -> Iterator[None]:
+    def logged(self) -> Iterator[None]:
+        """Log the exceptions of ``teardown``, which prevent no other one."""
         try:
             yield
         except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
@@ -138,12 +120,7 @@ class Lifecycle:
 
 
 def refuse_coroutine(result: object, what: str) -> None:
-    """Raise TypeError if a result is a coroutine.
-
-    Args:
-        result: What a function of the user's has returned.
-        what: The function: "the op of stage 'decode'".
-    """
+    """Raise TypeError if a result of the user's function ``what`` is a coroutine."""
     if type(result) is types.CoroutineType:
         result.close()
         raise TypeError(
@@ -153,13 +130,14 @@ def refuse_coroutine(result: object, what: str) -> None:
 
 
 class RunsOn(enum.Enum):
-    """What runs the jobs of a stage."""
+    """What runs the jobs of a stage. The values are the stage's ``kind`` in the statistics."""
 
     THREADS = "thread"
     LOOP = "coroutine"
     PROCESSES = "process"
     EXECUTOR = "executor"
     DEVICE = "device"
+    FLOW = "aggregate"
 
     @classmethod
     def of(cls, kind: OpKind, executor: object) -> "RunsOn":
@@ -173,12 +151,12 @@ class RunsOn(enum.Enum):
             TypeError: If ``executor`` has a wrong type.
             ValueError: If it has a wrong value, does not suit the op, or is not available here.
         """
+        if kind.is_async and executor is not None:
+            raise ValueError(
+                f"the op is {kind.value}, which runs on the event loop: it cannot be combined with "
+                f"executor={executor!r}"
+            )
         if kind.is_async:
-            if executor is not None:
-                raise ValueError(
-                    f"the op is {kind.value}, which runs on the event loop: it cannot be combined "
-                    f"with executor={executor!r}"
-                )
             return cls.LOOP
         if executor is None or executor == "thread":
             return cls.THREADS
@@ -191,47 +169,56 @@ class RunsOn(enum.Enum):
             return cls.PROCESSES
         if isinstance(executor, concurrent.futures.Executor):
             return cls.EXECUTOR
-        wrong = "executor should be 'thread', 'process' or an Executor, but got"
-        if isinstance(executor, str):
-            raise ValueError(f"{wrong} {executor!r}")
-        raise TypeError(f"{wrong} {described_type(executor)}")
+        kind_of_error = ValueError if isinstance(executor, str) else TypeError
+        raise kind_of_error(
+            f"executor should be 'thread', 'process' or an Executor, but got {executor!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Pipe:
-    """A stage that calls an op.
+class StageConfig:
+    """A stage that calls an op, copies to a device, or makes lists of items.
 
     Attributes:
-        op: The op; unused for ``RunsOn.DEVICE``.
+        name: The stage's name.
+        runs_on: What runs the jobs; ``RunsOn.FLOW`` for a stage that makes lists and has none.
+        op: The op, if the stage has one.
         kind: The op's kind.
-        name: The stage's name in messages.
-        runs_on: What runs the jobs.
         concurrency: Items at once; for ``RunsOn.PROCESSES``, the number of processes.
         in_order: Whether results leave in the order of the items.
         max_failures: The limit of this stage alone; None for the pipeline's common limit.
         executor: The user's executor, for ``RunsOn.EXECUTOR``.
         device: The target, for ``RunsOn.DEVICE``.
         lifecycle: ``setup`` and ``teardown``; None if the stage has none.
+        size: Length of the lists, for ``RunsOn.FLOW``; else 0.
+        drop_last: Whether a shorter last list is left out.
     """
 
-    op: Callable[..., Any]
-    kind: OpKind
     name: str
     runs_on: RunsOn
+    op: Any = None
+    kind: OpKind = OpKind.FUNCTION
     concurrency: int = 1
-    in_order: bool = False
+    in_order: bool = True
     max_failures: int | Fraction | None = None
     executor: concurrent.futures.Executor | None = None
     device: torch.device | None = None
     lifecycle: Lifecycle | None = None
+    size: int = 0
+    drop_last: bool = False
 
     def __str__(self) -> str:
         """Return the stage's name, how many items it takes at once, and where."""
-        if self.runs_on is RunsOn.DEVICE:
-            return self.name
         kind = self.runs_on.value
+        if kind in {"device", "aggregate"}:
+            return self.name
         where = {"process": "processes", "executor": "an executor"}.get(kind, f"{kind}s")
         return f"{self.name} ({self.concurrency} on {where})"
+
+    @property
+    def title(self) -> str:
+        """The stage in messages."""
+        return self.name if self.size else f"stage '{self.name}'"
 
     @property
     def keeps_order(self) -> bool:
@@ -245,25 +232,6 @@ class Pipe:
     def capacity(self) -> int:
         """Items that may be in this stage: those in work, and results that wait to leave."""
         return self.concurrency * (JOBS_PER_PROCESS if self.runs_on is RunsOn.PROCESSES else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """A stage that makes lists of items.
-
-    Attributes:
-        size: Number of items in a list.
-        drop_last: Whether a shorter last list is left out.
-    """
-
-    size: int
-    drop_last: bool
-
-    capacity = 1
-
-    def __str__(self) -> str:
-        """Return the stage's name in texts."""
-        return f"aggregate({self.size})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,30 +251,22 @@ class PipelineConfig:
     """
 
     source: Source
-    stages: tuple[Pipe | Aggregate, ...]
+    stages: tuple[StageConfig, ...]
     buffer_size: int
     num_threads: int
     max_failures: int | Fraction | None
     timeout_s: float | None
     snapshot_every: int = 1
 
-    def name_of_stage(self, number: int) -> str:
-        """Return the name of a stage in texts; number 0 is the source."""
-        if number == 0:
-            return "the source"
-        stage = self.stages[number - 1]
-        return str(stage) if isinstance(stage, Aggregate) else f"stage '{stage.name}'"
-
-    def runs_on(self, number: int) -> RunsOn | None:
-        """Return what runs a stage's jobs; None for the source and for aggregates."""
-        stage = self.stages[number - 1] if number else None
-        return stage.runs_on if isinstance(stage, Pipe) else None
+    @property
+    def titles(self) -> list[str]:
+        """The source and all stages in messages."""
+        return ["the source", *(stage.title for stage in self.stages)]
 
     @property
     def has_teardown(self) -> bool:
         """Whether a stage has a ``teardown``."""
-        lifecycles = (stage.lifecycle for stage in self.stages if isinstance(stage, Pipe))
-        return any(one is not None and one.teardown is not None for one in lifecycles)
+        return any(stage.lifecycle and stage.lifecycle.teardown for stage in self.stages)
 
     def queue_size(self, number: int) -> int:
         """Return how many items may wait before a stage; number 0 is the source."""
@@ -317,7 +277,7 @@ class PipelineConfig:
         size, count = 1, self.stages[index].capacity
         for stage in self.stages[index + 1 :]:
             count += size * (QUEUE_CAPACITY + stage.capacity)
-            if isinstance(stage, Aggregate):
+            if stage.size:
                 size *= stage.size
                 count += size
         # The 2 are for the consumer, which holds one while it takes the next.
@@ -326,7 +286,7 @@ class PipelineConfig:
 
 
 def describe_chain(
-    source: Source | None, stages: Sequence[Pipe | Aggregate], buffer_size: int | None
+    source: Source | None, stages: Sequence[StageConfig], buffer_size: int | None
 ) -> str:
     """Return all parts of a pipeline, joined by arrows. Parts that are None are left out."""
     parts = [] if source is None else [describe_source(source)]
@@ -334,35 +294,6 @@ def describe_chain(
     if buffer_size is not None:
         parts.append(f"sink({buffer_size})")
     return " → ".join(parts) or "empty"
-
-
-def one_of_threads(count: int) -> str:
-    """Return "one of the 4 threads", or "the only thread"."""
-    return "the only thread" if count == 1 else f"one of the {count} threads"
-
-
-def check_signature(function: Callable[..., Any], name: str, arguments: list[str]) -> None:
-    """Check that a function can be called with these arguments, if its signature is known.
-
-    Args:
-        function: The function.
-        name: Its name in the message.
-        arguments: The positional arguments, each described in words.
-
-    Raises:
-        TypeError: If it cannot be called with them.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        called = " and ".join(arguments) or "nothing"
-        raise TypeError(
-            f"{name}{signature} cannot be called with {called} as positional arguments: {error}"
-        ) from None
 
 
 def check_timeout(timeout: object) -> None:

@@ -7,57 +7,25 @@ Guarantees:
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.loader.calls import refuse
-from shmloader.pipeline.config import (
-    SOURCE_CAPACITY,
-    Aggregate,
-    Lifecycle,
-    OpKind,
-    Pipe,
-    PipelineConfig,
-)
-from shmloader.pipeline.failures import FailedItem, FailureCounter, explained, failed_item, text_of
+from shmloader.pipeline.config import SOURCE_CAPACITY, Lifecycle, OpKind, PipelineConfig, RunsOn
+from shmloader.pipeline.executors import StageExecutor
+from shmloader.pipeline.failures import FailedItem, FailureCounter, explained, text_of
 from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.source import SourceReader
-from shmloader.pipeline.stages import (
-    END,
-    NOTHING,
-    AggregateStage,
-    Clock,
-    Job,
-    Meter,
-    Raised,
-    Stage,
-    StageQueue,
-)
+from shmloader.pipeline.stages import END, NOTHING, Clock, Job, Meter, Raised, Stage, StageQueue
 from shmloader.pipeline.transfer import opened
 from shmloader.threads.wakeup import Wakeup
-
-
-class StageExecutor(Protocol):
-    """Runs the jobs of one or more stages."""
-
-    def start(self) -> None:
-        """Start the executor's threads. The caller ends the executor if this raises."""
-
-    def put(self, job: Job) -> None:
-        """Have a job run, or resume. Called from any thread; does not wait."""
-
-    def end(self) -> None:
-        """Tell the executor to end. From any thread, and again; does not wait."""
-
-    def join(self, timeout_s: float) -> object:
-        """Wait for the executor's end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +55,12 @@ class Epoch:
     Attributes:
         is_over: Whether no further item comes: after the end, after an exception, or when left.
         over_because: Why the epoch is over, in words; "" at its regular end, or if it is not over.
-        in_transit: Whether :meth:`take` has, or may have, taken an item that an exception from
-            outside (``KeyboardInterrupt``, say) would lose. Stays True when :meth:`take` returns.
+        is_waiting: Whether :meth:`take` only waits, so that an exception from outside
+            (``KeyboardInterrupt``, say) loses nothing.
         clock: The epoch's clock. The meters show how its time was spent.
         meters: The meters of the source, of each stage and of the sink. They outlive the flow.
         delivered: The checkpoint after the last item that :meth:`take` returned.
-        taker: The thread that is in :meth:`take`; 0 if none is.
+        taker: The thread that takes an item; 0 if none does. The caller of :meth:`take` sets it.
 
     Args:
         config: The pipeline's stages.
@@ -118,11 +86,10 @@ class Epoch:
         self.clock = Clock(now_ns, now_ns)
         flow = _make_flow(config, failures, self.clock, reader)
         self.meters: list[Meter] = [*(stage.meter for stage in flow.stages), flow.sink_meter]
-        self.delivered = self._delivered_before = reader.start
+        self.delivered = reader.start
         self._flow: Flow | None = flow
-        self.is_over = False
+        self.is_over = self.is_waiting = False
         self.over_because = ""
-        self.in_transit = False
         self.taker = 0
 
     def begin(self) -> None:
@@ -172,93 +139,77 @@ class Epoch:
     # Results, from the executors ------------------------------------------------------------
 
     def yielded(self, job: Job, output: object) -> bool:
-        """Take a result of a job that may have more. None is no result, except from the source.
+        """Receive a result of a job that may have more. None is no result, except of the source.
 
         Returns:
             Whether the job may continue. If not, the caller must not touch it any more: the job is
             given to its executor again when it may continue.
         """
-        after = None
         if not job.number:
-            after = self._reader.note_item()
+            job.after = self._reader.checkpoint()
         elif output is None:
             return self._flow is not None
-        return bool(self._change(None, Flow.yielded, job, output, after)[0])
+        return bool(self._change(None, Flow.yielded, job, output)[0])
 
-    def finished(self, job: Job, *outputs: object) -> Job | None:
-        """Take the last results of a job.
+    def finished(self, job: Job, outputs: object = ()) -> Job | None:
+        """Receive the last results of a job.
 
         Returns:
             A job that the same executor can continue with at once, or None.
         """
         if not job.number:
-            return self._change(None, Flow.source_finished, job, self._reader.note_end())[1]
-        return self._change(job.op.executor, Flow.finished, job, *outputs)[1]
+            job.after = self._reader.end()
+        return self._change(job.op.executor, Flow.finished, job, outputs)[1]
 
     def failed(self, job: Job, error: BaseException) -> Job | None:
-        """Note that a job's op has raised. Returns the same as :meth:`finished`."""
+        """Handle an exception of a job's op. Returns the same as :meth:`finished`."""
         flow = self._flow
         counter = None if flow is None else flow.stages[job.number].counter
         if counter is None or not isinstance(error, Exception):
             return self.failed_for_good(job, error)
-        listed = failed_item(job.op.name, job.item, error)
-        _, following = self._change(job.op.executor, _leave_out, job, counter, listed, error)
-        counter.log_first(listed, error)
+        listed = FailedItem.of(job.op.name, job.item, error)
+        _, following = self._change(job.op.executor, Flow.failed, job, error, listed)
+        counter.log_first(listed)
         return following
 
     def failed_for_good(
         self, job: Job, error: BaseException, *, in_setup: bool = False
     ) -> Job | None:
-        """Note a failure that is raised to the consumer even if ``max_failures`` allows some."""
+        """Handle a failure that is raised to the consumer even if ``max_failures`` allows some."""
         items = (job.item,) if job.number and not in_setup else ()
         what = f"{'setup of ' if in_setup else ''}stage '{job.op.name}'"
         raised = explained(error, what, *items)
-        return self._change(job.op.executor, Flow.failed, job, raised)[1]
+        return self._change(job.op.executor, Flow.failed, job, raised, None)[1]
 
     # The consumer ---------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None) -> object:
-        """Return the next item, or END after the last one. One call at a time.
+        """Return the next item, END after the last one, or a :class:`Raised`. One call at a time.
 
-        Raises:
-            TimeoutError: If no item comes in time. Nothing is lost.
-            ClosedLoaderError: If the epoch was left or has failed before, or if a call on this
-                thread has not finished.
-            RuntimeError: If another thread is in this method.
-            BaseException: The exception of a :class:`Raised` that came instead of an item.
+        A TimeoutError, after which nothing is lost, and a ClosedLoaderError, if the epoch was left
+        or has failed before, also come as a :class:`Raised`.
         """
-        caller = threading.get_ident()
-        if self.taker:
-            refuse(self.taker, caller)
-        try:
-            self.taker = caller
-            self.in_transit = False
-            self._delivered_before = self.delivered
-            return self._take(timeout_s)
-        finally:
-            self.taker = 0
-
-    def _take(self, timeout_s: float | None) -> object:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            self.in_transit = True
             taken, _ = self._change(None, self._take_from)
             if taken is None and self.over_because:
-                self.in_transit = False
                 _park_if_exiting()
-                raise ClosedLoaderError(f"the pipeline was ended: {self.over_because}")
+                return Raised(ClosedLoaderError(f"the pipeline was ended: {self.over_because}"))
             item = END if taken is None else taken[0]
-            if item is not NOTHING:
-                return self._opened(item)
-            self.in_transit = False
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                waits, _ = self._change(None, self._stop_waiting)
-                raise TimeoutError(
-                    f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
-                    f"call next() or get_item() again.{waits or ''}"
-                )
-            self._wakeup.wait(left_s)
+            if item is END:
+                self.is_over, self._flow = True, None
+            elif type(item) is Raised:
+                _park_if_exiting()
+                self.leave(f"{type(item.error).__name__}: {text_of(item.error)}")
+            elif item is NOTHING:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return self._late(timeout_s)
+                self.is_waiting = True
+                self._wakeup.wait(None if left_s == math.inf else left_s)
+                self.is_waiting = False
+                continue
+            return opened(item)
 
     def _take_from(self, flow: Flow) -> tuple[object]:
         item, clock = flow.take(), flow.clock
@@ -268,29 +219,18 @@ class Epoch:
         self.delivered = flow.delivered
         return (item,)
 
+    def _late(self, timeout_s: float | None) -> Raised:
+        text, _ = self._change(None, self._stop_waiting)
+        error = TimeoutError(
+            f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: "
+            f"call next() or get_item() again.{text or ''}"
+        )
+        return Raised(error)
+
     def _stop_waiting(self, flow: Flow) -> str:
-        """Note that the consumer no longer waits. Returns in words what the flow waits for."""
+        """Stop the clock of the consumer's wait. Returns in words what the flow waits for."""
         flow.clock.is_waiting = False
-        return flow.describe(self._config)
-
-    def _opened(self, item: object) -> object:
-        if item is END:
-            self.is_over, self._flow = True, None
-            return END
-        if type(item) is not Raised:
-            return opened(item)
-        _park_if_exiting()
-        error = item.error
-        self.leave(f"{type(error).__name__}: {text_of(error)}")
-        self.in_transit = False
-        try:
-            raise error
-        finally:
-            del error, item  # the traceback pins this frame
-
-    def undo_delivery(self) -> None:
-        """Set :attr:`delivered` back: the item that the last :meth:`take` has taken is lost."""
-        self.delivered = self._delivered_before
+        return flow.describe(self._config.titles)
 
     def measure(self) -> None:
         """Bring the meters up to date, unless the epoch is over. From any thread."""
@@ -327,13 +267,6 @@ def _park_if_exiting() -> None:
         threading.Event().wait()
 
 
-def _leave_out(
-    flow: Flow, job: Job, counter: FailureCounter, failed: FailedItem, error: Exception
-) -> None:
-    """Count and list a failed call. Leaves its item out, or fails if too many calls failed."""
-    flow.failed(job, counter.note_bad(failed, error))
-
-
 def _make_flow(
     config: PipelineConfig, failures: FailureList[FailedItem], clock: Clock, reader: SourceReader
 ) -> Flow:
@@ -343,24 +276,22 @@ def _make_flow(
         return FailureCounter(max_failures, scope, failures, is_resumed=reader.is_resumed)
 
     shared = counter_of(config.max_failures, "the pipeline")
-    sizes = [config.queue_size(number) for number in range(1, len(config.stages) + 1)]
-    queues = [StageQueue(1), *map(StageQueue, sizes), StageQueue(config.buffer_size)]
+    sizes = [config.queue_size(number + 1) for number in range(len(config.stages))]
+    queues = [StageQueue(size, size - 1) for size in (1, *sizes, config.buffer_size)]
     if sizes:
         queues[1].low = SOURCE_CAPACITY // 2
-    stages = [Stage(0, queues[0], queues[1], clock, 1, in_order=True)]
-    pipes = [stage for stage in config.stages if isinstance(stage, Pipe)]
-    for number, stage in enumerate(config.stages, start=1):
-        around = (number, queues[number], queues[number + 1], clock)
-        if isinstance(stage, Aggregate):
-            stages.append(AggregateStage(*around, size=stage.size, drop_last=stage.drop_last))
-            continue
-        own = counter_of(stage.max_failures, f"stage '{stage.name}'")
-        judged = (own, shared if stage is pipes[-1] else None)
+    stages = [Stage(0, queues[0], queues[1], clock)]
+    last = max((i for i, one in enumerate(config.stages) if not one.size), default=0)
+    for index, stage in enumerate(config.stages):
+        own = counter_of(stage.max_failures, stage.title)
+        judged = (own, shared if index == last else None)
         stages.append(
             Stage(
-                *around, stage.capacity, in_order=stage.in_order, concurrency=stage.concurrency,
-                start=reader.start, counter=own or shared,
+                index + 1, queues[index + 1], queues[index + 2], clock, stage.capacity,
+                in_order=stage.in_order, concurrency=stage.concurrency, start=reader.start,
+                counter=None if stage.runs_on is RunsOn.FLOW else own or shared,
                 judged=[counter for counter in judged if counter is not None],
+                size=stage.size, drop_last=stage.drop_last,
             )
         )  # fmt: skip
     return Flow(stages, clock, reader.start)

@@ -46,6 +46,19 @@ class FailedItem:
     error: Exception
     traceback: str = field(repr=False)
 
+    @classmethod
+    def of(cls, stage: str, item: object, error: Exception) -> "FailedItem":
+        """Return the entry for a failure, which keeps no frame of the op alive.
+
+        This calls the item's ``repr``, so it must not be called under a lock.
+        """
+        remote = RemoteError.of(error, f"in stage '{stage}'")
+        text = describe_index(item)
+        is_short = isinstance(item, str) and len(item) <= _LISTED_CHARACTERS
+        is_listed = item is None or is_short or isinstance(item, numbers.Number | PurePath)
+        summarized = remote.summarized(f"The item was {text}.")
+        return cls(stage, item if is_listed else text, summarized, remote.text)
+
 
 class FailureCounter(FailureLimit):
     """Counts the calls of one epoch that share a limit. Failed items are listed and left out.
@@ -70,11 +83,11 @@ class FailureCounter(FailureLimit):
         self._first: FailedItem | None = None
         self._last: FailedItem | None = None
 
-    def note_good(self) -> None:
+    def add_good(self) -> None:
         """Count a call that has succeeded."""
         self.note(1, 0)
 
-    def note_bad(self, failed: FailedItem, error: Exception) -> TooManyFailures | None:
+    def add_bad(self, failed: FailedItem, error: BaseException) -> TooManyFailures | None:
         """Count and list a call that has failed.
 
         Returns:
@@ -83,17 +96,17 @@ class FailureCounter(FailureLimit):
         self._first, self._last = self._first or failed, failed
         self._failures.total += 1
         self._failures.add(failed)
-        is_passed = self.note(1, 1)
-        return self._too_many("more than max_failures={} allows", error) if is_passed else None
+        if not self.note(1, 1):
+            return None
+        return self._too_many("more than max_failures={} allows", error)
 
-    def log_first(self, failed: FailedItem, error: Exception) -> None:
+    def log_first(self, failed: FailedItem) -> None:
         """Log a failure if it is the first of the epoch."""
         if self._first is failed:
             _log.warning(
-                "stage '%s' failed for item %s, which is left out (max_failures): %s: %s; further "
+                "stage '%s' failed for item %s, which is left out (max_failures): %s; further "
                 "failures are counted in the pipeline's `failures` and not logged",
-                failed.stage, describe_index(failed.item), type(error).__name__,
-                describe_index(error),
+                failed.stage, describe_index(failed.item), describe_index(failed.error),
             )  # fmt: skip
 
     def end(self) -> TooManyFailures | None:
@@ -101,14 +114,13 @@ class FailureCounter(FailureLimit):
 
         A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
         """
-        last = self._last
         is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
-        if last is None or not is_judged or not self.end_epoch():
+        if self._last is None or not is_judged or not self.end_epoch():
             return None
         more = "which is all of them" if self.all_failed else "more than max_failures={} allows"
-        return self._too_many(more, last.error)
+        return self._too_many(more, self._last.error)
 
-    def _too_many(self, more: str, cause: Exception) -> TooManyFailures:
+    def _too_many(self, more: str, cause: BaseException) -> TooManyFailures:
         last = self._last
         assert last is not None
         raised = TooManyFailures(
@@ -119,19 +131,6 @@ class FailureCounter(FailureLimit):
         )
         raised.__cause__ = cause
         return raised
-
-
-def failed_item(stage: str, item: object, error: Exception) -> FailedItem:
-    """Return the entry for the list of failures. It keeps no frame of the op alive.
-
-    This calls the item's ``repr``, so it must not be called under a lock.
-    """
-    remote = RemoteError.of(error, f"in stage '{stage}'")
-    summarized = remote.summarized(f"The item was {describe_index(item)}.")
-    is_short = isinstance(item, str) and len(item) <= _LISTED_CHARACTERS
-    if item is not None and not isinstance(item, numbers.Number | PurePath) and not is_short:
-        item = describe_index(item)
-    return FailedItem(stage, item, summarized, remote.text)
 
 
 def explained(error: BaseException, what: str, *items: object) -> BaseException:
@@ -147,19 +146,20 @@ def explained(error: BaseException, what: str, *items: object) -> BaseException:
     of_item = "".join(f" for item {describe_index(item)}" for item in items)
     note = f"{what[0].upper()}{what[1:]} failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
-        wrapped = RuntimeError(
-            f"{what} raised {type(error).__name__}, which would have ended more than the epoch: "
-            f"{text_of(error)}"
-        )
-        wrapped.__cause__ = error
-        error = wrapped
+        why = f"{what} raised {type(error).__name__}, which would end more than the epoch"
+        return _wrapped(f"{why}: {text_of(error)}", note, error)
     try:
         if note not in getattr(error, "__notes__", ()):  # several coroutines may share it
             error.add_note(note)
     except Exception:  # noqa: BLE001 - an exception may refuse attributes
-        wrapped = RuntimeError(note)
-        wrapped.__cause__ = error
-        return wrapped
+        return _wrapped(note, note, error)
+    return error
+
+
+def _wrapped(text: str, note: str, cause: BaseException) -> RuntimeError:
+    error = RuntimeError(text)
+    error.__cause__ = cause
+    error.add_note(note)
     return error
 
 

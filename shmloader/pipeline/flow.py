@@ -4,15 +4,11 @@ Guarantees:
     * A queue holds at most its capacity, and so does a stage: items in work, and results that wait
       for space in the queue. So the number of items in flight is bounded, whatever the consumer
       does.
-    * A stage passes on the results of each item once. An item may have no results.
-    * With ``in_order``, the results of a stage leave in the order of its items.
+    * A stage passes on the results of each item once. With ``in_order``, they leave in the order of
+      the items.
     * After a :class:`Raised`, neither the stage that it comes from nor a stage before it starts a
-      job. In the stages before it, a job that yields many results, such as the source's, does not
-      continue after its next result. Results of jobs that are still in work may follow the
-      ``Raised``. The consumer stops at the ``Raised``.
+      job. Results of jobs that are still in work may follow it. The consumer stops at it.
     * No thread has to look for work: the jobs that may start after a call are in ``ready``.
-    * If the source gives a :class:`Checkpoint` with each of its items, each item travels with the
-      checkpoint after it. This needs stages that keep the order.
 
 Assumes that one thread at a time calls the methods, and first calls ``set_time``.
 """
@@ -20,7 +16,7 @@ Assumes that one thread at a time calls the methods, and first calls ``set_time`
 from collections.abc import Sequence
 
 from shmloader.grammar import counted, seconds
-from shmloader.pipeline.config import PipelineConfig, RunsOn, one_of_threads
+from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.stages import (
     END,
     NOTHING,
@@ -40,7 +36,7 @@ class Flow:
     The source is a stage, too: it has one job, which yields many results.
 
     Attributes:
-        stages: The source and all others, in order.
+        stages: The source and all others, in order. The last one's queue is the sink.
         ready: Jobs that may start or resume. The caller takes them away after each call.
         clock: The clock of all stages.
         delivered: The checkpoint after the item that :meth:`take` returned last; after END, where
@@ -48,7 +44,7 @@ class Flow:
         sink_meter: Measures the sink: how many items wait in it.
 
     Args:
-        stages: The source and all others, in order. The last one's queue is the sink.
+        stages: The source and all others, in order.
         clock: The clock of all stages.
         start: Where the epoch begins; None if items have no checkpoints.
     """
@@ -56,13 +52,13 @@ class Flow:
     def __init__(
         self, stages: Sequence[Stage], clock: Clock, start: Checkpoint | None = None
     ) -> None:
-        self.stages = list(stages)
+        self.stages = stages
         self.ready: list[Job] = []
         self.clock = clock
         self.delivered = start
         self.sink_meter = Meter()
         self._end: Checkpoint | None = None
-        self._measured_ns, self._measured_waited_ns = clock.now_ns, clock.waited_ns
+        self._measured = (clock.now_ns, clock.waited_ns)
         self._sink = stages[-1].after
 
     def set_time(self, now_ns: int) -> None:
@@ -72,104 +68,87 @@ class Flow:
             if clock.is_waiting:
                 clock.waited_ns += now_ns - clock.now_ns
             clock.now_ns = now_ns
-            if now_ns - self._measured_ns >= SAMPLE_NS:
+            if now_ns - self._measured[0] >= SAMPLE_NS:
                 self.measure()
 
     def measure(self) -> None:
         """Add the time since the last measurement to all meters."""
-        clock = self.clock
-        elapsed_ns = clock.now_ns - self._measured_ns
-        waited_ns = clock.waited_ns - self._measured_waited_ns
-        self._measured_ns, self._measured_waited_ns = clock.now_ns, clock.waited_ns
+        clock, (measured_ns, measured_waited_ns) = self.clock, self._measured
+        self._measured = (clock.now_ns, clock.waited_ns)
+        elapsed_ns = clock.now_ns - measured_ns
+        waited_ns = clock.waited_ns - measured_waited_ns
         for stage in self.stages:
             stage.measure(elapsed_ns, waited_ns)
         self.sink_meter.queued_ns += len(self._sink.items) * elapsed_ns
 
     def begin(self, item: object = NOTHING) -> None:
-        """Start the source's job.
-
-        Args:
-            item: The job's item, with which the executor calls the op.
-        """
-        source = self.stages[0]
-        source.before.items.append((item, None))
-        source.before.is_ended = True
+        """Start the source's job, for which the executor calls the op with ``item``."""
+        queue = self.stages[0].before
+        queue.items.append((item, None))
+        queue.is_ended = True
         self._advance(0)
 
-    def yielded(self, job: Job, output: object, after: Checkpoint | None = None) -> bool:
-        """Take a result of a job that may have more.
-
-        Args:
-            job: The job.
-            output: The result.
-            after: The checkpoint after the result, if it comes from the source.
+    def yielded(self, job: Job, output: object) -> bool:
+        """Receive a result of a job that may have more.
 
         Returns:
             Whether the job may continue. If not, it comes to ``ready`` when it may.
         """
-        stage = self.stages[job.number]
-        following = job.number + 1
+        number = job.number
+        stage, following = self.stages[number], number + 1
         if following < len(self.stages) and self.stages[following].is_cut:
             return False  # nothing takes the result in, and the job stays suspended
         now_ns = self.clock.now_ns
         op_ns = now_ns - job.began_ns
         job.op_ns += op_ns
         job.began_ns = now_ns
-        if not job.number:
+        if not number:
             stage.meter.calls.note(op_ns)
             stage.meter.op_ns += op_ns
         job.result_count += 1
         if job.result_count <= job.dropped:
             return True
-        if job.before is not None:
-            after = job.before.within(job.number, job.result_count)
-        is_passed = stage.put(job, (output, after))
+        is_passed = stage.put(job, (output, job.after_result(job.result_count)))
         if is_passed:
             self._advance(following)
         else:
             stage.end_work(job)
         return is_passed
 
-    def source_finished(self, job: Job, end: Checkpoint | None) -> None:
-        """Note that the source's job is done.
-
-        Args:
-            job: The job.
-            end: Where the next epoch begins.
-        """
-        self._end = end
-        self.finished(job)
-
-    def finished(self, job: Job, *outputs: object) -> None:
-        """Note that a job is done, and take its last results, if any."""
+    def finished(self, job: Job, outputs: Sequence[object] = ()) -> None:
+        """Receive the last results of a job."""
         stage = self.stages[job.number]
         if stage.counter is not None:
-            stage.counter.note_good()
-        count, total = job.result_count, job.result_count + len(outputs)
-        for output in outputs:
-            count += 1
+            stage.counter.add_good()
+        if not job.number:
+            self._end = job.after
+        total = job.result_count + len(outputs)
+        for count, output in enumerate(outputs, start=job.result_count + 1):
             if count > job.dropped:
-                after = job.after
-                if count < total and job.before is not None:
-                    after = job.before.within(job.number, count)
+                after = job.after if count == total else job.after_result(count)
                 stage.put(job, (output, after))
         job.result_count = total
         if job.number and not total:
             stage.meter.left_out_count += 1
         self._finish(stage, job)
 
-    def failed(self, job: Job, error: BaseException | None) -> None:
-        """Note that a job has failed.
+    def failed(self, job: Job, error: BaseException, listed: FailedItem | None) -> None:
+        """Leave a job's item out, or have the consumer raise an exception.
 
         Args:
-            job: The job.
-            error: The exception that the consumer is to raise; None leaves the item out.
+            job: The job, whose op has failed.
+            error: The exception.
+            listed: The entry for the list of failures; None raises ``error`` whatever the stage's
+                limit.
         """
         stage = self.stages[job.number]
         stage.meter.failed_count += 1
-        if error is not None:
-            stage.put(job, (Raised(error), None))
-            for earlier in self.stages[: stage.number + 1]:
+        raised: BaseException | None = error
+        if listed is not None and stage.counter is not None:
+            raised = stage.counter.add_bad(listed, error)
+        if raised is not None:
+            stage.put(job, (Raised(raised), None))
+            for earlier in self.stages[: job.number + 1]:
                 earlier.cut()
         self._finish(stage, job)
 
@@ -179,9 +158,8 @@ class Flow:
 
     def take(self) -> object:
         """Return the consumer's next item, NOTHING if it is not there yet, or END."""
-        items = self._sink.items
-        if items:
-            item, after = items.popleft()
+        if self._sink.items:
+            item, after = self._sink.items.popleft()
             if type(item) is not Raised:
                 self.delivered = after
                 self.sink_meter.out_count += 1
@@ -223,38 +201,19 @@ class Flow:
             if has_passed:
                 todo.append(number + 1)
 
-    def describe(self, config: PipelineConfig) -> str:
-        """Return sentences that say which stages have items in work, how long, and which ones wait.
+    def describe(self, names: Sequence[str]) -> str:
+        """Return sentences that say which stages have items in work and how long, and which wait.
 
-        Assumes that the clock was set to the present time.
+        Args:
+            names: The names of all stages.
         """
-        sentences, waiting = [], []
-        for stage in self.stages:
-            name = config.name_of_stage(stage.number)
-            sentence = self._describe_work(stage, config)
-            if sentence:
-                sentences.append(f" {name[0].upper()}{name[1:]} {sentence}.")
+        text, idle = "", []
+        for name, stage in zip(names, self.stages, strict=True):
+            began_ns = [job.ready_ns for job in stage.working]
+            if began_ns:
+                oldest = seconds((self.clock.now_ns - min(began_ns)) / 1e9)
+                text += f" {name[0].upper()}{name[1:]} has had {counted(len(began_ns), 'item')} in "
+                text += f"work{', one' if len(began_ns) > 1 else ''} for {oldest}."
             elif not stage.after.is_ended:
-                waiting.append(name)
-        if waiting:
-            text = f"{', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for items."
-            sentences.append(f" {text[0].upper()}{text[1:]}")
-        return "".join(sentences)
-
-    def _describe_work(self, stage: Stage, config: PipelineConfig) -> str:
-        if stage.after.is_ended:
-            return "" if stage.number else "has come to its end"
-        jobs = list(stage.working)
-        if not jobs:
-            return "" if stage.number else "waits until the next stage takes its items"
-        oldest = seconds((self.clock.now_ns - min(job.ready_ns for job in jobs)) / 1e9)
-        if not stage.number:
-            return f"has not yielded its next item for {oldest}"
-        text = f"has had {counted(len(jobs), 'item')} in work"
-        text += f" for {oldest}" if len(jobs) == 1 else f", one for {oldest}"
-        unbegun = sum(not job.began_ns for job in jobs)
-        if unbegun and config.runs_on(stage.number) is RunsOn.THREADS:
-            verb = "waits" if unbegun == 1 else "wait"
-            threads = one_of_threads(config.num_threads)
-            text += f", of which {unbegun} {verb} for {threads} (num_threads)"
-        return text
+                idle.append(name)
+        return f"{text} Idle: {', '.join(idle)}." if idle else text

@@ -10,30 +10,31 @@ import contextlib
 import copy
 import functools
 import os
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
-from shmloader.interruptions import is_interruption
+from shmloader.loader.calls import refuse
 from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_chain
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.runtime import Executors
 from shmloader.pipeline.source import (
-    Resumes,
     SourceReader,
+    check_resumable,
     check_state,
     fresh,
-    how_it_resumes,
     save_state,
     why_not_resumable,
 )
-from shmloader.pipeline.stages import END, Checkpoint
+from shmloader.pipeline.stages import END, Checkpoint, Raised
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
+from shmloader.sampling.own_state import has_own_state
 from shmloader.threads.uninterruptible import uninterruptible
 
 
@@ -81,7 +82,6 @@ class Pipeline:
         self._pid: int | None = None
         # The present epoch, over or not; None before the first.
         self._epoch: Epoch | None = None
-        self._stop_count = 0
         # Where the next epoch begins; None for the beginning.
         self._resume_at: Checkpoint | None = None
         # Stops the pipeline at the interpreter's exit.
@@ -118,7 +118,6 @@ class Pipeline:
     def _begin(self) -> Epoch:
         self._reader = None
         self._is_started, self._pid = True, os.getpid()
-        stop_count = self._stop_count
         try:
             epoch = self._begin_epoch()
         except BaseException:
@@ -126,7 +125,7 @@ class Pipeline:
                 self._epoch.let_go()
             self.stop()
             raise
-        if self._stop_count != stop_count:  # `stop` may have seen only a part of what was made
+        if not self._is_started:  # `stop` may have seen only a part of what was made
             self.stop()
             raise ClosedLoaderError("the pipeline was stopped while it started")
         return epoch
@@ -163,7 +162,6 @@ class Pipeline:
         its ops ran, and is also waited for only a moment.
         """
         self._is_started = self._is_kept = False
-        self._stop_count += 1
         self._leave_epoch("it was stopped", with_processes=True)
         at_exit, self._at_exit = self._at_exit, None
         if at_exit is not None:
@@ -174,7 +172,8 @@ class Pipeline:
         if self._epoch is not None:
             self._epoch.leave(why)
         if self._pid == os.getpid():  # in a forked child, none of the threads runs
-            self._executors.end(with_processes=with_processes)
+            end = self._executors.end_all if with_processes else self._executors.end_threads
+            end()
 
     def _check_process(self) -> None:
         if self._pid not in (None, os.getpid()):
@@ -219,40 +218,76 @@ class Pipeline:
         epoch = self._epoch
         if epoch is None or not self._is_started:
             raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
+        delivered = epoch.delivered
         try:
             item = self._take(epoch, timeout)
-            if item is not END:
+            if item is not END and not isinstance(item, Raised):
                 return item
-        except BaseException as error:
-            self._give_up_if_lost(epoch, error)
-            if not isinstance(error, EOFError) or is_interruption(error):
-                raise
-            raise RuntimeError(
-                f"an op raised EOFError, which would look like the end of the epoch: {error}"
-            ) from error
-        raise EOFError("the pipeline's epoch is over")
+        except BaseException as interruption:
+            self._close_if_lost(epoch, delivered, interruption)
+            raise
+        if not isinstance(item, Raised):
+            raise EOFError("the pipeline's epoch is over")
+        if isinstance(item.error, EOFError):
+            text = "an op raised EOFError, which would look like the end of the epoch"
+            raise RuntimeError(f"{text}: {item.error}") from item.error
+        return _raise(item)
 
-    def _take(self, epoch: Epoch, timeout: float | None) -> Any:
-        """Return the epoch's next item or END. Cleans up at the end and at an error."""
-        was_over = epoch.is_over
-        try:
-            return epoch.take(self._config.timeout_s if timeout is None else timeout)
-        finally:
-            if epoch.is_over and not was_over and self._epoch is epoch:
-                if epoch.over_because:
-                    self._leave_epoch(epoch.over_because)
-                else:
-                    self._executors.close_copies()
+    def _take(self, epoch: Epoch, timeout_s: float | None) -> Any:
+        """Return the epoch's next item, END or a :class:`Raised`. Ends what an ended epoch used."""
+        caller = threading.get_ident()
+        if epoch.taker:
+            try:
+                refuse(epoch.taker, caller)
+            except RuntimeError as error:
+                return Raised(error)
+        epoch.taker = caller
+        item = epoch.take(self._config.timeout_s if timeout_s is None else timeout_s)
+        if epoch.is_over:
+            self._end_epoch(epoch, epoch.over_because)
+        epoch.taker = 0
+        return item
 
-    def _give_up_if_lost(self, epoch: Epoch, error: BaseException) -> None:
-        """Leave the epoch if an exception from outside has lost an item."""
-        if epoch.in_transit:
+    def _end_epoch(self, epoch: Epoch, why: str) -> None:
+        """Leave an epoch and end what it has used. May be called again.
+
+        Args:
+            epoch: The epoch.
+            why: Why it is left; "" at its regular end.
+        """
+        if self._epoch is not epoch:
+            return
+        if not self._is_kept:
+            self.stop()
+        elif why:
+            self._leave_epoch(why)
+        else:
+            self._executors.close_copies()
+
+    def _close_if_lost(
+        self, epoch: Epoch, delivered: Checkpoint | None, interruption: BaseException
+    ) -> None:
+        """Leave the epoch after an exception from outside, unless the call only waited.
+
+        Args:
+            epoch: The epoch.
+            delivered: The checkpoint of the last item that the user has received.
+            interruption: What a signal handler has raised in a call that takes an item.
+        """
+        epoch.taker = 0
+        if epoch.is_waiting:
+            epoch.is_waiting = False
+            return
+        name = type(interruption).__name__
+        why = f"it was interrupted by {name} while an item was on its way"
+
+        def close() -> None:
             epoch.let_go()
-            epoch.undo_delivery()
-            why = f"it was interrupted by {type(error).__name__} while an item was on its way"
+            epoch.delivered = delivered
             epoch.leave(why)
-            if self._epoch is epoch:
-                uninterruptible(functools.partial(self._leave_epoch, why))
+            self._end_epoch(epoch, why)
+
+        uninterruptible(close)
 
     def __iter__(self) -> "PipelineIterator":
         """Return an iterator with the ``timeout`` of ``build``; see :meth:`get_iterator`."""
@@ -326,7 +361,11 @@ class Pipeline:
             RuntimeError: If the source cannot be resumed, or a stage does not keep the order.
             Exception: An exception of the source's ``state_dict()``, or of copying its state.
         """
-        return save_state(self._config, self._checkpoint)
+        check_resumable(self._config)
+        epoch = None if self._resume_at is not None else self._epoch
+        found = self._next_start() if epoch is None else epoch.delivered
+        assert found is not None  # the pipeline can be resumed
+        return save_state(self._config, found)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch continue where ``state`` was taken.
@@ -352,17 +391,10 @@ class Pipeline:
                 "an epoch of the pipeline is under way, which a state cannot change: call "
                 "load_state_dict() before start(), auto_stop() or iteration, or after stop()"
             )
-        if how_it_resumes(self._config.source) is Resumes.BY_STATE:
-            source: Any = self._config.source
+        source: Any = self._config.source
+        if has_own_state(source):
             source.load_state_dict(copy.deepcopy(start.saved))
         self._resume_at = start
-
-    def _checkpoint(self) -> Checkpoint:
-        """Return where an epoch begins that continues after the last delivered item."""
-        epoch = None if self._resume_at is not None else self._epoch
-        found = self._next_start() if epoch is None else epoch.delivered
-        assert found is not None  # the pipeline can be resumed
-        return found
 
     @property
     def _state(self) -> str:
@@ -379,17 +411,6 @@ class Pipeline:
         config = self._config
         chain = describe_chain(config.source, config.stages, config.buffer_size)
         return f"<{type(self).__name__}: {chain}, {self._state}>"
-
-    # Iterators ---------------------------------------------------------------------------
-
-    def _reader_left(self, epoch: Epoch) -> None:
-        """Stop the pipeline, or leave the epoch, whose iterator takes no further item."""
-        if self._epoch is not epoch:
-            return
-        if not self._is_kept:
-            self.stop()
-        elif not epoch.is_over:
-            self._leave_epoch("its iterator was left")
 
 
 def _stop_if_alive(reference: "weakref.ref[Pipeline]") -> None:
@@ -409,7 +430,6 @@ class PipelineIterator:
         self._pipeline = pipeline
         self._epoch = epoch
         self._timeout = timeout
-        self._has_left = False
 
     def __iter__(self) -> Self:
         """Return the iterator itself."""
@@ -417,28 +437,28 @@ class PipelineIterator:
 
     def __next__(self) -> Any:
         """Return the next item."""
-        self._pipeline._check_process()
+        pipeline, epoch = self._pipeline, self._epoch
+        pipeline._check_process()
+        delivered = epoch.delivered
         try:
-            item = self._pipeline._take(self._epoch, self._timeout)
-            if item is not END:
+            item = pipeline._take(epoch, self._timeout)
+            if item is not END and not isinstance(item, Raised):
                 return item
-        except BaseException as error:
-            self._pipeline._give_up_if_lost(self._epoch, error)
-            if self._epoch.is_over:
-                self._leave()
+        except BaseException as interruption:
+            pipeline._close_if_lost(epoch, delivered, interruption)
             raise
-        self._leave()
-        raise StopIteration
-
-    def _leave(self) -> None:
-        """Take no further item. May be called again."""
-        if not self._has_left:
-            uninterruptible(self._leave_now)
-
-    def _leave_now(self) -> None:
-        self._pipeline._reader_left(self._epoch)
-        self._has_left = True
+        if item is END:
+            raise StopIteration
+        return _raise(item)
 
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
-        if not threads.is_exiting:
-            self._leave()
+        if not threads.is_exiting and not self._epoch.is_over:
+            self._pipeline._end_epoch(self._epoch, "its iterator was left")
+
+
+def _raise(item: Any) -> NoReturn:
+    """Raise a failure to the consumer."""
+    try:
+        raise item.error
+    finally:
+        del item  # the traceback pins this frame

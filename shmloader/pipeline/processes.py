@@ -38,7 +38,7 @@ from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.pipeline.config import Lifecycle, OpKind, Pipe
+from shmloader.pipeline.config import Lifecycle, OpKind, StageConfig
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
@@ -162,7 +162,7 @@ class ProcessExecutor(BackgroundThread):
     """
 
     def __init__(
-        self, pipe: Pipe, lend_limit: int, locker: PageLocker | None, executor_count: int
+        self, pipe: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
         super().__init__(f"shmloader_{pipe.name}"[:15])
         self._kind = pipe.kind
@@ -250,7 +250,7 @@ class ProcessExecutor(BackgroundThread):
             job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op
         results = results_of(result, self._kind)
         del result
-        following = job.epoch.finished(job, *results)
+        following = job.epoch.finished(job, results)
         del results, job  # this frame waits next, and must not pin the slot
         self._continue_with(following)
         return True

@@ -5,14 +5,14 @@ left before its end, threads may still be in its ops: they are left behind, and 
 new threads. Worker processes persist in this case, too.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from shmloader.device.device import Destination, DeviceStage
-from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn
-from shmloader.pipeline.epoch import StageExecutor, StageOp
+from shmloader.pipeline.config import OpKind, PipelineConfig, RunsOn, StageConfig
+from shmloader.pipeline.epoch import StageOp
 from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
 from shmloader.pipeline.loop import LoopExecutor
 from shmloader.pipeline.processes import ProcessExecutor
@@ -33,40 +33,34 @@ class Executors:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        # Those on processes are keyed by the index of their stage, and so are the destinations.
-        self._running: dict[object, StageExecutor] = {}
-        self._destinations: dict[int, Destination] = {}
+        # Those on processes are keyed by the index of their stage.
+        self._running: dict[object, Any] = {}
+        # The devices of a transfer, which persist with their page locks.
+        self._destination: Destination | None = None
 
     def make(self) -> list[StageOp | None]:
         """Make the executors that are missing. Returns how each stage is run, the source first.
 
         The caller calls :meth:`end` if this raises, or if another thread has called it meanwhile.
         """
-        pipes = {
-            index: stage
-            for index, stage in enumerate(self._config.stages)
-            if isinstance(stage, Pipe)
-        }
-        for index, pipe in pipes.items():
-            if pipe.device and index not in self._destinations:
-                self._destinations[index] = Destination([pipe.device])
-        processes = self._make_processes(
-            {index: pipe for index, pipe in pipes.items() if pipe.runs_on is RunsOn.PROCESSES}
-        )
+        stages = self._config.stages
+        for stage in stages:
+            if stage.device is not None and self._destination is None:
+                self._destination = Destination([stage.device])
+        processes = self._make_processes()
         if isinstance(self._config.source, Iterable):
-            executor = self._started("source", lambda: ThreadExecutor("shmloader_source", 1))
+            executor = self._started("source", ThreadExecutor, "shmloader_source", 1)
             source = StageOp("the source", SourceReader.iterate, OpKind.GENERATOR, executor)
         else:
             loop = self._started(RunsOn.LOOP, LoopExecutor)
             source = StageOp("the source", SourceReader.iterate_async, OpKind.ASYNC_GENERATOR, loop)
         stage_ops: list[StageOp | None] = [source]
         transfer: DeviceStage | None = None
-        for index, stage in enumerate(self._config.stages):
-            if isinstance(stage, Aggregate):
+        for index, stage in enumerate(stages):
+            if stage.runs_on is RunsOn.FLOW:
                 stage_ops.append(None)
                 continue
-            executor = processes.get(index) or self._executor_of(stage, index)
-            op: Callable[..., object] = stage.op
+            executor, op = processes.get(index) or self._executor_of(stage), stage.op
             if isinstance(executor, DeviceExecutor):
                 op, transfer = executor.copy, executor.stage
             elif transfer is not None:
@@ -76,91 +70,89 @@ class Executors:
             stage_ops.append(StageOp(stage.name, op, stage.kind, executor, lifecycle))
         return stage_ops
 
-    def _executor_of(self, pipe: Pipe, index: int) -> StageExecutor:
-        match pipe.runs_on:
+    def _executor_of(self, stage: StageConfig) -> Any:
+        match stage.runs_on:
             case RunsOn.EXECUTOR:
-                assert pipe.executor is not None
-                executor = pipe.executor
-                return self._started(id(executor), lambda: FuturesExecutor(executor))
+                return self._started(id(stage.executor), FuturesExecutor, stage.executor)
             case RunsOn.DEVICE:
-                destination = self._destinations[index]
-                return self._started("device", lambda: DeviceExecutor(destination))
+                return self._started("device", DeviceExecutor, self._destination)
             case RunsOn.LOOP:
                 return self._started(RunsOn.LOOP, LoopExecutor)
             case _:
-                count = self._config.num_threads
-                make = functools.partial(ThreadExecutor, "shmloader_pipe", count)
-                return self._started(RunsOn.THREADS, make)
+                threads = ("shmloader_pipe", self._config.num_threads)
+                return self._started(RunsOn.THREADS, ThreadExecutor, *threads)
 
-    def _started(self, key: object, make: Callable[[], StageExecutor]) -> StageExecutor:
+    def _started(self, key: object, make: Callable[..., Any], *args: object) -> Any:
         """Return an executor, after it was started if it was missing."""
         executor = self._running.get(key)
         if executor is None:
             # It is listed before it starts: no thread may start unlisted.
-            executor = self._running[key] = make()
+            executor = self._running[key] = make(*args)
             executor.start()
         return executor
 
-    def _make_processes(self, pipes: dict[int, Pipe]) -> dict[int, ProcessExecutor]:
+    def _make_processes(self) -> dict[int, ProcessExecutor]:
         """Start the workers that are missing, all before the first thread of the pipeline."""
-        found: dict[int, ProcessExecutor] = {}
-        for index in pipes:
-            executor = self._running.get(index)
-            if isinstance(executor, ProcessExecutor) and not executor.is_broken:
-                found[index] = executor
-        missing = pipes.keys() - found.keys()
+        stages = self._config.stages
+        used = [index for index, stage in enumerate(stages) if stage.runs_on is RunsOn.PROCESSES]
+        made: dict[int, ProcessExecutor] = {
+            index: self._running[index]
+            for index in used
+            if index in self._running and not self._running[index].is_broken
+        }
+        missing = [index for index in used if index not in made]
         if missing:
-            self.end(with_processes=False)
-        for index in sorted(missing):
-            broken = self._running.pop(index, None)
-            if broken is not None:
-                broken.end()
-                uninterruptible(functools.partial(broken.join, _JOIN_S))
-            # A device reads results out of their slots, which are then page-locked.
-            device = self._destinations.get(index + 1)
-            found[index] = self._running[index] = ProcessExecutor(
-                pipes[index],
-                self._config.lend_limit(index),
-                None if device is None else device.locks,
-                len(pipes),
-            )
+            self.end([key for key in self._running if key not in made])
         for index in missing:
-            found[index].start()
-        return found
+            # A device reads results out of their slots, which are then page-locked.
+            is_read = any(stage.device for stage in stages[index + 1 : index + 2])
+            locks = self._destination.locks if is_read and self._destination else None
+            limit = self._config.lend_limit(index)
+            made[index] = ProcessExecutor(stages[index], limit, locks, len(used))
+            self._running[index] = made[index]
+        for index in missing:
+            made[index].start()
+        return made
 
     def close_copies(self) -> None:
         """Free what copies to devices hold of an epoch, after its regular end."""
-        for executor in list(self._running.values()):
-            if isinstance(executor, DeviceExecutor):
-                executor.stage.close()
+        executor = self._running.get("device")
+        if executor is not None:
+            executor.stage.close()
 
-    def end(self, *, with_processes: bool) -> None:
-        """End all executors, or all but the worker processes. From anywhere, and again."""
+    def end_threads(self) -> None:
+        """End all executors but the worker processes. From anywhere, and again."""
+        self.end([key for key, one in list(self._running.items()) if not _has_workers(one)])
+
+    def end_all(self) -> None:
+        """End all executors. From anywhere, and again."""
+        self.end(list(self._running))
+
+    def end(self, keys: list[object]) -> None:
+        """End some executors, and wait for them for a moment."""
+        ended: list[Any] = []
         deadline = time.monotonic() + _JOIN_S
-        uninterruptible(functools.partial(self._end, [], deadline, with_processes=with_processes))
+        uninterruptible(functools.partial(self._end, keys, ended, deadline))
 
-    def _end(self, ended: list[StageExecutor], deadline: float, *, with_processes: bool) -> None:
+    def _end(self, keys: list[object], ended: list[Any], deadline: float) -> None:
         """Tell executors to end, and wait for them. Called again after an interruption.
 
         Args:
-            ended: Empty at first. Gets the executors to end, and keeps them for the next call.
+            keys: Their keys.
+            ended: Empty at first. Holds the executors that are not yet waited for.
             deadline: End of the wait, on the clock of ``time.monotonic()``.
-            with_processes: Whether to end worker processes, too.
         """
-        running = list(self._running.items())
-        for are_processes in (False, with_processes):
-            of_kind = [
-                each for each in running if isinstance(each[1], ProcessExecutor) is are_processes
-            ]
-            ended += [executor for _, executor in of_kind]
-            for key, _ in of_kind:
+        for key in keys:
+            if key in self._running:
+                ended.append(self._running[key])
                 self._running.pop(key, None)
-        with contextlib.ExitStack() as stack:  # an interrupted `join` does not prevent the others
-            for executor in reversed(ended):
-                stack.callback(uninterruptible, functools.partial(_join, executor, deadline))
-            for executor in ended:
-                executor.end()
+        for executor in ended:
+            executor.end()
+        ended.sort(key=_has_workers, reverse=True)  # threads may be about to return
+        while ended:
+            ended[-1].join(deadline - time.monotonic())
+            ended.pop()
 
 
-def _join(executor: StageExecutor, deadline: float) -> None:
-    executor.join(deadline - time.monotonic())
+def _has_workers(executor: object) -> bool:
+    return isinstance(executor, ProcessExecutor)

@@ -10,36 +10,19 @@ A source can be resumed
 """
 
 import copy
-import enum
 import itertools
 import reprlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from shmloader.grammar import described_type
 from shmloader.loader.states import is_whole, sealed
-from shmloader.pipeline.config import Aggregate, OpKind, Pipe, PipelineConfig, RunsOn, Source
+from shmloader.pipeline.config import OpKind, PipelineConfig, Source, StageConfig
 from shmloader.pipeline.stages import Checkpoint
 from shmloader.sampling.own_state import has_own_state
 
 _VERSION = 1
-_KEYS = {"pipeline", "source", "read", "results"}
-_NAMES = {"resumes": "how the source is resumed"}
-
-
-class Resumes(enum.Enum):
-    """How a source is resumed."""
-
-    BY_STATE = "by its own state"
-    BY_INDEX = "by index"
-    NEVER = "not at all"
-
-
-def how_it_resumes(source: Source) -> Resumes:
-    """Return how a source is resumed."""
-    if has_own_state(source):
-        return Resumes.BY_STATE
-    return Resumes.BY_INDEX if isinstance(source, Sequence) else Resumes.NEVER
+_KEYS = {"version", "pipeline", "source", "read", "results"}
 
 
 class Unsaved:
@@ -63,19 +46,13 @@ def saved_state(source: Any) -> object:
 
 def fresh(source: Source) -> Checkpoint | None:
     """Return the checkpoint where a new epoch begins; None if the source cannot be resumed."""
-    match how_it_resumes(source):
-        case Resumes.BY_STATE:
-            return Checkpoint(saved_state(source), 0)
-        case Resumes.BY_INDEX:
-            return Checkpoint(None, 0)
-        case Resumes.NEVER:
-            return None
+    if has_own_state(source):
+        return Checkpoint(saved_state(source), 0)
+    return Checkpoint(None, 0) if isinstance(source, Sequence) else None
 
 
 class SourceReader:
     """Iterates a source once, from a checkpoint on.
-
-    ``note_item`` and ``note_end`` are called on the thread or the loop that iterates the source.
 
     Attributes:
         start: The checkpoint where the epoch begins; None if the pipeline cannot be resumed.
@@ -90,18 +67,12 @@ class SourceReader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        start: Checkpoint | None,
-        snapshot_every: int,
-        *,
-        is_resumed: bool = False,
+        self, source: Source, start: Checkpoint | None, snapshot_every: int, *, is_resumed: bool
     ) -> None:
-        self.is_resumed = is_resumed
-        self._source = source
-        self.start = start
-        self._how = Resumes.NEVER if start is None else how_it_resumes(source)
-        self._every = snapshot_every if self._how is Resumes.BY_STATE else 0
+        self.start, self.is_resumed = start, is_resumed
+        self._source: Any = source
+        self._has_state = start is not None and has_own_state(source)
+        self._every = snapshot_every if self._has_state else 0
         self._saved, self._read = (None, 0) if start is None else (start.saved, start.read)
 
     def iterate(self) -> Iterator[Any]:
@@ -110,12 +81,12 @@ class SourceReader:
         Raises:
             RuntimeError: If the source has fewer items than were read when the state was saved.
         """
-        source: Any = self._source
-        if self._how is Resumes.BY_INDEX and self._read:
-            return map(source.__getitem__, range(self._read, len(source)))
-        items: Iterator[Any] = iter(source)
-        if self._how is Resumes.BY_STATE and self._read:
-            _check_read(sum(1 for _ in itertools.islice(items, self._read)), self._read)
+        if not self._read:
+            return iter(self._source)
+        if not self._has_state:
+            return map(self._source.__getitem__, range(self._read, len(self._source)))
+        items: Iterator[Any] = iter(self._source)
+        _check_read(sum(1 for _ in itertools.islice(items, self._read)), self._read)
         return items
 
     async def iterate_async(self) -> AsyncIterator[Any]:
@@ -124,17 +95,16 @@ class SourceReader:
         Raises:
             RuntimeError: As for :meth:`iterate`.
         """
-        left = self._read if self._how is Resumes.BY_STATE else 0
-        source: Any = self._source
-        async for item in source:
+        left = self._read
+        async for item in self._source:
             if left:
                 left -= 1
             else:
                 yield item
         _check_read(self._read - left, self._read)
 
-    def note_item(self) -> Checkpoint | None:
-        """Note that the source has yielded an item. Returns the checkpoint after it."""
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint after the next item. Called where the source has yielded it."""
         if self.start is None:
             return None
         self._read += 1
@@ -142,8 +112,8 @@ class SourceReader:
             self._saved, self._read = saved_state(self._source), 0
         return Checkpoint(self._saved, self._read)
 
-    def note_end(self) -> Checkpoint | None:
-        """Note that the source has no further item. Returns where the next epoch begins."""
+    def end(self) -> Checkpoint | None:
+        """Return where the next epoch begins. Called where the source has ended."""
         return None if self.start is None else fresh(self._source)
 
 
@@ -158,16 +128,16 @@ def _check_read(found: int, expected: int) -> None:
 
 def why_not_resumable(config: PipelineConfig) -> str:
     """Return why a pipeline has no state, and what to do; "" if it has one."""
-    if how_it_resumes(config.source) is Resumes.NEVER:
+    if not has_own_state(config.source) and not isinstance(config.source, Sequence):
         return (
             f"the pipeline's source, {described_type(config.source)}, cannot be resumed: give "
             "add_source a sequence (a list, a range), or an object with state_dict() and "
             "load_state_dict()"
         )
     for stage in config.stages:
-        if isinstance(stage, Pipe) and not stage.keeps_order:
+        if not stage.keeps_order:
             return (
-                f"stage '{stage.name}' of the pipeline passes results on as they are ready, so a "
+                f"{stage.title} of the pipeline passes results on as they are ready, so a "
                 "position does not tell which items came before: give the stage "
                 "output_order='input'"
             )
@@ -181,19 +151,16 @@ def check_resumable(config: PipelineConfig) -> None:
         raise RuntimeError(why)
 
 
-def save_state(config: PipelineConfig, checkpoint: Callable[[], Checkpoint]) -> dict[str, Any]:
-    """Return a pipeline's state.
+def save_state(config: PipelineConfig, found: Checkpoint) -> dict[str, Any]:
+    """Return the state of a pipeline that can be resumed.
 
     Args:
         config: The pipeline's configuration.
-        checkpoint: Returns the checkpoint where the resumed epoch begins.
+        found: Where the resumed epoch begins.
 
     Raises:
-        RuntimeError: If the pipeline cannot be resumed.
         Exception: The exception of the source's ``state_dict()``, or of copying its state.
     """
-    check_resumable(config)
-    found = checkpoint()
     if isinstance(found.saved, Unsaved):
         raise found.saved.error
     return sealed(
@@ -224,21 +191,16 @@ def check_state(config: PipelineConfig, state: object) -> Checkpoint:
         raise TypeError(
             f"state should be a dict that state_dict() returned, but got {type(state).__name__}"
         )
-    if not state.keys() >= _KEYS or not isinstance(state["pipeline"], dict):
+    if not state.keys() >= _KEYS or state["version"] != _VERSION:
         raise ValueError(
-            "the state was not saved by a pipeline of shmloader; its keys: "
+            f"the state was not saved by a pipeline of shmloader (version {_VERSION}); its keys: "
             f"{', '.join(map(repr, state)) or 'none'}"
-        )
-    if state.get("version") != _VERSION:
-        raise ValueError(
-            f"the state has version {reprlib.repr(state.get('version'))}, but this release of "
-            f"shmloader reads version {_VERSION} of a pipeline's state"
         )
     if not is_whole(state):
         raise ValueError(f"the state is damaged: its checksum is wrong: {reprlib.repr(state)}")
     found = state["pipeline"]
     wrong = [
-        f"{_NAMES.get(key, key)}: {found.get(key)!r} in the state, {fact!r} in this pipeline"
+        f"{key}: {found.get(key)!r} in the state, {fact!r} in this pipeline"
         for key, fact in _facts(config).items()
         if found.get(key) != fact
     ]
@@ -250,18 +212,18 @@ def check_state(config: PipelineConfig, state: object) -> Checkpoint:
 
 def _facts(config: PipelineConfig) -> dict[str, Any]:
     """Return what a state and the pipeline that takes it must have in common."""
-    how, source = how_it_resumes(config.source), config.source
-    by_index = how is Resumes.BY_INDEX
+    source: Any = config.source
+    has_state = has_own_state(source)
     return {
-        "resumes": how.value,
-        "length": len(source) if by_index and isinstance(source, Sequence) else None,
-        "stages": [_fact(stage) for stage in config.stages],
+        "has a state of its own": has_state,
+        "length": None if has_state else len(source),
+        "stages": [_result_count(stage) for stage in config.stages],
     }
 
 
-def _fact(stage: Pipe | Aggregate) -> str:
+def _result_count(stage: StageConfig) -> str:
     """Describe how many results a stage makes of an item."""
-    if isinstance(stage, Aggregate):
-        return f"aggregate({stage.size}{', drop_last=True' if stage.drop_last else ''})"
+    if stage.size:
+        return f"{stage.name}{', drop_last=True' if stage.drop_last else ''}"
     makes_many = stage.kind in {OpKind.GENERATOR, OpKind.ASYNC_GENERATOR}
-    return "many results" if makes_many and stage.runs_on is not RunsOn.DEVICE else "one result"
+    return "many results" if makes_many else "one result"

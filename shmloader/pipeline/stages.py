@@ -1,17 +1,13 @@
 """The stages of a flow, the queues between them, and what flows through. Pure.
 
-Items and exceptions flow, and each item with the checkpoint after it. A stage is measured while its
-items move:
+Items and exceptions flow, and each item with the checkpoint after it.
 
-A stage counts as ``concurrency`` *workers*, one for each item that may be in work at once, whatever
-runs the op. At each moment a worker is in work (its item is in the op, or about to be), behind (its
-results wait for those of an earlier item), blocked (its results wait for space in the queue), or
-free (it waits for an item). The meters sum up these times over all workers, once for all time and
-once for the time in which the consumer waited.
-
-Summing up at each change would cost more than passing the items on. So the state is measured only
-before a change that comes at least ``SAMPLE_NS`` after the last measurement, and counts for all the
-time since then. If changes are rarer than that, the sums are exact.
+A stage counts as ``concurrency`` *workers*, one for each item that may be in work at once. At each
+moment a worker is in work (its item is in the op, or about to be), behind (its results wait for
+those of an earlier item), blocked (its results wait for space in the queue), or free. The meters
+sum up these times over all workers. The state is measured only before a change that comes at least
+``SAMPLE_NS`` after the last measurement, and counts for all the time since then: summing up at each
+change would cost more than passing the items on.
 
 The module is long because nearly half of it documents attributes.
 """
@@ -20,7 +16,7 @@ import collections
 import enum
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shmloader.insight.sums import Histogram
 from shmloader.pipeline.failures import FailureCounter
@@ -53,32 +49,22 @@ class Checkpoint(NamedTuple):
         saved: What the source's own ``state_dict()`` returned; None if it has none.
         read: How many items the source has yielded since ``saved`` (or since its beginning) that
             are complete: all their results came before this position.
-        results: Which results of incomplete items came before this position. Each pair has a
-            stage's number, and how many results of the first item that the stage gets in the
-            resumed epoch came before. Pairs are in ascending order of the stage's number.
+        results: Which results of incomplete items came before this position: pairs of a stage's
+            number, and how many results of the first item that the stage gets in the resumed epoch
+            came before. In ascending order of the stage's number.
     """
 
     saved: object
     read: int
     results: tuple[tuple[int, int], ...] = ()
 
-    def upto(self, number: int) -> "Checkpoint":
-        """Return the position before the first item that stage ``number`` gets."""
-        results = tuple(one for one in self.results if one[0] < number)
-        return Checkpoint(self.saved, self.read, results)
-
     def within(self, number: int, result_count: int) -> "Checkpoint":
-        """Return the position after some results of the next item.
-
-        Args:
-            number: The stage that makes the results.
-            result_count: How many of them came before the position.
-        """
+        """Return the position after some results that a stage makes of the next item."""
         return Checkpoint(self.saved, self.read, (*self.results, (number, result_count)))
 
 
-# An item or a :class:`Raised`, and the checkpoint after it, or None if there is no checkpoint.
-Entry = tuple[object, Checkpoint | None]
+# An item or a Raised, and the checkpoint after it, or None if there is no checkpoint.
+_Entry = tuple[object, Checkpoint | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,19 +88,18 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Measures one stage, or the sink.
+    """Measures one stage, or the sink. Times are sums over all workers.
 
     Attributes:
-        concurrency: Number of workers: items that may be in work at once.
+        concurrency: Number of workers.
         in_count: Items taken in.
         out_count: Results passed on.
         failed_count: Calls that failed.
         left_out_count: Calls without a result.
         calls: Times in the op, one for each call; for the source, one for each item.
         op_ns: Sum of these times.
-        work_ns: Sum of the times in work of these calls: in the op, and before and after it; 0 for
-            the source.
-        working_ns: Time in work, over all workers.
+        work_ns: Time in work of these calls: in the op, and before and after it; 0 for the source.
+        working_ns: Time in work.
         blocked_ns: Time blocked.
         behind_ns: Time behind.
         queued_ns: Number of items in the queue before the stage, over time.
@@ -136,38 +121,19 @@ class Meter:
     waited_occupied_ns: int = 0
 
 
-class JobResults(Protocol):
-    """Takes the results of jobs: an epoch. Methods return a job that the caller can run next."""
-
-    is_over: bool
-    taker: int
-
-    def yielded(self, job: "Job", output: object) -> bool:
-        """Take a result of a job that may have more. Returns whether the job may continue."""
-
-    def finished(self, job: "Job", *outputs: object) -> "Job | None":
-        """Take the last results of a job."""
-
-    def failed(self, job: "Job", error: BaseException) -> "Job | None":
-        """Note that a job's op has raised."""
-
-    def failed_for_good(
-        self, job: "Job", error: BaseException, *, in_setup: bool = False
-    ) -> "Job | None":
-        """Note that an executor or ``setup`` has failed, which ``max_failures`` never allows."""
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One item at one stage.
 
+    A job does not refer to its stage, which holds it: a reference cycle would keep all that is in
+    flight alive until the garbage collector runs.
+
     Attributes:
-        number: The number of the job's stage in the flow. It does not refer to the stage itself,
-            which holds the job: a reference cycle would keep a flow that was left, and all that is
-            in flight in it, alive until the garbage collector runs.
+        number: The number of the job's stage in the flow.
         item: The item; None once the job is done.
-        after: The checkpoint after the item.
-        before: The checkpoint before the item.
+        after: The checkpoint after the item. For the source, the epoch sets it: to the one after
+            the newest result, and at the end to where the next epoch begins.
+        before: The checkpoint before the item; None for the source.
         dropped: How many of its first results are dropped, since they were delivered before the
             epoch was resumed.
         ready_ns: When the job could start, or resume.
@@ -177,9 +143,9 @@ class Job:
         work_ns: Time in work so far: in the op, and before and after it.
         result_count: How many results the job has made.
         results: The iterator of a generator function's results; the executor sets it.
-        outputs: Results that wait for space in the queue; None if there were none so far.
+        outputs: Results that wait for space in the queue.
         is_done: Whether no further result comes.
-        epoch: The epoch that takes the results; the epoch sets it when it hands the job out.
+        epoch: The epoch that takes the results; it sets this when it hands the job out.
         op: How the job is run; set with ``epoch``.
     """
 
@@ -193,59 +159,61 @@ class Job:
     op_ns: int = 0
     work_ns: int = 0
     result_count: int = 0
-    results: object = None
-    outputs: collections.deque[Entry] | None = None
+    results: Any = None
+    outputs: collections.deque[_Entry] = field(default_factory=collections.deque)
     is_done: bool = False
-    epoch: "JobResults" = field(init=False)
-    op: Any = field(init=False)
+    epoch: Any = None
+    op: Any = None
+
+    def after_result(self, count: int) -> Checkpoint | None:
+        """Return the checkpoint after the job's first ``count`` results, if more may follow."""
+        return self.after if self.before is None else self.before.within(self.number, count)
 
 
+@dataclass(slots=True, eq=False)
 class StageQueue:
     """Items between two stages.
 
     Attributes:
-        items: The items, each with its checkpoint.
         capacity: How many items may wait.
         low: If the queue was full, results that wait for space are put here only when at most this
-            many items are left. With a number below ``capacity - 1``, the stage before the queue is
-            woken more rarely, for several results at a time.
+            many items are left: with a low number, the stage before the queue is woken more rarely.
+        items: The items, each with its checkpoint.
         is_ended: Whether no further item comes.
     """
 
-    __slots__ = ("capacity", "is_ended", "items", "low")
-
-    def __init__(self, capacity: int, low: int | None = None) -> None:
-        self.items: collections.deque[Entry] = collections.deque()
-        self.capacity = capacity
-        self.low = capacity - 1 if low is None else low
-        self.is_ended = False
+    capacity: int
+    low: int
+    items: collections.deque[_Entry] = field(default_factory=collections.deque)
+    is_ended: bool = False
 
 
 @dataclass(eq=False)
 class Stage:
-    """A stage whose jobs an executor runs, such as the source.
+    """The source, a stage whose jobs an executor runs, or one that makes lists and has no jobs.
 
     Attributes:
-        number: The stage's number in the flow; the source is 0.
-        before: The queue that items come from.
-        after: The queue that results go to.
-        counter: Counts the calls; None if the first failure is raised.
-        meter: Measures the stage.
         working: The jobs that executors have, oldest first.
         free: How many further items the stage can take in.
         held: With ``in_order``, all jobs in the stage. Otherwise, the jobs whose results wait for
             space in the queue.
         is_cut: Whether the stage takes nothing more in, since it or a later stage has failed.
+        meter: Measures the stage.
 
     Args:
+        number: The stage's number in the flow; the source is 0.
+        before: The queue that items come from.
+        after: The queue that results go to.
         clock: The flow's clock.
         capacity: Items that may be in the stage.
         in_order: Whether results leave in the order of the items.
         concurrency: Items that may be in work at once; further items in the stage are on their way
-            to a worker. None for ``capacity``.
+            to a worker. 0 for ``capacity``.
         start: Where the epoch begins; None if items have no checkpoints.
-        counter: See above.
+        counter: Counts the calls; None if the first failure is raised.
         judged: The counters that may raise an exception at the stage's end.
+        size: Length of the lists that the stage makes; 0 if it has jobs.
+        drop_last: Whether a shorter last list is left out.
     """
 
     number: int
@@ -255,10 +223,12 @@ class Stage:
     capacity: int = 1
     _: KW_ONLY
     in_order: bool = True
-    concurrency: int | None = None
+    concurrency: int = 0
     start: Checkpoint | None = None
     counter: FailureCounter | None = None
     judged: Sequence[FailureCounter] = ()
+    size: int = 0
+    drop_last: bool = False
     working: dict[Job, None] = field(init=False, default_factory=dict)
     held: collections.deque[Job] = field(init=False, default_factory=collections.deque)
     is_cut: bool = field(init=False, default=False)
@@ -266,15 +236,20 @@ class Stage:
     def __post_init__(self) -> None:
         self.meter = Meter(self.concurrency or self.capacity)
         self.free = self.capacity
-        self._before_item = None if self.start is None else self.start.upto(self.number)
-        results = () if self.start is None else self.start.results
-        self._dropped = dict(results).get(self.number, 0)
+        self._list: list[object] = []
+        # The checkpoint after the item that was taken in last.
+        self._newest = self.start
+        self._dropped = 0
+        if self.start is not None:
+            saved, read, results = self.start
+            self._dropped = dict(results).get(self.number, 0)
+            earlier = tuple(pair for pair in results if pair[0] < self.number)
+            self._newest = Checkpoint(saved, read, earlier)
 
     def cut(self) -> None:
         """Start no further job, and drop the items that wait before the stage or still come."""
-        self.is_cut = True
+        self.is_cut = self.before.is_ended = True
         self.before.items.clear()
-        self.before.is_ended = True
 
     def take_in(self, ready: list[Job]) -> bool:
         """Take items as far as capacity goes. Returns whether any was taken.
@@ -289,35 +264,43 @@ class Stage:
         while items and self.free:
             item, after = items.popleft()
             if type(item) is Raised:
-                self._hold((item, None))
-            else:
-                self.meter.in_count += 1
-                self._take(item, after, ready)
+                self._list = []
+                self._hold(item, None)
+                continue
+            self.meter.in_count += 1
+            before, self._newest = self._newest, after
+            if not self.size:
+                self.free -= 1
+                job = Job(self.number, item, after, before, self._dropped)
+                self._dropped = 0
+                if self.in_order:
+                    self.held.append(job)
+                self._start(job, ready)
+                continue
+            self._list.append(item)
+            if len(self._list) == self.size:
+                self._hold_list()
         return has_taken
 
-    def _take(self, item: object, after: Checkpoint | None, ready: list[Job]) -> None:
-        """Start the job of an item."""
-        self.free -= 1
-        job = Job(self.number, item, after, self._before_item, self._dropped)
-        self._before_item, self._dropped = after, 0
-        if self.in_order:
-            self.held.append(job)
-        job.ready_ns = self.clock.now_ns
-        self.working[job] = None
-        ready.append(job)
-
-    def _hold(self, output: Entry) -> None:
-        """Hold a result that no op has made, until it is passed on."""
-        self.free -= 1
-        self.held.append(Job(self.number, None, outputs=collections.deque([output]), is_done=True))
-
-    def _resume(self, job: Job, ready: list[Job]) -> None:
+    def _start(self, job: Job, ready: list[Job]) -> None:
+        """Have an executor start or resume a job."""
         job.ready_ns, job.began_ns = self.clock.now_ns, 0
         self.working[job] = None
         ready.append(job)
 
+    def _hold(self, output: object, after: Checkpoint | None) -> None:
+        """Hold a result that no op has made, until it is passed on."""
+        self.free -= 1
+        job = Job(self.number, None, is_done=True)
+        job.outputs.append((output, after))
+        self.held.append(job)
+
+    def _hold_list(self) -> None:
+        made, self._list = self._list, []
+        self._hold(made, self._newest)
+
     def end_work(self, job: Job) -> None:
-        """Note that an executor no longer has a job: the job is suspended or done."""
+        """Take a job back from its executor, since it is suspended or done."""
         if job not in self.working:
             return
         del self.working[job]
@@ -326,30 +309,27 @@ class Stage:
         if job.began_ns:
             job.op_ns += now_ns - job.began_ns
 
-    def put(self, job: Job, output: Entry) -> bool:
-        """Take a result of a job. Returns whether it was passed on at once."""
+    def put(self, job: Job, output: _Entry) -> bool:
+        """Receive a result of a job. Returns whether it was passed on at once."""
         after = self.after
         has_space = len(after.items) < after.capacity and not job.outputs
         if has_space and (not self.held or (self.in_order and self.held[0] is job)):
             after.items.append(output)
             self.meter.out_count += 1
             return True
-        if job.outputs is None:
-            job.outputs = collections.deque()
         if not self.in_order and not job.outputs:
             self.held.append(job)
         job.outputs.append(output)
         return False
 
     def finish(self, job: Job) -> None:
-        """Note that a job has no further result."""
+        """Count a call that has no further result."""
         self.end_work(job)
         if job.op_ns and self.number:
             self.meter.calls.note(job.op_ns)
             self.meter.op_ns += job.op_ns
             self.meter.work_ns += job.work_ns
-        job.is_done = True
-        job.item = None
+        job.is_done, job.item = True, None
         if not self.in_order and not job.outputs:
             self.free += 1
 
@@ -372,7 +352,7 @@ class Stage:
                 if job.outputs:
                     continue
                 if not job.is_done:  # it was suspended until its result was passed on
-                    self._resume(job, ready)
+                    self._start(job, ready)
             if job.is_done:
                 held.popleft()
                 self.free += 1
@@ -385,72 +365,37 @@ class Stage:
 
     def end(self) -> bool:
         """End the queue after this stage if all is done. Returns whether anything has changed."""
-        after = self.after
-        if after.is_ended or not self.before.is_ended or self.before.items:
+        before = self.before
+        is_busy = before.items or self.held or self.free < self.capacity
+        if self.after.is_ended or not before.is_ended or is_busy:
             return False
-        if self.free < self.capacity or self.held:
-            return False
+        if self._list and not self.drop_last:
+            self._hold_list()
+            return True
         for counter in () if self.is_cut else self.judged:
             error = counter.end()
             if error is not None:  # the stage is empty, and takes nothing more in
-                self._hold((Raised(error), None))
+                self._hold(Raised(error), None)
                 self.is_cut = True
                 return True
-        after.is_ended = True
+        self.after.is_ended = True
         return True
 
     def measure(self, elapsed_ns: int, waited_ns: int) -> None:
-        """Have the meter add a period in which the stage was in its present state.
+        """Add a period in which the stage was in its present state.
 
         Args:
             elapsed_ns: Length of the period.
             waited_ns: For how much of the period the consumer waited.
         """
-        meter, working = self.meter, len(self.working)
+        meter = self.meter
         most = min(self.capacity, meter.concurrency)  # items that are on their way do not count
-        working = min(working, most)
-        held = min(self.capacity - self.free, most) - working
-        is_blocked = held and self.held and self.held[0].outputs
-        blocked = held if is_blocked else 0
+        working = min(len(self.working), most)
+        waiting = min(self.capacity - self.free, most) - working
+        is_blocked = waiting and self.held and self.held[0].outputs
+        blocked = waiting if is_blocked else 0
         meter.working_ns += working * elapsed_ns
         meter.blocked_ns += blocked * elapsed_ns
-        meter.behind_ns += (held - blocked) * elapsed_ns
-        meter.waited_occupied_ns += (working + held - blocked) * waited_ns
+        meter.behind_ns += (waiting - blocked) * elapsed_ns
+        meter.waited_occupied_ns += (working + waiting - blocked) * waited_ns
         meter.queued_ns += len(self.before.items) * elapsed_ns
-
-
-@dataclass(eq=False, kw_only=True)
-class AggregateStage(Stage):
-    """A stage that makes lists of items, and has no jobs.
-
-    Args:
-        size: Number of items in a list.
-        drop_last: Whether a shorter last list is left out.
-    """
-
-    size: int
-    drop_last: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._items: list[object] = []
-        # The checkpoint after the newest item that was taken in.
-        self._newest: Checkpoint | None = None
-
-    def _take(self, item: object, after: Checkpoint | None, ready: list[Job]) -> None:  # noqa: ARG002 - no job starts
-        self._items.append(item)
-        self._newest = after
-        if len(self._items) == self.size:
-            self._hold((self._items, after))
-
-    def _hold(self, output: Entry) -> None:
-        super()._hold(output)
-        self._items = []
-
-    def end(self) -> bool:
-        """End the queue after this stage if all is done. Returns whether anything has changed."""
-        is_last = self.before.is_ended and not self.before.items and not self.held
-        if is_last and self._items and not self.drop_last:
-            self._hold((self._items, self._newest))
-            return True
-        return super().end()

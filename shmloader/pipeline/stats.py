@@ -8,20 +8,14 @@ different run must not name another stage.
 """
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 
 from shmloader.grammar import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
-from shmloader.pipeline.config import Pipe, PipelineConfig, one_of_threads
+from shmloader.pipeline.config import PipelineConfig
 from shmloader.pipeline.stages import Clock, Meter
 
 _NS = 1e9
-
-_COLUMNS = (
-    "stage", "at once", "in", "out", "failed", "left out", "mean", "median", "95 %", "busy",
-    "no input", "output full", "behind", "queue",
-)  # fmt: skip
 
 #: Start-up is the limit if the wait for the first item is a larger share of all waiting than this.
 STARTUP_SHARE = 0.5
@@ -31,19 +25,6 @@ MARGIN = 0.1
 THREAD_WAIT_SHARE = 0.5
 #: Calls that take less time than this, in seconds, cost less than passing their items on.
 TRIVIAL_S = 50e-6
-
-
-class PipelineFinding(enum.Enum):
-    """What the verdict says is the limit."""
-
-    NOTHING_YET = "nothing yet"
-    CONSUMER = "the consumer"
-    START_UP = "start-up"
-    SOURCE = "the source"
-    STAGE = "a stage"
-    SEVERAL = "several stages about equally"
-    THREADS = "too few threads"
-    OVERHEAD = "passing items on"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,36 +123,31 @@ class PipelineStats:
     num_threads: int = 0
 
     @property
-    def finding(self) -> PipelineFinding:
-        """What the verdict says is the limit."""
-        return self._judged[0]
-
-    @property
     def limiting(self) -> tuple[str, ...]:
         """The names of the source and the stages that limit the speed, in the pipeline's order.
 
         More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
         nothing. Empty before the first item, and if the wait for the first item is the limit.
         """
-        return self._judged[1]
+        return _judge(self)[0]
 
     @property
     def verdict(self) -> str:
         """What limits the speed and what to change, in one or two sentences."""
-        return self._judged[2]
+        return _judge(self)[1]
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        rows = [_COLUMNS, *map(_row, self.stages)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [_row(stage) for stage in self.stages]
+        titles = list(_row(PipelineStageStats("", "", 0)))
+        widths = [max(len(title), *(len(row[title]) for row in rows), 0) for title in titles]
         lines = [f"shmloader pipeline: {self._headline}", ""]
-        for row in rows:
-            first, *others = (
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            lines.append("  ".join([f"  {first}", *others]).rstrip())
-        return "\n".join([*lines, "", f"  {self._sink}", "", self.verdict])
+        for cells in (titles, *(row.values() for row in rows)):
+            first, *others = zip(cells, widths, strict=True)
+            texts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+            lines.append("  ".join(["", *texts]).rstrip())
+        sink = f"sink: {self.buffer_mean:.1f} of {self.buffer_size} items ready on average"
+        return "\n".join([*lines, "", f"  {sink}", "", self.verdict])
 
     def __repr__(self) -> str:
         """Return one short line: the number of items, their rate, and the consumer's wait."""
@@ -180,21 +156,6 @@ class PipelineStats:
     def _repr_html_(self) -> str:
         """Return the table and the verdict for a notebook."""
         return as_html(str(self))
-
-    @property
-    def _judged(self) -> tuple[PipelineFinding, tuple[str, ...], str]:
-        """The finding, what limits, and the verdict, by the first rule that holds."""
-        if not self.items:
-            return PipelineFinding.NOTHING_YET, (), "No item has been delivered yet."
-        if self.wait_share < IDLE_SHARE:
-            text = (
-                f"The consumer limits: it waited {self.wait_share:.1%} of the time for items, and "
-                "has nothing to gain from a faster pipeline."
-            )
-            return PipelineFinding.CONSUMER, ("the consumer",), text
-        finding, limiting, text = _cause(self)
-        waited = f"The consumer waited {self.wait_share:.0%} of the time for items; "
-        return finding, tuple(stage.name for stage in limiting), waited + text
 
     @property
     def _headline(self) -> str:
@@ -206,69 +167,75 @@ class PipelineStats:
             f"({self.wait_share:.0%})"
         )
 
-    @property
-    def _sink(self) -> str:
-        return f"sink: {self.buffer_mean:.1f} of {self.buffer_size} items ready on average"
 
-
-def _row(stage: PipelineStageStats) -> tuple[str, ...]:
+def _row(stage: PipelineStageStats) -> dict[str, str]:
+    """Return the stage's row of the table: the text of each column by its title."""
     is_source, has_calls = stage.kind == "source", stage.op_mean_s > 0
-    times = (stage.op_mean_s, stage.op_p50_s, stage.op_p95_s)
-    return (
-        stage.name.removeprefix("stage "),
-        str(stage.concurrency),
-        "" if is_source else f"{stage.items_in:,}",
-        f"{stage.items_out:,}",
-        f"{stage.failures:,}",
-        f"{stage.left_out:,}",
-        *(seconds(time_s) if has_calls else "–" for time_s in times),
-        f"{stage.busy_share:.0%}",
-        "–" if is_source else f"{stage.input_wait_share:.0%}",
-        f"{stage.output_wait_share:.0%}",
-        f"{stage.order_wait_share:.0%}",
-        "" if is_source else f"{stage.queue_mean:.1f} of {stage.queue_size}",
-    )
+    times = {"mean": stage.op_mean_s, "median": stage.op_p50_s, "95 %": stage.op_p95_s}
+    return {
+        "stage": stage.name.removeprefix("stage "),
+        "at once": str(stage.concurrency),
+        "in": "" if is_source else f"{stage.items_in:,}",
+        "out": f"{stage.items_out:,}",
+        "failed": f"{stage.failures:,}",
+        "left out": f"{stage.left_out:,}",
+        **{name: seconds(time_s) if has_calls else "–" for name, time_s in times.items()},
+        "busy": f"{stage.busy_share:.0%}",
+        "no input": "–" if is_source else f"{stage.input_wait_share:.0%}",
+        "output full": f"{stage.output_wait_share:.0%}",
+        "behind": f"{stage.order_wait_share:.0%}",
+        "queue": "" if is_source else f"{stage.queue_mean:.1f} of {stage.queue_size}",
+    }
 
 
-def _cause(stats: PipelineStats) -> tuple[PipelineFinding, list[PipelineStageStats], str]:
-    if stats.items == 1 or stats.startup_s > STARTUP_SHARE * stats.wait_s:
-        text = (
-            f"{seconds(stats.startup_s)} of {seconds(stats.wait_s)} was the wait for the first "
-            "item: call start() earlier, or measure a longer epoch."
+def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
+    """Return what limits, and the verdict, by the first rule that holds."""
+    if not stats.items:
+        return (), "No item has been delivered yet."
+    if stats.wait_share < IDLE_SHARE:
+        return ("the consumer",), (
+            f"The consumer limits: it waited {stats.wait_share:.1%} of the time for items, and "
+            "has nothing to gain from a faster pipeline."
         )
-        return PipelineFinding.START_UP, [], text
+    waited = f"The consumer waited {stats.wait_share:.0%} of the time for items; "
+    if stats.items == 1 or stats.startup_s > STARTUP_SHARE * stats.wait_s:
+        return (), (
+            f"{waited}{seconds(stats.startup_s)} of {seconds(stats.wait_s)} was the wait for the "
+            "first item: call start() earlier, or measure a longer epoch."
+        )
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.limit_share for stage in stages) - MARGIN
     found = [stage for stage in stages if stage.limit_share > least]
+    lacking = [
+        stage
+        for stage in found
+        if stage.kind == "thread" and stage.thread_wait_share > THREAD_WAIT_SHARE
+    ]
     if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
         text = (
             f"the calls in {_listed(found)} are so short that passing items on costs more: "
             "aggregate earlier, or do more in each call."
         )
-        return PipelineFinding.OVERHEAD, found, text
-    lacking = [stage for stage in found if stage.kind == "thread"]
-    lacking = [stage for stage in lacking if stage.thread_wait_share > THREAD_WAIT_SHARE]
-    if lacking:
+    elif lacking:
+        found = lacking
         text = (
-            f"items in {_listed(lacking)} wait for {one_of_threads(stats.num_threads)} that all "
+            f"items in {_listed(found)} wait for one of the {stats.num_threads} threads that all "
             "functions share: raise num_threads of build(), or use executor='process'."
         )
-        return PipelineFinding.THREADS, lacking, text
-    if len(found) > 1:
+    elif len(found) > 1:
         shares = sorted(min(1.0, stage.limit_share) for stage in found)
         text = (
             f"{_listed(found)} limit about equally: an item was in work there for "
             f"{shares[0]:.0%} to {shares[-1]:.0%} of that time. Making only one of them faster "
             "gains little."
         )
-        return PipelineFinding.SEVERAL, found, text
-    [stage] = found
-    text = (
-        f"{stage.name} limits: it was busy {min(1.0, stage.limit_share):.0%} of that time. "
-        f"{_REMEDIES[stage.kind].format(stage.concurrency)}"
-    )
-    is_source = stage.kind == "source"
-    return PipelineFinding.SOURCE if is_source else PipelineFinding.STAGE, found, text
+    else:
+        stage = found[0]
+        text = (
+            f"{stage.name} limits: it was busy {min(1.0, stage.limit_share):.0%} of that time. "
+            f"{_REMEDIES[stage.kind].format(stage.concurrency)}"
+        )
+    return tuple(stage.name for stage in found), waited + text
 
 
 def _listed(stages: list[PipelineStageStats]) -> str:
@@ -309,22 +276,20 @@ def snapshot(
         meters: The meters of the source, of each stage and of the sink.
         state: The epoch's state in words, for ``PipelineStats.state``.
     """
-    sink = meters[-1]
+    *stages, sink = meters
     elapsed_ns = max(1, clock.now_ns - clock.first_ns)
-    waited_ns = max(1, clock.waited_ns)
-    items = sink.out_count
     return PipelineStats(
         state=state,
         stages=tuple(
-            _stage_stats(config, number, meter, elapsed_ns, waited_ns)
-            for number, meter in enumerate(meters[:-1])
+            _stage_stats(config, number, meter, elapsed_ns, max(1, clock.waited_ns))
+            for number, meter in enumerate(stages)
         ),
-        items=items,
+        items=sink.out_count,
         elapsed_s=elapsed_ns / _NS,
-        items_per_s=items / (elapsed_ns / _NS),
+        items_per_s=sink.out_count / (elapsed_ns / _NS),
         wait_s=clock.waited_ns / _NS,
         wait_share=clock.waited_ns / elapsed_ns,
-        startup_s=(clock.startup_ns if items else clock.waited_ns) / _NS,
+        startup_s=(clock.startup_ns if sink.out_count else clock.waited_ns) / _NS,
         buffer_mean=sink.queued_ns / elapsed_ns,
         buffer_size=config.buffer_size,
         num_threads=config.num_threads,
@@ -334,18 +299,14 @@ def snapshot(
 def _stage_stats(
     config: PipelineConfig, number: int, meter: Meter, elapsed_ns: int, waited_ns: int
 ) -> PipelineStageStats:
-    stage = config.stages[number - 1] if number else None
-    kind, concurrency = "source" if stage is None else "aggregate", 1
-    if isinstance(stage, Pipe):
-        kind, concurrency = stage.runs_on.value, stage.concurrency
-    workers_ns = meter.concurrency * elapsed_ns
-    calls = meter.calls
-    busy, blocked = meter.working_ns / workers_ns, meter.blocked_ns / workers_ns
-    behind = meter.behind_ns / workers_ns
+    calls, workers_ns = meter.calls, meter.concurrency * elapsed_ns
+    busy, blocked, behind = (
+        spent_ns / workers_ns for spent_ns in (meter.working_ns, meter.blocked_ns, meter.behind_ns)
+    )
     return PipelineStageStats(
-        name=config.name_of_stage(number),
-        kind=kind,
-        concurrency=concurrency,
+        name=config.titles[number],
+        kind=config.stages[number - 1].runs_on.value if number else "source",
+        concurrency=meter.concurrency,
         items_in=meter.in_count if number else 0,
         items_out=meter.out_count,
         failures=meter.failed_count,

@@ -88,6 +88,14 @@ def with_sink():
     return with_source().add_sink()
 
 
+class Indexed:
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 3
+
+
 POOL = concurrent.futures.ThreadPoolExecutor(1)
 
 
@@ -108,7 +116,7 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_source().pipe(op, concurrency=0), ValueError, ["concurrency", "=0"]),
         (lambda: with_source().pipe(op, concurrency=1.5), TypeError, ["concurrency", "=1.5"]),
         (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
-        (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "int"]),
+        (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "got 4"]),
         (
             lambda: with_source().pipe(coro, executor="thread"),
             ValueError,
@@ -139,6 +147,12 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_sink().build(timeout="1"), TypeError, ["timeout", "'1'"]),
         (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
         (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
+        (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
+        (
+            lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),
+            ValueError,
+            ["snapshot_every_n_steps", "=-1"],
+        ),
     ],
 )
 def test_a_mistake_is_told_at_once(build, error, words):
@@ -152,46 +166,6 @@ def test_building_starts_nothing():
     pipeline = with_source().pipe(op).pipe(coro).pipe(op, executor="process").add_sink().build()
     assert isinstance(pipeline, Pipeline)
     pipeline.stop()
-
-
-class Indexed:
-    def __getitem__(self, index):
-        return index
-
-    def __len__(self):
-        return 3
-
-
-def numbers():
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "words"),
-    [
-        (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
-        (
-            lambda: PipelineBuilder().add_source(numbers),
-            TypeError,
-            ["source=<function num", ": call it"],
-        ),
-        (
-            lambda: PipelineBuilder().add_source([1], snapshot_every_n_steps=-1),
-            ValueError,
-            ["snapshot_every_n_steps", "=-1"],
-        ),
-        (
-            lambda: with_source().pipe(lambda: 1),
-            TypeError,
-            ["()", "called with the item"],
-        ),
-        (lambda: with_source().pipe(lambda a, b: 1), TypeError, ["(a, b)", "'b'"]),
-    ],
-)
-def test_what_does_not_suit_is_told_with_what_to_do(build, error, words):
-    with pytest.raises(error) as caught:
-        build()
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_builders_and_pipelines_show_what_they_are_made_of():
@@ -232,14 +206,3 @@ def test_a_float_is_a_share_of_the_calls() -> None:
     pipeline = with_source().pipe(op, max_failures=0.1).add_sink().build(max_failures=0.25)
     assert pipeline._config.stages[0].max_failures == Fraction(1, 10)
     assert pipeline._config.max_failures == Fraction(1, 4)
-
-
-def test_a_source_or_an_op_of_a_wrong_type_is_shown():
-    with pytest.raises(TypeError, match="the source should be") as raised:
-        PipelineBuilder().add_source(3)
-    assert str(raised.value) == (
-        "the source should be an iterable or an async iterable, but got source=3"
-    )
-    with pytest.raises(TypeError, match="op should be") as raised:
-        PipelineBuilder().add_source([1]).pipe(3)
-    assert str(raised.value) == "op should be callable, but got op=3"

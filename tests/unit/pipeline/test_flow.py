@@ -15,7 +15,6 @@ from shmloader.pipeline.stages import (
     END,
     NOTHING,
     SAMPLE_NS,
-    AggregateStage,
     Clock,
     Job,
     Raised,
@@ -33,7 +32,7 @@ class FailureCounter:
         self.calls = 0
         self.error = error
 
-    def note_good(self) -> None:
+    def add_good(self) -> None:
         self.calls += 1
 
     def end(self) -> BaseException | None:
@@ -43,14 +42,13 @@ class FailureCounter:
 def make_flow(*stages: Any, sink: int = 1) -> Flow:
     """Stages are (capacity, in_order), or (size, drop_last, "group")."""
     clock = Clock()
-    before, after = StageQueue(1), StageQueue(QUEUE if stages else sink)
-    made: list[Any] = [Stage(0, before, after, clock, 1, in_order=True)]
+    sizes = [1, *(QUEUE for _ in stages), sink]
+    queues = [StageQueue(size, size - 1) for size in sizes]
+    made = [Stage(0, queues[0], queues[1], clock)]
     for number, stage in enumerate(stages, start=1):
-        before, after = after, StageQueue(sink if number == len(stages) else QUEUE)
+        before, after = queues[number : number + 2]
         if stage[-1] == "group":
-            made.append(
-                AggregateStage(number, before, after, clock, size=stage[0], drop_last=stage[1])
-            )
+            made.append(Stage(number, before, after, clock, size=stage[0], drop_last=stage[1]))
         else:
             capacity, in_order, *counters = stage
             made.append(
@@ -212,10 +210,10 @@ def test_what_failed_comes_after_what_was_before_it_and_nothing_comes_after():
         flow.yielded(source, number)
     (job,) = flow.ready
     flow.ready = []
-    flow.finished(job, "first")
+    flow.finished(job, ["first"])
     (job,) = flow.ready
     flow.ready = []
-    flow.failed(job, error)
+    flow.failed(job, error, None)
     # The source may still give what it has in hand; nobody begins it.
     flow.yielded(source, 3)
     flow.finished(source)
@@ -259,7 +257,7 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
 def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
     clock = Clock()
     queue = StageQueue(4, 1)
-    flow = Flow([Stage(0, StageQueue(1), queue, clock, 1, in_order=True)], clock)
+    flow = Flow([Stage(0, StageQueue(1, 0), queue, clock)], clock)
     flow.begin()
     (source,) = flow.ready
     flow.ready = []
@@ -280,7 +278,7 @@ def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
         flow.ready = []
         flow.yielded(source, "the item")
         [job] = flow.ready
-        flow.finished(job, "the result")
+        flow.finished(job, ["the result"])
     assert [output for output, _ in job.outputs] == ["the result"]
     assert job.item is None
 
@@ -297,10 +295,10 @@ def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
     [job] = flow.ready
     while job.number < len(stages):
         flow.ready = []
-        flow.finished(job, 1)
+        flow.finished(job, [1])
         [job] = flow.ready
     flow.ready = []
-    flow.failed(job, ValueError())
+    flow.failed(job, ValueError(), None)
     assert not flow.yielded(source, 2)
     while not isinstance(flow.take(), Raised):
         pass
@@ -322,9 +320,9 @@ def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
     flow.yielded(source, "a")
     flow.yielded(source, "b")
     first, second = at(15)  # both in work for 5 ms
-    flow.finished(second, "b")
+    flow.finished(second, ["b"])
     at(18)  # one in work, the other behind it
-    flow.finished(first, "a")
+    flow.finished(first, ["a"])
     at(25)  # "a" fills the sink, "b" is blocked, and a worker is free
     clock.is_waiting = False
     assert flow.take() == "a"

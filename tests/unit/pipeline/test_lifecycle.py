@@ -222,10 +222,6 @@ def test_what_teardown_raises_is_logged_and_delays_no_other(is_async, caplog, co
         (lambda: build(use, dict, 4), TypeError, ["teardown", "=4"]),
         (lambda: build(use, refuse_soon), TypeError, ["setup of stage 'load'", "coroutine"]),
         (lambda: build(use, dict, use_soon), TypeError, ["teardown of stage 'load'", "coroutine"]),
-        (lambda: build(abs, dict), TypeError, ["load(x, /)", "the item and context"]),
-        (lambda: build(lambda item: item, dict), TypeError, ["load(item)", "context"]),
-        (lambda: build(use, lambda path: 1), TypeError, ["setup of 'load'", "path"]),
-        (lambda: build(use, dict, lambda: 1), TypeError, ["teardown of 'load'", "context"]),
         (
             lambda: build(use, dict, print, executor="process"),
             ValueError,

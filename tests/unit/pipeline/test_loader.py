@@ -146,7 +146,7 @@ def test_a_closed_loader_says_so():
         ({"timeout": -1}, ValueError, ["timeout", "=-1"]),
         ({"output_order": "any"}, ValueError, ["output_order", "'any'"]),
         ({"executor": "gpu"}, ValueError, ["executor", "'gpu'"]),
-        ({"executor": 4}, TypeError, ["executor", "int"]),
+        ({"executor": 4}, TypeError, ["executor", "got 4"]),
     ],
 )
 def test_arguments_are_checked_in_the_constructor(options, error, words):
