@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
-from shmloader.cli.parts import Part, Parts, find_hazard
+from shmloader.cli.parts import Part, Parts, find_hazard, type_name
 from shmloader.cli.target import Run, UsageError, like
 from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
@@ -24,14 +24,19 @@ from shmloader.probing import probe
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.counting import estimate_objects
 
-#: From this many Python objects on, the report suggests sharing the dataset.
-_MANY_OBJECTS = 100_000
-
 _METHODS = ("fork", "forkserver", "spawn")
+_PICKLED = ("forkserver", "spawn")
+# What of a loader is sent to its workers.
+_SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 # The longest search for the part that cannot be pickled.
 _SEARCH_S = 10.0
-_PICKLED = ("forkserver", "spawn")
 _ROOT = Path("/")
+
+_OPEN_THERE = (
+    "open it in the worker: leave it None in __init__, and open it in __getitem__ when it is None, "
+    "or in worker_init_fn"
+)
+_FORKSERVER = 'multiprocessing_context="forkserver"'
 
 
 @dataclass
@@ -67,6 +72,8 @@ class Diagnosis:
         workers: The loader's number of workers, or 2 if it has none.
         method: How the workers start, or "threads".
         problems: What goes wrong.
+        is_healthy: Whether nothing goes wrong with the loader as it is.
+        fitting: The start methods with which nothing goes wrong.
         objects: How many Python objects the dataset holds, estimated.
         object_bytes: Memory of these objects. Each worker gets its own copy of those that it uses.
         array_bytes: Memory of the tensors and arrays of the dataset and of the loader's functions,
@@ -80,12 +87,19 @@ class Diagnosis:
         batch_s: How long the first batch took, in seconds, without workers if the loader could be
             made again.
         slots: Number of batches for which shared memory may be taken.
+        slot_bytes: Shared memory for the batches of one rank.
+        worker_bytes: Memory of one worker without the interpreter: objects, and its share of the
+            slots.
+        rank_bytes: Memory that each further rank of a host takes, for its dataset and its workers,
+            without the interpreters, and what lies in shared memory or mapped files already.
     """
 
     kind: str
     workers: int
     method: str
     problems: list[Problem] = field(default_factory=list)
+    is_healthy: bool = True
+    fitting: list[str] = field(default_factory=list)
     objects: int = 0
     object_bytes: int = 0
     array_bytes: int = 0
@@ -97,50 +111,9 @@ class Diagnosis:
     batch_bytes: int | None = None
     batch_s: float | None = None
     slots: int = 0
-
-    @property
-    def fitting(self) -> list[str]:
-        """The start methods with which nothing goes wrong."""
-        certain = [problem for problem in self.problems if problem.is_certain]
-        bad = {method for problem in certain for method in problem.methods}
-        return [method for method in _METHODS if method not in bad]
-
-    @property
-    def wants_sharing(self) -> bool:
-        """Whether ``shmloader.share(dataset)`` would save memory."""
-        return self.objects >= _MANY_OBJECTS
-
-    @property
-    def worker_bytes(self) -> int | None:
-        """Memory of one worker without the interpreter: objects, and its share of the slots."""
-        if self.batch_bytes is None:
-            return None
-        return self.object_bytes + self.slot_bytes // max(1, self.workers)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Shared memory for the batches of one rank."""
-        if self.method == "threads":
-            return 0
-        return self.slots * (self.batch_bytes or 0)
-
-    @property
-    def rank_bytes(self) -> int:
-        """Memory that each further rank of a host takes, for its dataset and its workers.
-
-        The interpreters, and what lies in shared memory or mapped files already, are left out.
-        Ranks that share the dataset and the workers take only ``slot_bytes`` each.
-        """
-        dataset = self.object_bytes + self.array_bytes
-        if self.method == "threads":
-            return dataset
-        objects = 0 if self.batch_bytes is None else self.object_bytes
-        return dataset + self.workers * objects + self.slot_bytes
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether nothing goes wrong with the loader as it is."""
-        return not any(problem.matters for problem in self.problems)
+    slot_bytes: int = 0
+    worker_bytes: int | None = None
+    rank_bytes: int = 0
 
 
 def diagnose(target: object, name: str) -> Diagnosis:
@@ -154,183 +127,147 @@ def diagnose(target: object, name: str) -> Diagnosis:
         UsageError: If ``target`` is neither a loader nor a dataset.
     """
     loader = _loader_of(target, name)
+    context = probe(loader, "multiprocessing_context") or multiprocessing.get_context()
     is_threaded = probe(loader, "thread_pool", False)
-    found = Diagnosis(
-        type(target).__name__,
-        loader.num_workers or 2,
-        "threads" if is_threaded else _start_method(loader),
-    )
-    roots = _roots_of(loader)
-    _look_at_parts(found, roots)
-    _pickle(found, loader, roots)
+    method = "threads" if is_threaded else context.get_start_method()
+    found = Diagnosis(type(target).__name__, loader.num_workers or 2, method)
+    roots = [Part(name, probe(loader, name)) for name in _SENT]
+    _look_at_parts(found, [root for root in roots if root.value is not None])
+    _look_at_process(found)
+    _pickle(found, roots)
     _make_batch(found, loader)
     for problem in found.problems:
-        is_concerned = not problem.methods or found.method in problem.methods
+        is_concerned = not problem.methods or method in problem.methods
         problem.matters = problem.is_certain and is_concerned
+    found.is_healthy = not any(problem.matters for problem in found.problems)
+    bad = {each for problem in found.problems if problem.is_certain for each in problem.methods}
+    found.fitting = [each for each in _METHODS if each not in bad]
+    _add_up(found)
     return found
 
 
 def _loader_of(target: object, name: str) -> Any:
     if isinstance(target, torch.utils.data.DataLoader):
         return target
-    is_dataset = isinstance(target, Dataset) or (
-        probe(target, "__getitem__") is not None and probe(target, "__len__") is not None
-    )
-    if is_dataset and not isinstance(target, type):
+    has_items = None not in (probe(target, "__getitem__"), probe(target, "__len__"))
+    if (has_items or isinstance(target, Dataset)) and not isinstance(target, type):
         return DataLoader(target)  # type: ignore[arg-type]
     raise UsageError(
         f"{name}() returned {described_type(target)}, which is neither a DataLoader nor a dataset"
     )
 
 
-def _start_method(loader: Any) -> str:
-    context = loader.multiprocessing_context or multiprocessing.get_context()
-    method: str = context.get_start_method()
-    return method
-
-
-def _roots_of(loader: Any) -> list[Part]:
-    names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-    parts = [Part(name, probe(loader, name)) for name in names]
-    return [part for part in parts if part.value is not None]
-
-
-# What goes wrong ---------------------------------------------------------------------------
+def _add_up(found: Diagnosis) -> None:
+    """Compute the memory of slots, workers and ranks."""
+    is_threaded = found.method == "threads"
+    found.rank_bytes = found.object_bytes + found.array_bytes
+    if found.batch_bytes is not None:
+        found.slot_bytes = 0 if is_threaded else found.slots * found.batch_bytes
+        found.worker_bytes = found.object_bytes + found.slot_bytes // max(1, found.workers)
+        if not is_threaded:
+            found.rank_bytes += found.workers * found.object_bytes + found.slot_bytes
 
 
 def _look_at_parts(found: Diagnosis, roots: list[Part]) -> None:
-    """Find what does not work in workers, and measure tensors and arrays."""
+    """Find what does not work in workers, and measure objects, tensors and arrays."""
     parts, storages = Parts(), set[int]()
     walks = (parts.walk(root, lambda value: find_hazard(value) is not None) for root in roots)
     for part in itertools.chain.from_iterable(walks):
-        hazard = find_hazard(part.value)
-        if hazard is not None:
-            if hazard.in_fork:
-                found.problems.append(_problem(part, hazard.kind, hazard.in_fork, "fork"))
-            if hazard.in_threads:
-                found.problems.append(_problem(part, hazard.kind, hazard.in_threads, "threads"))
+        kind, *reasons = find_hazard(part.value) or ("",)
+        for method, what in zip(("fork", "threads"), reasons, strict=False):
+            if what:
+                remedy = _remedy(kind, method)
+                found.problems.append(Problem(part.path, kind, what, remedy, (method,)))
         _add_size(found, part, storages)
     found.is_complete = parts.is_complete
-    _note_threads(found)
-    dataset = roots[0].value
-    found.objects, found.object_bytes = estimate_objects(dataset)
-    if torch.cuda.is_initialized():
-        found.problems.append(
-            Problem(
-                "torch.cuda",
-                "CUDA",
-                "the function used CUDA in this process, and CUDA does not work in a forked one",
-                'multiprocessing_context="forkserver"; or use CUDA only after the workers started',
-                ("fork",),
-            )
-        )
+    found.objects, found.object_bytes = estimate_objects(roots[0].value)
 
 
-def _note_threads(found: Diagnosis) -> None:
-    """Note the other threads of this process, which would run while workers are forked."""
-    known = (threading.main_thread(), threading.current_thread())
-    others = [thread.name for thread in threading.enumerate() if thread not in known]
-    if others:
-        found.problems.append(
-            Problem(
-                "this process",
-                "threading.Thread",
-                f"it has {len(others)} more threads ({', '.join(others[:3])}); a lock that one of "
-                "them holds when a worker is forked stays locked in the worker",
-                'multiprocessing_context="forkserver"; or start them after iter(loader)',
-                ("fork",),
-                is_certain=False,
-            )
-        )
-
-
-def _problem(part: Part, kind: str, what: str, method: str) -> Problem:
-    remedy = (
-        "open it in the worker: leave it None in __init__, and open it in __getitem__ when it is "
-        "None, or in worker_init_fn"
-    )
+def _remedy(kind: str, method: str) -> str:
     if kind.startswith("_thread."):
-        remedy = "release it before iter(loader)"
-    elif kind == "CUDA tensor":
-        remedy = "keep it on the CPU, and let device= move the batches"
-    elif method == "threads":
-        remedy = "open one for each thread (threading.local()), or use processes"
-    return Problem(part.path, kind, what, remedy, (method,))
+        return "release it before iter(loader)"
+    if kind == "CUDA tensor":
+        return "keep it on the CPU, and let device= move the batches"
+    if method == "threads":
+        return "open one for each thread (threading.local()), or use processes"
+    return _OPEN_THERE
 
 
 def _add_size(found: Diagnosis, part: Part, storages: set[int]) -> None:
+    """Add the size of a tensor or an array, unless its memory was counted before."""
     value = part.value
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         storage = value.untyped_storage()
         key, nbytes, is_shared = storage.data_ptr(), storage.nbytes(), value.is_shared()
     elif isinstance(value, np.ndarray):
-        base = value
-        while isinstance(base.base, np.ndarray):
-            base = base.base
-        key, nbytes = base.__array_interface__["data"][0], base.nbytes
-        is_shared = isinstance(base, np.memmap | SharedArray)
+        while isinstance(value.base, np.ndarray):
+            value = value.base
+        key, nbytes = value.__array_interface__["data"][0], value.nbytes
+        is_shared = isinstance(value, np.memmap | SharedArray)
     else:
         return
-    if key in storages:
-        return
-    storages.add(key)
-    if is_shared:
-        found.shared_bytes += round(nbytes * part.weight)
-    else:
-        found.array_bytes += round(nbytes * part.weight)
+    if key not in storages:
+        storages.add(key)
+        if is_shared:
+            found.shared_bytes += round(nbytes * part.weight)
+        else:
+            found.array_bytes += round(nbytes * part.weight)
 
 
-# Pickle ------------------------------------------------------------------------------------
+def _look_at_process(found: Diagnosis) -> None:
+    """Find what stands in the way of forking this process: CUDA, and other threads."""
+    known = (threading.main_thread(), threading.current_thread())
+    others = [thread.name for thread in threading.enumerate() if thread not in known]
+    if others:
+        what = (
+            f"it has {len(others)} more threads ({', '.join(others[:3])}); a lock that one of "
+            "them holds when a worker is forked stays locked in the worker"
+        )
+        remedy = f"{_FORKSERVER}; or start them after iter(loader)"
+        note = Problem("this process", "threading.Thread", what, remedy, ("fork",), False)
+        found.problems.append(note)
+    if torch.cuda.is_initialized():
+        what = "the function used CUDA in this process, and CUDA does not work in a forked one"
+        remedy = f"{_FORKSERVER}; or use CUDA only after the workers started"
+        found.problems.append(Problem("torch.cuda", "CUDA", what, remedy, ("fork",)))
 
 
-def _pickle(found: Diagnosis, loader: Any, roots: list[Part]) -> None:
+def _pickle(found: Diagnosis, roots: list[Part]) -> None:
     """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
     free = free_memory(_ROOT, control_groups(_ROOT))
     needed = found.array_bytes + found.object_bytes
     if free is not None and needed > free.nbytes // 2:
         return  # the pickle would take as much memory again
-    names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
+    values = tuple(root.value for root in roots)
     began_s = time.monotonic()
     try:
-        payload = Payload(tuple(probe(loader, name) for name in names))
+        payload = Payload(values)
     except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        values, paths = [root.value for root in roots], [root.path for root in roots]
-        part = find_unpicklable(values, paths, _SEARCH_S) or Unpicklable(
-            "the arguments of the loader", values
+        part = find_unpicklable(values, _SENT, _SEARCH_S)
+        path, value = part or Unpicklable("the arguments of the loader", values)
+        what = f"it cannot be pickled ({_first_line(error)})"
+        remedy = (
+            "open or create it in the worker; or leave it out in __getstate__, and create it again "
+            "in __setstate__"
         )
-        found.problems.append(
-            Problem(
-                part.path,
-                f"{type(part.value).__module__}.{type(part.value).__qualname__}",
-                f"it cannot be pickled ({_first_line(error)})",
-                "open or create it in the worker; or leave it out in __getstate__, and create it "
-                "again in __setstate__",
-                _PICKLED,
-            )
-        )
-        return
-    found.pickle_s = time.monotonic() - began_s
-    found.pickle_bytes, found.by_value = payload.nbytes, payload.by_value
-    payload.close()
+        found.problems.append(Problem(path, type_name(type(value)), what, remedy, _PICKLED))
+    else:
+        found.pickle_s = time.monotonic() - began_s
+        found.pickle_bytes, found.by_value = payload.nbytes, payload.by_value
+        payload.close()
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# Memory ------------------------------------------------------------------------------------
-
-
 def _make_batch(found: Diagnosis, loader: Any) -> None:
     """Make one batch, without workers if the loader can be made again, and measure it."""
-    if isinstance(loader, DataLoader):
+    if isinstance(loader, DataLoader) and loader.num_workers:
         config = loader._config()
         found.slots = config.most_window + config.lend_limit
-    if found.slots == 0 or not loader.num_workers:
-        # The number of slots that a DataLoader with this number of workers has.
-        found.slots = 2 * found.workers + 4
+    # The number of slots that a DataLoader with this number of workers has.
+    found.slots = found.slots or 2 * found.workers + 4
     try:
         alone = like(loader, num_workers=0)
     except UsageError:
@@ -345,13 +282,6 @@ def _make_batch(found: Diagnosis, loader: Any) -> None:
     except StopIteration:
         return
     except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-        what = _first_line(error)
-        found.problems.append(
-            Problem(
-                "the first batch",
-                type(error).__name__,
-                f"making it raises {what}",
-                "iterate the loader with num_workers=0 to see the traceback",
-                (),
-            )
-        )
+        what = f"making it raises {_first_line(error)}"
+        remedy = "iterate the loader with num_workers=0 to see the traceback"
+        found.problems.append(Problem("the first batch", type(error).__name__, what, remedy, ()))

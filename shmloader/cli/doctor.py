@@ -16,14 +16,31 @@ from pathlib import Path
 import psutil
 import torch
 
-from shmloader.cli.diagnosis import Diagnosis, Problem, diagnose
+from shmloader.cli.diagnosis import Diagnosis, diagnose
 from shmloader.cli.target import call, find
 from shmloader.grammar import counted, seconds, size
 from shmloader.memory.limits import address_space, control_groups, free_memory
 from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
-_WIDTH = 16
+# From this many Python objects on, the report suggests sharing the dataset.
+_MANY_OBJECTS = 100_000
+
+_ROOT = Path("/")
+# With a lower limit, the report says that there are few: a loader with 16 workers takes some
+# hundreds.
+_FEW_DESCRIPTORS = 1024
+
+_METHODS = {
+    "fork": "Workers start in milliseconds and share loaded memory; nothing is pickled.",
+    "forkserver": "Workers start in milliseconds after a server has imported torch. The dataset is "
+    "pickled once for all of them.",
+    "spawn": "Each worker starts an interpreter and imports torch, which takes seconds: use "
+    "persistent_workers=True.",
+}
+
+# A value, and what it means for a loader.
+_Finding = tuple[str, str]
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -36,73 +53,55 @@ def doctor(options: argparse.Namespace) -> int:
         UsageError: If the argument names no function that returns a loader or a dataset.
     """
     if options.target is None:
-        _show_machine(as_json=options.json)
+        findings = dict(_examine_machine())
+        if options.json:
+            print(json.dumps(findings, indent=2))
+            return 0
+        system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+        print(f"Python {platform.python_version()}, torch {torch.__version__}, {system}\n")
+        for name, (value, meaning) in findings.items():
+            _print(name, value, meaning)
         return 0
     found = diagnose(call(find(options.target), options.target), options.target)
     if options.json:
-        print(json.dumps({"target": options.target, **_values(found)}, indent=2))
+        print(json.dumps({"target": options.target, **dataclasses.asdict(found)}, indent=2))
     else:
         _show(found, options.target)
     return 0 if found.is_healthy else 1
 
 
-def _show_machine(*, as_json: bool) -> None:
-    findings = examine_machine()
-    if as_json:
-        print(json.dumps({name: [value, meaning] for name, value, meaning in findings}, indent=2))
-        return
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} "
-        f"{platform.release()}, {platform.machine()}\n"
-    )
-    for name, value, meaning in findings:
-        _print(name, value, meaning)
+def _print(name: str, *lines: str) -> None:
+    for line in filter(None, lines):
+        print(f"  {name:<16}{line}")
+        name = ""
 
 
-def _values(found: Diagnosis) -> dict[str, object]:
-    return {
-        **dataclasses.asdict(found),
-        "worker_bytes": found.worker_bytes,
-        "slot_bytes": found.slot_bytes,
-        "rank_bytes": found.rank_bytes,
-        "fitting": found.fitting,
-        "is_healthy": found.is_healthy,
-    }
-
-
-def _print(name: str, value: str, meaning: str) -> None:
-    print(f"  {name:<{_WIDTH}}{value}")
-    if meaning:
-        print(f"  {'':<{_WIDTH}}{meaning}")
+# A loader ----------------------------------------------------------------------------------
 
 
 def _show(found: Diagnosis, target: str) -> None:
     is_threaded = found.method == "threads"
     how = "threads" if is_threaded else f"processes, start method {found.method}"
     print(f"{target}: {found.kind}; workers are {how}\n")
-    _print("dataset", *_describe_dataset(found))
-    _print("batch", *_describe_batch(found))
-    if not is_threaded:
-        _print("pickle", *_describe_pickle(found))
-        _print("a worker", *_describe_worker(found))
-        _print("start methods", *_describe_methods(found))
-    _print("further ranks", *_describe_ranks(found))
+    for name, describe in _ROWS.items():
+        if not is_threaded or name in {"dataset", "batch", "further ranks"}:
+            _print(name, *describe(found))
     print()
     for problem in found.problems:
-        if not problem.methods or is_threaded == ("threads" in problem.methods):
-            _show_problem(problem)
+        if problem.methods and is_threaded != ("threads" in problem.methods):
+            continue
+        where = f"With {' and '.join(problem.methods)}: " if problem.methods else ""
+        _print(
+            "problem" if problem.matters else "note",
+            f"{problem.path} ({problem.kind})",
+            f"{where}{problem.what}.",
+            f"Remedy: {problem.remedy}.\n",
+        )
     if found.is_healthy:
         print("No problem was found.")
 
 
-def _show_problem(problem: Problem) -> None:
-    _print("problem" if problem.matters else "note", f"{problem.path} ({problem.kind})", "")
-    where = f"With {' and '.join(problem.methods)}: " if problem.methods else ""
-    print(f"  {'':<{_WIDTH}}{where}{problem.what}.")
-    print(f"  {'':<{_WIDTH}}Remedy: {problem.remedy}.\n")
-
-
-def _describe_dataset(found: Diagnosis) -> tuple[str, str]:
+def _describe_dataset(found: Diagnosis) -> _Finding:
     value = (
         f"{size(found.array_bytes)} of tensors and arrays, about {found.objects:,} Python objects "
         f"({size(found.object_bytes)})"
@@ -111,200 +110,185 @@ def _describe_dataset(found: Diagnosis) -> tuple[str, str]:
         value += f", {size(found.shared_bytes)} in shared memory or mapped files"
     if not found.is_complete:
         value += "; it was not looked through completely"
-    if found.wants_sharing:
-        return value, (
-            "dataset = shmloader.share(dataset) keeps the objects in memory only once; "
-            "share_on_host(build) once for all ranks of a host."
-        )
-    return value, ""
+    if found.objects < _MANY_OBJECTS:
+        return value, ""
+    return value, (
+        "dataset = shmloader.share(dataset) keeps the objects in memory only once; "
+        "share_on_host(build) once for all ranks of a host."
+    )
 
 
-def _describe_pickle(found: Diagnosis) -> tuple[str, str]:
-    if found.pickle_bytes is None or found.pickle_s is None:
-        if any("spawn" in problem.methods for problem in found.problems):
-            return "not possible, see below", ""
-        return "not tried: there is too little free memory for a copy of the dataset", ""
-    value = f"{size(found.pickle_bytes)} in {seconds(found.pickle_s)}"
-    if found.by_value:
-        value += ", by cloudpickle"
-    return value, "With spawn and forkserver, sent once for all workers; not sent with fork."
-
-
-def _describe_batch(found: Diagnosis) -> tuple[str, str]:
+def _describe_batch(found: Diagnosis) -> _Finding:
     if found.batch_bytes is None or found.batch_s is None:
         return "none", ""
     value = f"{size(found.batch_bytes)}; the first one took {seconds(found.batch_s)}"
     if found.method == "threads":
         return value, "The threads share everything, and batches stay as they are."
-    slots = counted(found.slots, "batch", "batches")
-    whole = size(found.slot_bytes)
-    return value, f"{counted(found.workers, 'worker')}: shared memory for {slots}, {whole}."
+    return value, (
+        f"{counted(found.workers, 'worker')}: shared memory for "
+        f"{counted(found.slots, 'batch', 'batches')}, {size(found.slot_bytes)}."
+    )
 
 
-def _describe_worker(found: Diagnosis) -> tuple[str, str]:
+def _describe_pickle(found: Diagnosis) -> _Finding:
+    if found.pickle_bytes is None or found.pickle_s is None:
+        if "spawn" not in found.fitting:
+            return "not possible, see below", ""
+        return "not tried: there is too little free memory for a copy of the dataset", ""
+    how = ", by cloudpickle" if found.by_value else ""
+    value = f"{size(found.pickle_bytes)} in {seconds(found.pickle_s)}{how}"
+    return value, "With spawn and forkserver, sent once for all workers; not sent with fork."
+
+
+def _describe_worker(found: Diagnosis) -> _Finding:
     if found.worker_bytes is None:
         return "unknown", ""
     meaning = "The Python objects that it uses, and its share of the batches; not the interpreter."
     return size(found.worker_bytes), meaning
 
 
-def _describe_ranks(found: Diagnosis) -> tuple[str, str]:
+def _describe_methods(found: Diagnosis) -> _Finding:
+    if not found.fitting:
+        return "none works", "Solve the problems below, or use num_workers=0."
+    return ", ".join(found.fitting), f"{found.fitting[0]}: {_METHODS[found.fitting[0]]}"
+
+
+def _describe_ranks(found: Diagnosis) -> _Finding:
     value = f"each takes {size(found.rank_bytes)} more on the same host, for the dataset"
+    meaning = "shmloader.share_on_host(build) keeps one dataset for all of them"
     if found.method == "threads":
-        return value, "shmloader.share_on_host(build) keeps one dataset for all of them."
-    value += f" and {counted(found.workers, 'worker')}"
-    meaning = (
-        "shmloader.share_on_host(build) keeps one dataset for all of them, and "
-        "ShardedDataLoader(worker_scope='host') one pool of workers."
-    )
+        return value, f"{meaning}."
+    meaning += ", and ShardedDataLoader(worker_scope='host') one pool of workers."
     if found.slot_bytes:
         meaning += f" Each still takes {size(found.slot_bytes)} for its batches."
-    return value, meaning
+    return f"{value} and {counted(found.workers, 'worker')}", meaning
 
 
-def _describe_methods(found: Diagnosis) -> tuple[str, str]:
-    fitting = found.fitting
-    if not fitting:
-        return "none works", "Solve the problems below, or use num_workers=0."
-    best = fitting[0]
-    meaning = {
-        "fork": "fork starts workers in milliseconds and copies nothing.",
-        "forkserver": "forkserver starts workers in milliseconds, and pickles the dataset once.",
-        "spawn": "spawn starts an interpreter for each worker: use persistent_workers=True.",
-    }[best]
-    return f"{', '.join(fitting)}", meaning
+_ROWS: dict[str, Callable[[Diagnosis], _Finding]] = {
+    "dataset": _describe_dataset,
+    "batch": _describe_batch,
+    "pickle": _describe_pickle,
+    "a worker": _describe_worker,
+    "start methods": _describe_methods,
+    "further ranks": _describe_ranks,
+}
 
 
 # The machine -------------------------------------------------------------------------------
 
-_ROOT = Path("/")
-# With a lower limit, the report says that there are few: a loader with 16 workers takes some
-# hundreds.
-_FEW_DESCRIPTORS = 1024
 
-Finding = tuple[str, str, str]
-
-
-def examine_machine() -> Iterator[Finding]:
-    """Yield the name, value and meaning of each finding."""
-    for check in _CHECKS:
+def _examine_machine() -> Iterator[tuple[str, _Finding]]:
+    for name, check in _CHECKS.items():
         try:
-            yield check()
+            yield name, check()
         except Exception as error:  # noqa: BLE001 - a failing check does not prevent the others
-            yield check.__name__.strip("_").replace("_", " "), "unknown", str(error)
+            yield name, ("unknown", str(error))
 
 
-def _cores() -> Finding:
-    quota = core_quota(_ROOT)
-    cores = usable_cores(_ROOT)
+def _cores() -> _Finding:
+    quota, cores = core_quota(_ROOT), usable_cores(_ROOT)
     by = f"{affinity()} by affinity, of {os.cpu_count()}"
-    by += "" if quota is None else f"; {quota:g} by the quota of the control group"
+    if quota is not None:
+        by += f"; {quota:g} by the quota of the control group"
     meaning = f"If samples keep the CPU busy, up to {cores} workers help; if samples wait, more."
-    return "cores", f"{cores} ({by})", meaning
+    return f"{cores} ({by})", meaning
 
 
-def _memory() -> Finding:
+def _memory() -> _Finding:
     free = free_memory(_ROOT, control_groups(_ROOT))
     total = size(psutil.virtual_memory().total)
     if free is None:
-        return "memory", f"{total}; free memory is unknown", "Memory is not checked before use."
-    value = f"{size(free.nbytes)} free ({free.limit}); the machine has {total}"
-    return "memory", value, "A batch that does not fit raises SharedMemoryError before it is made."
+        return f"{total}; free memory is unknown", "Memory is not checked before use."
+    return (
+        f"{size(free.nbytes)} free ({free.limit}); the machine has {total}",
+        "A batch that does not fit raises SharedMemoryError before it is made.",
+    )
 
 
-def _dev_shm() -> Finding:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return "/dev/shm", "missing", "torch's loader needs it; this one does not."
+def _dev_shm() -> _Finding:
+    if not Path("/dev/shm").exists():
+        return "missing", "torch's loader needs it; this one does not."
+    usage = shutil.disk_usage("/dev/shm")
     value = f"{size(usage.total)}, {size(usage.free)} free"
-    return "/dev/shm", value, "torch's loader puts batches there; this one does not use it."
+    return value, "torch's loader puts batches there; this one does not use it."
 
 
-def _memfd() -> Finding:
+def _memfd() -> _Finding:
     why = why_unsupported()
     if why is None:
-        return "memfd, pidfd", "available", "Worker processes collate into shared memory."
-    meaning = "num_workers > 0 uses torch's own workers, with a warning; thread_pool=True works."
-    return "memfd, pidfd", why, meaning
+        return "available", "Worker processes collate into shared memory."
+    return why, "num_workers > 0 uses torch's own workers, with a warning; thread_pool=True works."
 
 
-def _address_space() -> Finding:
+def _address_space() -> _Finding:
     space = address_space()
-    meaning = "Slots may be as large as memory allows."
-    if space.limit_bytes is not None:
-        meaning = (
-            "Each process maps the filled part of all its batches that are in flight or in use. A "
-            "batch that does not fit raises SharedMemoryError."
-        )
-    return "address space", space.describe(), meaning
+    if space.limit_bytes is None:
+        return space.describe(), "Slots may be as large as memory allows."
+    return space.describe(), (
+        "Each process maps the filled part of all its batches that are in flight or in use. A "
+        "batch that does not fit raises SharedMemoryError."
+    )
 
 
-def _descriptors() -> Finding:
+def _descriptors() -> _Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = psutil.Process().num_fds()
-    meaning = "A loader needs one or two for each slot, and four for each worker."
-    if soft < _FEW_DESCRIPTORS:
-        meaning += f" There are few: `ulimit -n {hard}` allows more."
-    return "descriptors", f"{soft}, of which {used} are used (ulimit -n; at most {hard})", meaning
+    few = f" There are few: `ulimit -n {hard}` allows more." if soft < _FEW_DESCRIPTORS else ""
+    return (
+        f"{soft}, of which {used} are used (ulimit -n; at most {hard})",
+        f"A loader needs one or two for each slot, and four for each worker.{few}",
+    )
 
 
-def _start_method() -> Finding:
+def _start_method() -> _Finding:
     method = multiprocessing.get_context().get_start_method()
-    meaning = {
-        "fork": "Workers start in milliseconds and share loaded memory; nothing is pickled.",
-        "forkserver": "Workers start in milliseconds after a server has imported torch. The "
-        "dataset is pickled once for all of them.",
-        "spawn": "Each worker starts an interpreter and imports torch, which takes seconds: use "
-        "persistent_workers=True.",
-    }
-    return "start method", method, meaning.get(method, "")
+    return method, _METHODS.get(method, "")
 
 
-def _gpus() -> Finding:
+def _gpus() -> _Finding:
     if not torch.accelerator.is_available():
-        return "GPUs", "none that torch can use", "pin_memory=True has no effect."
+        return "none that torch can use", "pin_memory=True has no effect."
     kind = torch.accelerator.current_accelerator()
-    count = torch.accelerator.device_count()
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(kind)
     return (
-        "GPUs",
-        f"{count} ({name})",
+        f"{torch.accelerator.device_count()} ({name})",
         "device= brings batches to a GPU with one copy less than pin_memory=True.",
     )
 
 
-def _locked_pages() -> Finding:
+def _locked_pages() -> _Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"limit {size(soft)}"
-    meaning = "Where page-locking is refused, device= warns, and copies by pinned memory."
-    return "locked pages", f"{limit} (ulimit -l)", meaning
+    return (
+        f"{limit} (ulimit -l)",
+        "Where page-locking is refused, device= warns, and copies by pinned memory.",
+    )
 
 
-def _streaming() -> Finding:
+def _streaming() -> _Finding:
     if importlib.util.find_spec("shmloader.memory._streaming") is not None:
-        return "C function", "built", "Copies of large batches bypass the CPU's caches."
+        return "built", "Copies of large batches bypass the CPU's caches."
     meaning = "Copies of large batches go through the CPU's caches: reinstall with a C compiler."
-    return "C function", "not built", meaning
+    return "not built", meaning
 
 
-def _threads() -> Finding:
+def _threads() -> _Finding:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return "interpreter", "free-threaded", "thread_pool=True loads on all cores."
+        return "free-threaded", "thread_pool=True loads on all cores."
     meaning = "thread_pool=True helps if samples wait, or release the interpreter's lock."
-    return "interpreter", "with a global lock", meaning
+    return "with a global lock", meaning
 
 
-_CHECKS: tuple[Callable[[], Finding], ...] = (
-    _cores,
-    _memory,
-    _dev_shm,
-    _memfd,
-    _address_space,
-    _descriptors,
-    _start_method,
-    _gpus,
-    _locked_pages,
-    _streaming,
-    _threads,
-)
+_CHECKS: dict[str, Callable[[], _Finding]] = {
+    "cores": _cores,
+    "memory": _memory,
+    "/dev/shm": _dev_shm,
+    "memfd, pidfd": _memfd,
+    "address space": _address_space,
+    "descriptors": _descriptors,
+    "start method": _start_method,
+    "GPUs": _gpus,
+    "locked pages": _locked_pages,
+    "C function": _streaming,
+    "interpreter": _threads,
+}

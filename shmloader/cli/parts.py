@@ -6,10 +6,10 @@ package is imported for this: an object of a package exists only where it was im
 """
 
 import collections
+import contextlib
 import functools
 import logging
 import reprlib
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -25,8 +25,7 @@ from shmloader.shared.counting import attributes_of
 _LIMIT_S = 10.0
 _ITEMS = 1_000
 
-_SEQUENCES = (list, tuple, collections.deque)
-_SETS = (set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
 # A logger leads to all loggers of the process.
 _OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
@@ -86,65 +85,46 @@ class Parts:
 
 def _parts_of(part: Part) -> list[Part]:
     """Return a part's own parts that are not plain values. If there are too many, return some."""
-    if _has_only_atoms(part.value):
-        return []
+    value = part.value
+    items = value.values() if type(value) is dict else value
+    if type(value) in _CONTAINERS and set(map(type, items)) <= set(_ATOMS):
+        return []  # of plain values there may be millions
     found = [
-        Part(part.path + suffix, value, part.weight)
-        for suffix, value in (*_children_of(part.value), *_globals_of(part.value))
-        if not isinstance(value, _OPAQUE)
+        Part(part.path + suffix, inner, part.weight)
+        for suffix, inner in _children_of(value)
+        if not isinstance(inner, _OPAQUE)
     ]
     if len(found) <= _ITEMS:
         return found
-    weight = part.weight * len(found) / _ITEMS
     step = len(found) / _ITEMS
-    return [found[int(step * at)]._replace(weight=weight) for at in range(_ITEMS)]
-
-
-def _has_only_atoms(value: Any) -> bool:
-    """Whether an object is a container of plain values, of which there may be millions."""
-    if type(value) is dict:
-        return set(map(type, value.values())) <= set(_ATOMS)
-    return type(value) in (list, tuple, set, frozenset) and set(map(type, value)) <= set(_ATOMS)
+    return [found[int(step * at)]._replace(weight=part.weight * step) for at in range(_ITEMS)]
 
 
 def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, each with the end of the expression that leads to it."""
-    if isinstance(value, torch.Tensor):
-        return
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            yield from ((f".flat[{at}]", item) for at, item in enumerate(value.flat))
+    if isinstance(value, torch.Tensor | np.ndarray):
         return
     if isinstance(value, dict):
         yield from ((f"[{_shown(key)}]", item) for key, item in list(value.items()))
-    elif isinstance(value, _SEQUENCES):
+    elif isinstance(value, list | tuple | collections.deque):
         yield from ((f"[{at}]", item) for at, item in enumerate(list(value)))
-    elif isinstance(value, _SETS):
+    elif isinstance(value, set | frozenset):
         yield from (("{…}", item) for item in list(value))
     elif isinstance(value, functools.partial):
         yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
-        yield from _variables_of(value)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        with contextlib.suppress(ValueError):  # a variable may have no value yet
+            yield from ((f" (variable {name!r})", cell.cell_contents) for name, cell in cells)
     yield from ((f".{name}", item) for name, item in attributes_of(value).items())
+    yield from _globals_of(value)
 
 
 def _shown(key: object) -> str:
     """Return a key of a dict as text, without running the user's code."""
     return reprlib.repr(key) if type(key) in _ATOMS else f"<{type(key).__name__}>"
-
-
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a closure, and the defaults of arguments."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            yield f" (variable {name!r})", cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
-    for at, default in enumerate(function.__defaults__ or ()):
-        yield f".__defaults__[{at}]", default
 
 
 def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -155,10 +135,9 @@ def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
             functions += [vars(kind).get(name) for name in _LOADING]
     for function in functions:
         if isinstance(function, types.FunctionType):
-            known = function.__globals__
-            for name in function.__code__.co_names:
-                if name in known:
-                    yield f" (global variable {name!r})", known[name]
+            known, names = function.__globals__, function.__code__.co_names
+            found = ((name, known[name]) for name in names if name in known)
+            yield from ((f" (global variable {name!r})", item) for name, item in found)
 
 
 class Hazard(NamedTuple):
@@ -179,28 +158,18 @@ _SQLITE = (
     "SQLite forbids using a connection in a forked process: it may corrupt the database",
     "a connection works only in the thread that opened it (check_same_thread)",
 )
-_HDF5 = (
-    "the forked workers share one file position and the library's locks: reads fail or hang",
-    "",
-)
-_LMDB = ("LMDB forbids using an environment that was opened before a fork", "")
-_CLIENT = (
-    "the forked workers share one connection, and read each other's answers",
-    "",
-)
+_HDF5 = ("the forked workers share one file position and the library's locks: reads fail or hang",)
+_LMDB = ("LMDB forbids using an environment that was opened before a fork",)
+_CLIENT = ("the forked workers share one connection, and read each other's answers",)
+_ARCHIVE = ("the forked workers share one file position: reads return wrong data or fail",)
+_THREAD = ("the thread does not run in a forked process, so what waits for it hangs",)
 _POSITION = (
     "the forked workers share one file position: they read each other's data",
     "the threads share one file position: they read each other's data",
 )
-_ARCHIVE = (
-    "the forked workers share one file position: reads return wrong data or fail",
-    "",
-)
-_CUDA = ("CUDA does not work in a forked process", "")
-_THREAD = ("the thread does not run in a forked process, so what waits for it hangs", "")
 
 # Names of types, with the reasons. A type matches by itself or by a base class.
-_RULES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
+_RULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("sqlite3.Connection", "sqlite3.Cursor", "sqlite3.Blob"), _SQLITE),
     (("h5py._hl.base.HLObject", "tables.file.File", "netCDF4._netCDF4.Dataset"), _HDF5),
     # The extension module of lmdb gives its classes no module.
@@ -222,30 +191,25 @@ _RULES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
 def find_hazard(value: Any) -> Hazard | None:
     """Return what goes wrong with an object in workers, or None."""
     kind = type(value)
+    name = type_name(kind)
     if isinstance(value, torch.Tensor):
-        return Hazard("CUDA tensor", *_CUDA) if value.is_cuda else None
-    name = _name_of(kind)
+        why = "CUDA does not work in a forked process"
+        return Hazard("CUDA tensor", why) if value.is_cuda else None
     if name in ("_thread.lock", "_thread.RLock"):
-        return _held_lock(value, name)
-    for base in kind.__mro__:
-        full = _name_of(base)
+        is_held = value.locked() if name == "_thread.lock" else "unlocked" not in repr(value)
+        why = "it is locked now, and stays so in a forked process"
+        return Hazard(name, why) if is_held else None
+    for base in map(type_name, kind.__mro__):
         for names, reasons in _RULES:
-            if full in names:
-                is_open = _IS_OPEN.get(full.partition(".")[0], _is_unclosed)
+            if base in names:
+                is_open = _IS_OPEN.get(base.partition(".")[0], _is_unclosed)
                 return Hazard(name, *reasons) if is_open(value) else None
     return None
 
 
-def _name_of(kind: type) -> str:
+def type_name(kind: type) -> str:
+    """Return the name of a type with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _held_lock(lock: Any, name: str) -> Hazard | None:
-    if isinstance(lock, type(threading.RLock())):
-        is_held = "unlocked" not in repr(lock)
-    else:
-        is_held = lock.locked()
-    return Hazard(name, "it is locked now, and stays so in a forked process") if is_held else None
 
 
 def _is_unclosed(value: Any) -> bool:

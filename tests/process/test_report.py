@@ -20,7 +20,7 @@ from shmloader import DataLoader
 from shmloader.cli.main import main
 from shmloader.cli.report import read_trace
 from shmloader.grammar import seconds
-from shmloader.insight.figures import STAGES
+from shmloader.insight.figures import PLACES, STAGES
 from tests.late import switched_on
 from tests.process.support import Calls
 
@@ -121,8 +121,8 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     seen = browse(tmp_path / "page.html", width)
     assert f'data-drawn="{BATCHES}"' in seen
     assert "data-error" not in seen
-    _, text, spent_s = max(read_trace(trace).places, key=lambda place: place[2])
-    assert f"<span>{text}</span><b>{shown(spent_s)}</b>" in seen
+    _, text, spent_ms = max(read_trace(trace)[0]["places"], key=lambda place: place[2])
+    assert f"<span>{text}</span><b>{shown(spent_ms)}</b>" in seen
     wide = re.search(r'data-wide="(-?\d+)"', seen)
     assert wide is not None
     assert int(wide[1]) <= 0, "it has to be scrolled sideways"
@@ -144,10 +144,9 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
         assert READY in colours["stock"]
 
 
-def shown(spent_s: float) -> str:
+def shown(spent_ms: float) -> str:
     """A duration as the page's script writes it."""
-    spent_ms = spent_s * 1e3
-    return f"{spent_s:.2f} s" if spent_ms >= 1000 else f"{spent_ms:.3g} ms"
+    return f"{spent_ms / 1e3:.2f} s" if spent_ms >= 1000 else f"{spent_ms:.3g} ms"
 
 
 # What would end the page's script, or be taken for a place of its template.
@@ -225,9 +224,9 @@ def test_the_page_is_by_itself_and_says_the_verdict(tmp_path, capsys) -> None:
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://|src=|@import", page)
     assert "{{" not in page
-    run = read_trace(trace)
-    assert "`__getitem__`" in run.verdict
-    said = run.verdict.replace("`__getitem__`", "<code>__getitem__</code>")
+    said = json.loads(trace.read_text())["otherData"]["verdict"]
+    assert "`__getitem__`" in said
+    said = said.replace("`__getitem__`", "<code>__getitem__</code>")
     assert f"<h1>{said}</h1>" in page
     assert page.count("The consumer waited") == 1
     assert "12 batches, 12 samples" in page
@@ -257,38 +256,41 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options, begun) -> None:
                 for _ in loader:
                     time.sleep(0.002)
         list(loader)  # after the block
-    run = read_trace(tmp_path / "run.json")
+    run, texts = read_trace(tmp_path / "run.json")
     stats = json.loads((tmp_path / "run.json").read_text())["otherData"]["stats"]
     count = BATCHES // 2 * 2 - (2 if begun == "before" else 0)
-    assert len(run.batches) == stats["batches"] == count
-    assert run.epochs == "2 epochs"
+    assert len(run["batches"]) == stats["batches"] == count
+    assert texts["epochs"] == "2 epochs"
     assert stats["epochs"] == 2
     wait = stats["wait"]
-    took = [took for _, took in run.waits]
-    assert wait["total_s"] * 1e3 == pytest.approx(sum(took) + sum(t for _, t in run.begins))
+    took = [took for _, took in run["waits"]]
+    assert wait["total_s"] * 1e3 == pytest.approx(sum(took) + sum(t for _, t in run["begins"]))
     assert sum(wait["places"]) == pytest.approx(wait["total_s"])
     assert wait["max_s"] * 1e3 == pytest.approx(max(took))
     assert wait["p50_s"] * 1e3 == pytest.approx(sorted(took)[(len(took) - 1) // 2], rel=0.07)
     firsts = []
-    for at, spent in run.begins:
-        firsts.append(spent + next(took for when, took in run.waits if when >= at + spent - 1e-3))
+    for at, spent in run["begins"]:
+        firsts.append(
+            spent + next(took for when, took in run["waits"] if when >= at + spent - 1e-3)
+        )
     assert wait["startup_s"] * 1e3 == pytest.approx(sum(firsts))
     working = options["num_workers"] > 0
     for name in ("fetch", "collate"):
         spent_s = stats["stages"][list(STAGES).index(name)]["total_s"]
-        assert spent_s * 1e3 == pytest.approx(sum(b.stage_ms[name] for b in run.batches))
+        assert spent_s * 1e3 == pytest.approx(sum(b["stage_ms"][name] for b in run["batches"]))
     if working:
         assert sum(worker["batches"] for worker in stats["workers"]) == count
-        assert stats["nbytes"] == sum(batch.nbytes for batch in run.batches)
-        assert stats["samples"] == sum(batch.samples for batch in run.batches)
-    assert sum(spent_s for _, _, spent_s in run.places) == pytest.approx(wait["total_s"])
-    assert (
-        dict(run.figures)["waited for data"] == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
-    )
+        assert stats["nbytes"] == sum(batch["nbytes"] for batch in run["batches"])
+        assert stats["samples"] == sum(batch["samples"] for batch in run["batches"])
+    spent_ms = {PLACES[name]: 1e3 * s for name, s in zip(PLACES, wait["places"], strict=True)}
+    assert run["places"]
+    assert all(shown_ms == spent_ms[text] > 0 for _, text, shown_ms in run["places"])
+    waited = dict(run["figures"])["waited for data"]
+    assert waited == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
     if begun == "inside":  # from iter() to the end of the last next(), without the time between
-        ends = [at + took for at, took in run.waits]
-        second = run.begins[1][0]
-        elapsed = max(end for end in ends if end < second) - run.begins[0][0]
+        ends = [at + took for at, took in run["waits"]]
+        second = run["begins"][1][0]
+        elapsed = max(end for end in ends if end < second) - run["begins"][0][0]
         elapsed += max(ends) - second
         assert stats["elapsed_s"] * 1e3 == pytest.approx(elapsed)
     assert wait["share"] == pytest.approx(wait["total_s"] / stats["elapsed_s"])
@@ -297,16 +299,20 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options, begun) -> None:
 def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
     for options in ({}, {"seed": 0}, {"num_workers": 0}, {"thread_pool": True}):
         trace = record(tmp_path / "run.json", is_bound=True, **options)
-        batches = read_trace(trace).batches
+        batches = read_trace(trace)[0]["batches"]
         assert len(batches) == BATCHES
         for batch in batches:
-            assert set(batch.stage_ms) <= set(STAGES)
-            assert batch.stage_ms["fetch"] >= 20
-            spent = sum(batch.stage_ms.values())
-            since = batch.began if batch.worker is None else batch.sent - batch.stage_ms["slot"]
+            assert set(batch["stage_ms"]) <= set(STAGES)
+            assert batch["stage_ms"]["fetch"] >= 20
+            spent = sum(batch["stage_ms"].values())
+            since = (
+                batch["began"]
+                if batch["worker"] is None
+                else batch["sent"] - batch["stage_ms"]["slot"]
+            )
             # What is not looked for is nobody's: it is part of "ready".
-            assert spent <= batch.taken - since + 0.01
-            assert spent >= 0.5 * (batch.taken - since)
+            assert spent <= batch["taken"] - since + 0.01
+            assert spent >= 0.5 * (batch["taken"] - since)
 
 
 def test_the_timeline_has_all_that_the_consumer_waited(tmp_path) -> None:
@@ -315,16 +321,16 @@ def test_the_timeline_has_all_that_the_consumer_waited(tmp_path) -> None:
         for _ in range(2):
             for _ in loader:
                 time.sleep(0.01)
-    run = read_trace(tmp_path / "run.json")
-    calls = sorted([*run.begins, *run.waits])
+    run, _ = read_trace(tmp_path / "run.json")
+    calls = sorted([*run["begins"], *run["waits"]])
     assert len(calls) == 2 * (1 + 2 + 1)
     ends = [at + took for at, took in calls]
     begins = [at for at, _ in calls]
     # Three between the calls of each epoch, and none between the epochs.
     between = [at for at in ends if at != ends[3]][:-1]
-    assert [at for at, _ in run.uses] == pytest.approx(between)
+    assert [at for at, _ in run["uses"]] == pytest.approx(between)
     after = [at for at in begins[1:] if at != begins[4]]
-    assert [at + took for at, took in run.uses] == pytest.approx(after)
+    assert [at + took for at, took in run["uses"]] == pytest.approx(after)
     assert main(["report", str(tmp_path / "run.json")]) == 0
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     found = re.search(r'type="application/json">(.*)</script>', page)
@@ -337,7 +343,7 @@ def test_the_timeline_has_all_that_the_consumer_waited(tmp_path) -> None:
 def test_the_time_of_pinning_is_shown(tmp_path) -> None:
     with switched_on():
         trace = record(tmp_path / "run.json", is_bound=True, pin_memory=True)
-    assert all(batch.stage_ms["pin"] > 0 for batch in read_trace(trace).batches)
+    assert all(batch["stage_ms"]["pin"] > 0 for batch in read_trace(trace)[0]["batches"])
 
 
 @pytest.mark.parametrize(
