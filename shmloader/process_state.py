@@ -2,9 +2,8 @@
 
 None of this state can belong to an object, because of where it is used: in hooks that
 ``os.fork()`` runs, at the interpreter's exit, in torch's classes, or while an object is unpickled,
-when no loader is known. All other state has an owner. There are two exceptions:
-``shmloader.faults`` has its own state, since it exists for the tests, and where torch needs it,
-:mod:`shmloader.memory.lease` adds a function to ``gc.callbacks``.
+when no loader is known. All other state has an owner, except that of ``shmloader.faults``, which
+exists for the tests.
 
 ======================  =========================================================================
 ``arenas``              the slots of all loaders: before a fork, the user's batches get memory of

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.batch.timer import Timer
-from shmloader.memory.bulk import address_of
-from shmloader.memory.flat import BARE, DICT, LIST
-from shmloader.memory.gather import Column, Columns, RowGatherer, SlotGatherer
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.layout import BARE, DICT, LIST
+from shmloader.memory.packer import Column, Columns, RowGatherer
+from shmloader.memory.segment import address_of
+from shmloader.memory.writer import SlotWriter
 from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.sampling.steps import is_sharded
 from shmloader.shared.arrays import SharedArray
@@ -27,6 +27,15 @@ from shmloader.shared.containers import SharedList
 _ARRAYS = (np.ndarray, np.memmap, SharedArray, torch.Tensor)
 _SEQUENCES = (list, tuple, range)
 _DATASETS = (TensorDataset, StackDataset, Subset)
+
+# The dtypes of which torch.index_select gathers rows, and those that stand for others, by size.
+_DTYPES = {
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
+
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Indices of a subset that are converted as a whole.
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
@@ -167,7 +176,8 @@ def _column_of(rows: Any) -> Column | None:
     is_odd = rows.is_nested or rows.is_quantized or rows.is_conj() or rows.is_neg()
     if is_odd or rows.requires_grad or rows._is_zerotensor():
         return None
-    return Column(rows, rows.dtype)
+    stand_in = rows.dtype if rows.dtype in _DTYPES else _STAND_INS[rows.element_size()]
+    return Column(rows.view(stand_in), rows.dtype)
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:
@@ -306,7 +316,7 @@ def gatherer_to_slots(dataset: Any, writer: SlotWriter) -> Callable[[], RowGathe
     columns = find_columns(dataset)
     if columns is None:
         return no_gatherer
-    gatherer = SlotGatherer(columns, writer)
+    gatherer = RowGatherer(columns, writer)
     return lambda: gatherer
 
 

@@ -16,7 +16,7 @@ from shmloader.batch.timer import Timer
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.collate import is_plain
 from shmloader.memory.packer import FlatPacker
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.writer import SlotWriter
 
 if TYPE_CHECKING:
     from shmloader.batch.sample_rng import SampleRng

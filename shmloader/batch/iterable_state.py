@@ -23,7 +23,7 @@ import cloudpickle
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint, chained
 from shmloader.batch.payload import main_is_importable
 from shmloader.batch.sample_rng import SeededIterator
-from shmloader.memory.pickler import PICKLE_ERRORS
+from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import has_own_state, has_state_methods, take_state
 from shmloader.sampling.rng import set_global_rng_state

@@ -22,8 +22,8 @@ from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
-from shmloader.memory.gather import RowGatherer
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.packer import RowGatherer
+from shmloader.memory.writer import SlotWriter
 
 
 class BatchMaker:

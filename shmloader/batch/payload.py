@@ -27,22 +27,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.bulk import (
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, Pickler, Reduce, dump, reduce_data
+from shmloader.memory.segment import (
     BULK_BYTES,
     BufferTable,
+    SealedSegment,
+    Segment,
+    SegmentWriter,
     load_with_buffers,
     reduce_memory_map,
     write_buffers,
 )
-from shmloader.memory.pickler import (
-    PICKLE_ERRORS,
-    ByValuePickler,
-    OutOfBand,
-    Reduce,
-    dump,
-    reduce_data,
-)
-from shmloader.memory.segment import SealedSegment, Segment, SegmentWriter
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import reduce_tensor
@@ -292,7 +287,7 @@ def pickle_to(value: object, file: Any) -> None:
     """
     with spawning(Recorder()):
         parts, reducers = OutOfBand(BULK_BYTES), reducers_of_multiprocessing()
-        ByValuePickler(file, reduce_bulk, parts, reducers).dump(value)
+        Pickler(file, reduce_bulk, parts, reducers, by_value=True).dump(value)
 
 
 class ForkedPayload:

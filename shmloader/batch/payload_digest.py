@@ -27,9 +27,8 @@ from shmloader.batch.payload import (
     spawning,
 )
 from shmloader.interruptions import is_interruption
-from shmloader.memory.bulk import BULK_BYTES, write_buffers
-from shmloader.memory.pickler import ByValuePickler, OutOfBand
-from shmloader.memory.segment import TOKEN_BYTES, Segment
+from shmloader.memory.pickled import OutOfBand, Pickler
+from shmloader.memory.segment import BULK_BYTES, TOKEN_BYTES, Segment, write_buffers
 
 _PLAIN = frozenset({int, float, bool, type(None), bytes, tuple, list, dict})
 _DIGEST_BYTES = 16
@@ -66,7 +65,7 @@ def _digest(value: object) -> bytes:
     return pickler.hasher.digest()[:_DIGEST_BYTES]
 
 
-class _Digester(ByValuePickler):
+class _Digester(Pickler):
     """Pickles into a hash.
 
     Attributes:
@@ -81,7 +80,8 @@ class _Digester(ByValuePickler):
         self._functions: set[int] = set()
         self._names: dict[str, int] = {}
         parts = OutOfBand(BULK_BYTES)
-        super().__init__(self, reduce_bulk, parts, reducers_of_multiprocessing())
+        reducers = reducers_of_multiprocessing()
+        super().__init__(self, reduce_bulk, parts, reducers, by_value=True)
 
     def try_dump(self, value: object) -> None:
         """Pickle a value. What cannot be pickled is hashed as far as it can be."""
@@ -140,7 +140,7 @@ class _Digester(ByValuePickler):
     def _segment(self, value: Segment) -> Any:
         if value.is_common:
             self.segments.append(value)
-            return "common", value._token
+            return "common", value.token
         if not any(value is one for one in self.segments):
             self.write(memoryview(value)[TOKEN_BYTES:])
             self.segments.append(value)

@@ -18,9 +18,8 @@ import torch
 
 from shmloader.batch.payload import seal, unseal
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.bulk import reduce_memory_map
-from shmloader.memory.pickler import OutOfBand, reduce_data
-from shmloader.memory.segment import TOKEN_BYTES, Segment
+from shmloader.memory.pickled import OutOfBand, reduce_data
+from shmloader.memory.segment import TOKEN_BYTES, Segment, reduce_memory_map
 
 _DIGEST_BYTES = 16
 
@@ -96,7 +95,7 @@ class PortablePayload:
             return np.frombuffer(mapping[:], np.uint8)
 
     def _mapped(self) -> mmap.mmap:
-        return mmap.mmap(self._segment.fd, self._segment.nbytes, prot=mmap.PROT_READ)
+        return mmap.mmap(self._segment.file.fileno(), self._segment.nbytes, prot=mmap.PROT_READ)
 
     def close(self) -> None:
         """Close the segment. May be called again. Processes that have mapped it keep it."""

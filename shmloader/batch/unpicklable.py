@@ -18,15 +18,8 @@ from typing import Any, NamedTuple
 from shmloader.batch.payload import pickle_to
 from shmloader.grammar import with_article
 from shmloader.interruptions import is_interruption
-from shmloader.memory.encoder import pickle_batch
-from shmloader.memory.pickler import (
-    PICKLE_ERRORS,
-    ByValuePickler,
-    OutOfBand,
-    PlainPickler,
-    batch_reducers,
-    reduce_data,
-)
+from shmloader.memory.codec import pickle_batch
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, Pickler, batch_reducers, reduce_data
 
 # How long the search may take. After that it returns the part that it has found so far.
 _SEARCH_S = 3.0
@@ -239,10 +232,9 @@ def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBan
     except MemoryError:
         raise
     except Exception as error:
-        pickler = ByValuePickler if by_value else PlainPickler
 
         def pickle_to(value: object, file: Any) -> None:
-            pickler(file, reduce_data, OutOfBand(), batch_reducers()).dump(value)
+            Pickler(file, reduce_data, OutOfBand(), batch_reducers(), by_value=by_value).dump(value)
 
         found = find_unpicklable([batch], ["batch"], pickle_to=pickle_to)
         path, part = found or ("batch", batch)

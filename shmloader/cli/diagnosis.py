@@ -19,7 +19,7 @@ from shmloader.cli.parts import Part, Parts, find_hazard, type_name
 from shmloader.cli.target import Run, UsageError, like
 from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
-from shmloader.memory.limits import control_groups, free_memory
+from shmloader.memory.limits import free_memory
 from shmloader.probing import probe
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.counting import estimate_objects
@@ -234,7 +234,7 @@ def _look_at_process(found: Diagnosis) -> None:
 
 def _pickle(found: Diagnosis, roots: list[Part]) -> None:
     """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
-    free = free_memory(_ROOT, control_groups(_ROOT))
+    free = free_memory(_ROOT)
     needed = found.array_bytes + found.object_bytes
     if free is not None and needed > free.nbytes // 2:
         return  # the pickle would take as much memory again

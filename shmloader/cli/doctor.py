@@ -19,7 +19,7 @@ import torch
 from shmloader.cli.diagnosis import Diagnosis, diagnose
 from shmloader.cli.target import call, find
 from shmloader.grammar import counted, seconds, size
-from shmloader.memory.limits import address_space, control_groups, free_memory
+from shmloader.memory.limits import describe_address_space, free_memory, soft_limit
 from shmloader.memory.system_support import why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
@@ -195,7 +195,7 @@ def _cores() -> _Finding:
 
 
 def _memory() -> _Finding:
-    free = free_memory(_ROOT, control_groups(_ROOT))
+    free = free_memory(_ROOT)
     total = size(psutil.virtual_memory().total)
     if free is None:
         return f"{total}; free memory is unknown", "Memory is not checked before use."
@@ -221,10 +221,9 @@ def _memfd() -> _Finding:
 
 
 def _address_space() -> _Finding:
-    space = address_space()
-    if space.limit_bytes is None:
-        return space.describe(), "Slots may be as large as memory allows."
-    return space.describe(), (
+    if soft_limit(resource.RLIMIT_AS) is None:
+        return describe_address_space(), "Slots may be as large as memory allows."
+    return describe_address_space(), (
         "Each process maps the filled part of all its batches that are in flight or in use. A "
         "batch that does not fit raises SharedMemoryError."
     )

@@ -16,7 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from shmloader.device.drivers import relax_this_thread
 from shmloader.device.stage import Stage
 from shmloader.memory.arena import align
-from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.layout import COPY_OUT_BYTES
 
 
 def pin_batch(batch: object, device: str | None) -> object:

@@ -4,7 +4,7 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.engine.slots import SlotTable
 from shmloader.engine.wording import describe_change
 from shmloader.errors import InternalError, SharedMemoryError
-from shmloader.memory.lease import checksum
+from shmloader.memory.layout import checksum
 from shmloader.pools import SlotPool
 from shmloader.pools.answers import Batch
 from shmloader.pools.slot_memory import TRIM_EVERY

@@ -27,7 +27,7 @@ from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, admit, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.memory.pickler import PICKLE_ERRORS
+from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import find_ranks
 from shmloader.shared.sharing import share

@@ -10,8 +10,8 @@ from shmloader.loader.common import warn_of_many_objects
 from shmloader.loader.iterator import EngineIterator
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
-from shmloader.memory.lease import is_debugging
-from shmloader.memory.limits import control_groups, free_memory
+from shmloader.memory.layout import is_debugging
+from shmloader.memory.limits import free_memory
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
@@ -81,7 +81,7 @@ class WorkerIterator(EngineIterator):
             config.prefetch_factor,
             config.loop_holds,
             self._order.count_batches(),
-            free_memory(root, control_groups(root)),
+            free_memory(root),
             config.root,
             None if is_free else config.window,
         )

@@ -13,7 +13,7 @@ from shmloader.insight.record import sum_of
 from shmloader.insight.stats import LoaderStats, snapshot
 from shmloader.insight.trace import write_trace
 from shmloader.loader.resumable import ResumableLoader
-from shmloader.memory.limits import control_groups, free_memory
+from shmloader.memory.limits import free_memory
 from shmloader.pools.cores import usable_cores
 from shmloader.sampling.checks import whole_number
 
@@ -58,7 +58,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
 
     def _machine(self) -> Machine:
         root = Path(self._root)
-        free = free_memory(root, control_groups(root))
+        free = free_memory(root)
         return Machine(
             usable_cores(root),
             None if free is None else free.nbytes,

@@ -1,20 +1,18 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
 ``arena`` owns the file in which all slots lie, and maps them by ``memfd``; ``system_support`` finds
-out whether the system has what slots and worker processes need. ``slot_writer`` hands out a slot's
-bytes in the worker; ``lease`` keeps memory alive under storages, and has the check of
-``SHMLOADER_DEBUG``. Samples become a batch in one of two ways:
+out whether the system has what slots and worker processes need. ``writer`` hands out a slot's bytes
+in the worker. Samples become a batch in one of two ways:
 
 =============  ==============================================  ======================
 way            in the worker                                   in the main process
 =============  ==============================================  ======================
-flat           ``packer``: default collate of plain samples    ``flat``
-flat           ``gather``: rows of a dataset that is arrays    ``flat``
-pickled        ``collate``, then ``encoder``: anything         ``codec``
+flat           ``packer``: default collate of plain samples,   ``layout``
+               and rows of a dataset that is arrays
+pickled        ``collate``, then ``codec``: anything           ``codec``
 =============  ==============================================  ======================
 
-``pickler`` pickles all that is sent to other processes, with large data beside the pickle.
+``pickled`` pickles all that is sent to other processes, with large data beside the pickle.
 ``admission`` decides whether a slot may grow, from what ``limits`` reads of the system.
-``segment`` is memory that is written once and then shared; ``bulk`` puts the large buffers of a
-pickle there.
+``segment`` is memory that is written once and then shared, also for the large buffers of a pickle.
 """

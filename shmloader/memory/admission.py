@@ -23,13 +23,7 @@ from pathlib import Path
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.limits import (
-    ControlGroup,
-    Free,
-    control_groups,
-    format_bytes,
-    free_memory,
-)
+from shmloader.memory.limits import Free, control_groups, format_bytes, free_memory
 from shmloader.memory.memfd import populate
 
 #: Never taken for slots, since other processes may touch memory between a check and the write.
@@ -44,6 +38,8 @@ _LEAST_STEP_BYTES = 256 << 10
 
 # Where there is plenty of memory, a check admits bytes up to the next multiple of this.
 _GRAIN_BYTES = 1 << 20
+
+_REMEDY = "lower prefetch_factor, num_workers or batch_size, or set shm_size."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +66,25 @@ class MemoryConfig:
     window: int | None = None
 
     @property
-    def slot_count(self) -> int:
-        """Number of slots that a plain loop uses at once."""
-        if self.batch_count is None:
-            return self._most_slots
-        return min(self._most_slots, self.batch_count)
+    def most_slots(self) -> int:
+        """Number of slots that a plain loop of many batches uses at once."""
+        return (self.window or self.prefetch_factor * self.worker_count) + self.loop_holds
 
     @property
-    def _most_slots(self) -> int:
-        return (self.window or self.prefetch_factor * self.worker_count) + self.loop_holds
+    def slot_count(self) -> int:
+        """Number of slots that a plain loop of ``batch_count`` batches uses at once."""
+        return (
+            self.most_slots if self.batch_count is None else min(self.most_slots, self.batch_count)
+        )
 
     def describe(self, slot_bytes: int) -> str:
         """Return the arithmetic as text, for slots of ``slot_bytes``."""
-        if self.slot_count < self._most_slots:
+        window = f"prefetch_factor {self.prefetch_factor} * num_workers {self.worker_count}"
+        if self.window is not None:
+            window = f"prefetch {self.window}"
+        why = f"{window} + {self.loop_holds} in use"
+        if self.slot_count < self.most_slots:
             why = "one for each batch of an epoch"
-        else:
-            window = f"prefetch_factor {self.prefetch_factor} * num_workers {self.worker_count}"
-            if self.window is not None:
-                window = f"prefetch {self.window}"
-            why = f"{window} + {self.loop_holds} in use"
         return (
             f"{self.slot_count} slots ({why}) × {format_bytes(slot_bytes)} = "
             f"{format_bytes(self.slot_count * slot_bytes)} of shared memory"
@@ -96,16 +92,19 @@ class MemoryConfig:
 
 
 class MemoryAdmission:
-    """Decides whether a slot may grow. Each process of an iterator has one."""
+    """Decides whether a slot may grow. Each process of an iterator has one.
+
+    Attributes:
+        smallest_batch: Bytes of the smallest batch that this process has completed.
+        is_tight: Whether, when a slot last grew, less was free than all workers together may take.
+    """
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
         self._root = Path(config.root)
-        self._groups: tuple[ControlGroup, ...] | None = None
-        #: Bytes of the smallest batch that this process has completed.
-        self.smallest_batch = math.inf
+        self._groups = control_groups(self._root)
         self._most_free = _less_reserve(config.free_at_start)
-        #: Whether, when a slot last grew, less was free than all workers together may take.
+        self.smallest_batch = math.inf
         self.is_tight = False
 
     def is_short(self, present_bytes: int, slot_bytes: int) -> bool:
@@ -135,41 +134,40 @@ class MemoryAdmission:
             SharedMemoryError: If there is not enough memory. The message has the arithmetic. The
                 slot is as large as it was.
         """
-        free = self._read_free()
+        free, config = self._read_free(), self._config
         if free is None:
             slot.touched_bytes = end
             return
-        self.is_tight = free.nbytes < self._config.worker_count * end
+        self.is_tight = free.nbytes < config.worker_count * end
         self._check_all_slots(free, end)
         position = backed = slot.touched_bytes
         while end - position <= free.nbytes:
-            step = max(_LEAST_STEP_BYTES, free.nbytes // self._config.worker_count)
+            step = max(_LEAST_STEP_BYTES, free.nbytes // config.worker_count)
             step_end = min(position + min(step, _STEP_BYTES), end)
-            try:
-                populate(slot.mapping, position, step_end)
-            except MemoryError:
+            if not populate(slot.mapping, position, step_end):
                 break
             position = step_end
             if position == end:
-                slot.touched_bytes = self._round_up(free, end)
+                is_plenty = free.nbytes >= 2 * config.slot_count * _GRAIN_BYTES + _STEP_BYTES
+                slot.touched_bytes = -(-end // _GRAIN_BYTES) * _GRAIN_BYTES if is_plenty else end
                 return
             free = self._read_free() or free
         if arena.give_back(slot, backed):
             free = Free(free.nbytes + position - backed, free.limit)
-        raise SharedMemoryError(self._describe_growth(free, backed, end))
+        raise SharedMemoryError(
+            f"a batch needs at least {format_bytes(end)} of shared memory, "
+            f"{format_bytes(end - backed)} more than its slot has, but {_describe_free(free)}. "
+            f"The loader needs {config.describe(end)}: {_REMEDY}"
+        )
 
     def _read_free(self) -> Free | None:
         """Return what is free now, less the reserve."""
-        if self._groups is None:
-            self._groups = control_groups(self._root)
         return _less_reserve(free_memory(self._root, self._groups))
 
     def _check_all_slots(self, now: Free, end: int) -> None:
         # Compare with the most that was ever free: since the start, other workers have touched
         # slots, and an earlier iterator may have been closed.
-        free = self._most_free
-        if free is None or free.nbytes < now.nbytes:
-            free = self._most_free = now
+        free = self._most_free = max(self._most_free or now, now)
         config = self._config
         if config.batch_count is None or self.smallest_batch == math.inf:
             return
@@ -178,22 +176,6 @@ class MemoryAdmission:
             raise SharedMemoryError(
                 f"{config.describe(batch_bytes)}, but {_describe_free(free)}: {_REMEDY}"
             )
-
-    def _round_up(self, free: Free, end: int) -> int:
-        """Admit more where there is plenty of memory, so that small fields are not checked each."""
-        if free.nbytes < (2 * self._config.slot_count) * _GRAIN_BYTES + _STEP_BYTES:
-            return end
-        return -(-end // _GRAIN_BYTES) * _GRAIN_BYTES
-
-    def _describe_growth(self, free: Free, backed: int, end: int) -> str:
-        return (
-            f"a batch needs at least {format_bytes(end)} of shared memory, "
-            f"{format_bytes(end - backed)} more than its slot has, but {_describe_free(free)}. "
-            f"The loader needs {self._config.describe(end)}: {_REMEDY}"
-        )
-
-
-_REMEDY = "lower prefetch_factor, num_workers or batch_size, or set shm_size."
 
 
 def _less_reserve(free: Free | None) -> Free | None:

@@ -16,12 +16,9 @@ Address space is not as cheap as file length: it may be limited (``ulimit -v``),
 only as much of a slot as its batches need, and a little more.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
-import io
-import mmap
 import os
 import resource
 import sys
@@ -31,16 +28,16 @@ from typing import Any, Self
 from weakref import ref
 
 from shmloader.errors import SharedMemoryError
-from shmloader.interruptions import is_interruption
-from shmloader.memory.limits import address_space, format_bytes, soft_limit
+from shmloader.memory.limits import describe_address_space, format_bytes, soft_limit
 from shmloader.memory.memfd import (
     ADD_SEALS,
-    MEMFD_NAME,
     SEALS,
+    MemoryFile,
     Range,
     make_private,
     map_range,
     punch_hole,
+    whole_pages,
 )
 from shmloader.process_state import PROCESS
 
@@ -70,11 +67,6 @@ def align(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
-def whole_pages(nbytes: int, *, up: bool = True) -> int:
-    """Round up, or down, to a multiple of the page size."""
-    return (nbytes + (mmap.PAGESIZE - 1) * up) // mmap.PAGESIZE * mmap.PAGESIZE
-
-
 def uncapped_slot_bytes() -> int:
     """Return the most bytes of a slot where the user set no cap: all memory of the machine."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -91,8 +83,16 @@ def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     return present_bytes > 2 * needed_bytes + EXCESS_BYTES
 
 
+# Slots -------------------------------------------------------------------------------------
+
+
 class Lease(ref[Any]):
     """Refers to the array over a slot that the user's views keep alive.
+
+    torch and numpy keep that array alive for as long as any storage or array made from it lives:
+    slices, ``.numpy()``, ``.detach()``, DLPack capsules and autograd's saved tensors included. It
+    must not be an ndarray subclass: numpy replaces the base of a view by the base's base, so the
+    slot would come back while it is still read.
 
     Attributes:
         slot_id: The slot's number.
@@ -113,8 +113,8 @@ class Slot:
         mapping: The mapped range; None if nothing is mapped.
         address: Address of the mapping in this process.
         touched_bytes: How many bytes from its start have pages, as far as this process knows.
-        views: A reader or writer, and what it has built over the mapping for repeated use. Dropped
-            with the mapping, and when another reader or writer puts its own views here.
+        views: A layout, or its reader, and views of the mapping that were built for it. Dropped
+            with the mapping, and when others are put here.
         lease: The lease, if the slot was ever lent.
         kept: A mapping or lease of it that a device or a forked child may read for ever, so that
             the slot's pages must stay; None for none.
@@ -198,7 +198,7 @@ class Arena:
 
     def __init__(
         self,
-        file: io.FileIO,
+        file: MemoryFile,
         slot_bytes: int,
         slot_count: int,
         state_count: int = 0,
@@ -233,14 +233,10 @@ class Arena:
         is_cut = slot_bytes > most_bytes
         if is_cut:
             slot_bytes = whole_pages(most_bytes, up=False)
-        file = io.FileIO(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        try:
-            os.ftruncate(file.fileno(), slot_bytes * count)
-            fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
-            return cls(file, slot_bytes, slot_count, state_count, is_cut=is_cut)
-        except BaseException:
-            file.close()
-            raise
+        file = MemoryFile()
+        os.ftruncate(file.fileno(), slot_bytes * count)
+        fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
+        return cls(file, slot_bytes, slot_count, state_count, is_cut=is_cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a process that is being started."""
@@ -248,19 +244,15 @@ class Arena:
         counts = len(self.slots), len(self.state_slots)
         return _attach, (handle, self.slot_bytes, *counts, self._is_cut)
 
-    def __del__(self) -> None:
-        """Close the file if an exception came before the arena had an owner."""
-        self._file.close()
-
     def fileno(self) -> int:
         """Return the descriptor; -1 once closed."""
         return -1 if self._file.closed else self._file.fileno()
 
-    def describe_limit(self, needed_bytes: int | None = None) -> str:
+    def describe_limit(self, needed_bytes: int) -> str:
         """Return what keeps a slot from having more than ``slot_bytes``, and the remedy.
 
         Args:
-            needed_bytes: What a slot needs; None if that is not known.
+            needed_bytes: What a slot needs.
         """
         slot_count = len(self.slots)
         if self._is_cut:
@@ -270,14 +262,11 @@ class Arena:
             )
         if self.slot_bytes == whole_pages(uncapped_slot_bytes()):
             return "all the memory of this machine"
-        text = (
+        return (
             "raise shm_size, which is divided equally among prefetch_factor * num_workers slots "
-            "and those that may be lent"
+            f"and those that may be lent, {slot_count} in all: "
+            f"{describe_shm_size(slot_count, needed_bytes)} suffices for this"
         )
-        if needed_bytes is None:
-            return text
-        enough = describe_shm_size(slot_count, needed_bytes)
-        return f"{text}, {slot_count} in all: {enough} suffices for this"
 
     # Mappings ----------------------------------------------------------------------------
 
@@ -298,32 +287,31 @@ class Arena:
             return
         least = whole_pages(end)
         wanted = min(self.slot_bytes, whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
-        others = [one for one in self.slots if one is not slot and one.nbytes]
+        others = [one for one in self.slots if one is not slot]
         idle = [] if self.is_read_by_device else [one for one in others if not one.is_lent]
-        limit = address_space().limit_bytes
+        limit = soft_limit(resource.RLIMIT_AS)
         if limit is not None:
             left = limit // _LIMIT_DIVISOR - sum(other.nbytes for other in others)
             for other in idle:
-                if left >= least:
-                    break
-                left += other.unmap()
+                if left < least:
+                    left += other.unmap()
             wanted = max(least, min(wanted, whole_pages(left, up=False)))
-        try:
-            slot.use(self._map(slot, wanted))
-        except OSError as error:
-            if is_interruption(error):
-                raise
+        if self._map(slot, wanted) is not None:
             for other in (*idle, slot):  # there may be no address space for two mappings
                 other.unmap()
-            try:
-                slot.use(self._map(slot, least))
-            except OSError as again:
-                if is_interruption(again):
-                    raise
-                raise SharedMemoryError(_describe_refusal(least, again)) from again
+            refusal = self._map(slot, least)
+            if refusal is not None:
+                raise SharedMemoryError(_describe_refusal(least, refusal)) from refusal
 
-    def _map(self, slot: Slot, nbytes: int) -> Range:
-        return map_range(self.fileno(), slot.slot_id * self.slot_bytes, nbytes)
+    def _map(self, slot: Slot, nbytes: int) -> OSError | None:
+        """Map the first bytes of a slot. Returns the error if there is no address space."""
+        try:
+            slot.use(map_range(self.fileno(), slot.slot_id * self.slot_bytes, nbytes))
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.EAGAIN, errno.EPERM, errno.EACCES):
+                raise
+            return error
+        return None
 
     # Memory ------------------------------------------------------------------------------
 
@@ -334,23 +322,23 @@ class Arena:
             Whether that was done, rather than refused.
         """
         start = whole_pages(from_byte)
-        offset = slot.slot_id * self.slot_bytes + start
-        nbytes = self.slot_bytes - start
-        is_done = nbytes <= 0 or punch_hole(self.fileno(), offset, nbytes)
-        if is_done:
-            slot.touched_bytes = min(slot.touched_bytes, from_byte)
-        return is_done
+        offset, nbytes = slot.slot_id * self.slot_bytes + start, self.slot_bytes - start
+        if nbytes > 0 and not punch_hole(self.fileno(), offset, nbytes):
+            return False
+        slot.touched_bytes = min(slot.touched_bytes, from_byte)
+        return True
 
     def part(self, slot: Slot, array: Any, used_bytes: int) -> None:
         """Leave the slot's bytes to the views of it that others hold, and map it anew when needed.
 
         The bytes under the views become private to this process, and its later children. So the
-        slot may be filled again.
+        slot may be filled again. They do not change, even if a thread writes to them meanwhile.
 
         Args:
             slot: The slot.
             array: A view of a whole mapping of it.
-            used_bytes: How many bytes from its start are in use.
+            used_bytes: How many bytes from its start are in use; the others are undefined
+                afterwards.
 
         Raises:
             OSError: If the system refuses it. The views still show the slot.
@@ -371,9 +359,12 @@ class Arena:
             if array is None or not slot.nbytes:
                 continue
             slot.kept = array  # unless all of this succeeds, the slot is lent for good
-            with contextlib.suppress(OSError):
+            try:
                 self.part(slot, array, slot.touched_bytes)
                 slot.kept = None
+            except OSError as error:
+                if error.errno is None:  # a signal handler's
+                    raise
 
     # End ---------------------------------------------------------------------------------
 
@@ -395,17 +386,16 @@ def _attach(handle: Any, slot_bytes: int, slot_count: int, state_count: int, is_
     """Return the arena of a handle. Called by pickle, in a worker."""
     fd = handle.detach()
     os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return Arena(io.FileIO(fd), slot_bytes, slot_count, state_count, is_cut=is_cut)
+    return Arena(MemoryFile(fd), slot_bytes, slot_count, state_count, is_cut=is_cut)
 
 
 def _describe_refusal(nbytes: int, error: OSError) -> str:
     """Return why a slot cannot be mapped, and the remedy."""
     text = f"cannot map {format_bytes(nbytes)} of a slot of shared memory: {error.strerror}. "
-    space = address_space()
-    if error.errno == errno.ENOMEM and space.limit_bytes is not None:
+    if error.errno == errno.ENOMEM and soft_limit(resource.RLIMIT_AS) is not None:
         return (
-            f"{text}The address space of this process is limited to {space.describe()}: raise "
-            "that limit, or lower batch_size, prefetch_factor or num_workers."
+            f"{text}The address space of this process is limited to {describe_address_space()}: "
+            "raise that limit, or lower batch_size, prefetch_factor or num_workers."
         )
     if error.errno == errno.EAGAIN:
         return f"{text}This process locks its memory (mlockall): raise `ulimit -l`."

@@ -1,35 +1,26 @@
-"""Defines the layout of any picklable batch, and builds the batch from it in the main process.
+"""Pickled batches: any picklable value, written to a slot by a worker, and built by the reader.
 
-Pickle protocol 5 walks through the batch. Tensors and arrays leave the pickle as out-of-band
-buffers and lie in the slot; the body keeps the structure and refers to the buffers in order. The
-worker's half is :mod:`shmloader.memory.encoder`.
+Tensors and arrays lie in the slot as out-of-band buffers of the pickle
+(:mod:`shmloader.memory.pickled`). Data that lies in the slot already is only referred to.
 """
 
 import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from shmloader.memory.arena import Slot, align
-from shmloader.memory.flat import COPY_OUT_BYTES, private_memory
-from shmloader.memory.lease import hold
-
-
-class Span(NamedTuple):
-    """One buffer in the slot.
-
-    Attributes:
-        offset: Bytes from the slot's start; a multiple of 64, except for pieces of an array that
-            a collate function put into the slot.
-        nbytes: Length of the span.
-        first_byte: For a tensor's storage, which of its bytes is the span's first; -1 for a
-            plain buffer.
-    """
-
-    offset: int
-    nbytes: int
-    first_byte: int
+from shmloader.memory.arena import Slot
+from shmloader.memory.layout import COPY_OUT_BYTES
+from shmloader.memory.pickled import (
+    OutOfBand,
+    PartialStorage,
+    Span,
+    batch_reducers,
+    dump,
+    reduce_data,
+    storage_over,
+)
+from shmloader.memory.writer import SlotWriter
 
 
 class PickledLayout(NamedTuple):
@@ -46,120 +37,92 @@ class PickledLayout(NamedTuple):
     order: tuple[int, ...]
 
 
-class PartialStorage(NamedTuple):
-    """The part of a storage that the pickled tensors need.
-
-    Attributes:
-        storage: The bytes that are needed.
-        first_byte: Offset of the first of these bytes in the original storage.
-    """
-
-    storage: torch.UntypedStorage
-    first_byte: int
-
-
-def rebuild_tensor(
-    partial: PartialStorage,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    storage_offset: int,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> torch.Tensor:
-    """Make a tensor over a partial storage. Called by pickle in the receiving process."""
-    is_empty = 0 in shape or partial.storage.nbytes() == 0
-    offset = 0 if is_empty else storage_offset - partial.first_byte // dtype.itemsize
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(partial.storage, offset, shape, stride)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    if requires_grad:
-        tensor.requires_grad_()
-    return tensor
-
-
-def rebuild_sparse(
-    parts: Any,
-    shape: tuple[int, ...],
-    layout: torch.layout,
-    is_coalesced: bool | None,
-    requires_grad: bool,
-) -> torch.Tensor:
-    """Make a sparse tensor. Called by pickle in the receiving process, as are the following."""
-    make: Any = torch.sparse_compressed_tensor
-    options: dict[str, object] = {"layout": layout}
-    if layout is torch.sparse_coo:
-        make, options = torch.sparse_coo_tensor, {"is_coalesced": is_coalesced}
-    tensor: torch.Tensor = make(
-        *parts, shape, check_invariants=False, requires_grad=requires_grad, **options
-    )
-    return tensor
-
-
-def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return the array, which pickle has built already."""
-    return array
-
-
-def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
-    """Return the storage. All its bytes were needed."""
-    return partial.storage
-
-
-def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Make a typed storage."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def lends(layout: PickledLayout) -> bool:
-    """Whether a batch has a buffer that is large enough to be lent."""
-    return any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
-
-
-def decode(layout: PickledLayout, slot: Slot, lease: object | None) -> object:
-    """Build the batch.
+def pickle_batch(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+    """Pickle a batch. Returns the pickle, and what lies outside it.
 
     Args:
-        layout: The layout, from the worker.
-        slot: The slot that it lies in.
-        lease: Large buffers become views of it; None copies them out as well.
+        batch: Any picklable value.
+        by_value: Whether to fall back to cloudpickle, for classes and functions that pickle cannot
+            import.
 
     Raises:
-        Exception: Whatever the user's objects raise when they are unpickled.
+        Exception: What pickling the batch raises.
     """
-    buffers = _open_spans(layout.spans, slot, lease)
-    body: Any = layout.body
-    if not isinstance(body, bytes):
-        body = slot.memory[body[0] : body[0] + body[1]]
-    return pickle.loads(body, buffers=[buffers[index] for index in layout.order])
+    try:
+        return dump(batch, reduce_data, batch_reducers())
+    except Exception:
+        if not by_value:
+            raise
+        return dump(batch, reduce_data, batch_reducers(), by_value=True)
 
 
-def _open_spans(spans: tuple[Span, ...], slot: Slot, lease: object | None) -> list[object]:
-    """Return each span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
-    # All small spans share one block. A large span that is not lent has a block of its own.
-    total = sum(align(span.nbytes) for span in spans if span.nbytes <= COPY_OUT_BYTES)
-    block = private_memory(total).data
-    buffers: list[object] = []
-    position = 0
-    for span in spans:
-        nbytes = span.nbytes
-        home: Any = lease
-        offset = span.offset
-        if nbytes <= COPY_OUT_BYTES:
-            home, offset = block, position
-            position += align(nbytes)
-        elif lease is None:
-            home, offset = private_memory(nbytes).data, 0
-        if home is not lease and nbytes:
-            home[offset : offset + nbytes] = slot.memory[span.offset : span.offset + nbytes]
-        if nbytes == 0:
-            is_plain = span.first_byte < 0
-            buffers.append(bytearray() if is_plain else PartialStorage(torch.UntypedStorage(0), 0))
-        elif span.first_byte < 0:
-            buffers.append(memoryview(home).cast("B")[offset : offset + nbytes])
-        else:
-            flat = torch.frombuffer(home, dtype=torch.uint8, count=nbytes, offset=offset)
-            storage = flat.untyped_storage()
-            hold(storage, home)
-            buffers.append(PartialStorage(storage, span.first_byte))
-    return buffers
+def write_batch(
+    pickled: tuple[bytes, OutOfBand], writer: SlotWriter, *, spill_bytes: int
+) -> PickledLayout:
+    """Write a pickled batch to the slot of the current task, and return where each buffer lies.
+
+    Runs in the worker, once per task. What collate already put into the slot is not copied again.
+
+    Args:
+        pickled: What :func:`pickle_batch` returned.
+        writer: Writer of the task's slot, after collate has used it.
+        spill_bytes: A body longer than this goes into the slot as well.
+
+    Raises:
+        SharedMemoryError: If the batch does not fit the slot.
+    """
+    body, parts = pickled
+    used: list[tuple[int, int]] = []
+
+    def put(address: int, nbytes: int) -> int:
+        # Bytes in the slot are used for one span only. Another buffer that shares them, but not a
+        # torch storage (an array and its tensor), is copied, as with torch's loader.
+        offset = writer.offset_of(address, nbytes)
+        if offset is None or any(offset < end and at < offset + nbytes for at, end in used):
+            return writer.put_memory(address, nbytes)
+        used.append((offset, offset + nbytes))
+        return offset
+
+    spans = parts.write(put)
+    sent = body if len(body) <= spill_bytes else writer.put(body)
+    return PickledLayout(sent, spans, tuple(parts.order))
+
+
+class PickledReader:
+    """Builds the batches of one pickled layout in the main process.
+
+    Attributes:
+        layout: The layout.
+        lends: Whether the batch has a buffer that is large enough to be lent.
+    """
+
+    def __init__(self, layout: PickledLayout) -> None:
+        self.layout = layout
+        self.lends = any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
+
+    def read(self, slot: Slot, lease: object | None) -> object:
+        """Build the batch.
+
+        Args:
+            slot: The slot that it lies in.
+            lease: Large buffers become views of it; None copies them out as well.
+
+        Raises:
+            Exception: Whatever the user's objects raise when they are unpickled.
+        """
+        body: Any = self.layout.body
+        if not isinstance(body, bytes):
+            body = slot.memory[body[0] : body[0] + body[1]]
+        buffers = [_open_span(span, slot, lease) for span in self.layout.spans]
+        return pickle.loads(body, buffers=[buffers[index] for index in self.layout.order])
+
+
+def _open_span(span: Span, slot: Slot, lease: Any) -> object:
+    """Return a span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
+    offset, nbytes, first_byte = span
+    home, at = lease, offset
+    if lease is None or nbytes <= COPY_OUT_BYTES:
+        home, at = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy(), 0
+    if first_byte < 0:
+        return memoryview(home).cast("B")[at : at + nbytes]
+    return PartialStorage(storage_over(home, at, nbytes), first_byte)

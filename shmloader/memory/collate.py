@@ -11,15 +11,14 @@ from the slot as well: otherwise their batch would be copied there.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.memory.packer import stack_into
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.writer import SlotWriter
 from shmloader.process_state import PROCESS
 
 _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
@@ -46,40 +45,38 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
             not enough memory.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    writer: SlotWriter | None = PROCESS.slot_writer
-    if writer is None or not writer.may_allocate:
+    writer = _writer_here()
+    if writer is None:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
 
-def _collate_by_torch(batch: Any, collate_fn_map: Any) -> torch.Tensor:
-    """Collate with torch's function, but not into a file in /dev/shm, as it does in a worker."""
-    info, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        collated = _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-    finally:
-        torch_worker._worker_info = info
-    if collated.requires_grad:
-        torch.stack(batch, 0, out=collated.detach())  # raises, as in a worker of torch's
-    return cast("torch.Tensor", collated)
+def _writer_here() -> SlotWriter | None:
+    """Return the writer if the caller may get memory of the slot now."""
+    writer: SlotWriter | None = PROCESS.slot_writer
+    return writer if writer is not None and writer.may_allocate else None
 
 
 def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack tensors as torch's own function does in a worker, but into the slot."""
     first = batch[0]
-    if type(first) is not torch.Tensor or first.layout is not torch.strided or not first.is_cpu:
-        return _collate_by_torch(batch, collate_fn_map)
-    if first.is_nested or first.is_quantized:
-        return _collate_by_torch(batch, collate_fn_map)
-    shape = (len(batch), *first.shape)
-    writer: SlotWriter | None = PROCESS.slot_writer
-    out: torch.Tensor | None = None
+    is_plain = type(first) is torch.Tensor and first.layout is torch.strided and first.is_cpu
+    if not is_plain or first.is_nested or first.is_quantized:
+        # By torch, but not into a file in /dev/shm, as it does in a worker.
+        info, torch_worker._worker_info = torch_worker._worker_info, None
+        try:
+            collated: torch.Tensor
+            collated = _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+            return collated
+        finally:
+            torch_worker._worker_info = info
     # A result that does not fit goes to private memory, since it may only be an intermediate one.
     # But if there is no memory, the writer raises: there would be none elsewhere either.
-    if writer is not None and writer.may_allocate and writer.fits(shape, first.dtype):
-        out = writer.empty(shape, first.dtype)
-    if out is None:
+    shape, writer = (len(batch), *first.shape), _writer_here()
+    if writer is None or not writer.fits(shape, first.dtype):
         out = torch.empty(shape, dtype=first.dtype, device="cpu")
+    else:
+        out = writer.empty(shape, first.dtype)
     try:
         stack_into(batch, out)
     except RuntimeError as error:
@@ -92,9 +89,9 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
 
 def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
     """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
-    writer: SlotWriter | None = PROCESS.slot_writer
+    writer = _writer_here()
     is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
-    if not is_ours or writer is None or not writer.may_allocate:
+    if not is_ours or writer is None:
         return _torch_new_shared(size, device=device)
     if not writer.fits((size,), torch.uint8):
         return torch.UntypedStorage(size)
@@ -117,20 +114,6 @@ def is_plain(collate_fn: object) -> bool:
     """
     if collate_fn is not torch_collate.default_collate:
         return False
-    collate_map = dict(torch_collate.default_collate_fn_map)
-    if collate_map.get(torch.Tensor) is _collate_tensor_fn:
-        collate_map[torch.Tensor] = _torch_collate_tensor_fn
-    return collate_map.items() <= _plain_map().items()
-
-
-def _plain_map() -> dict[object, object]:
-    """Return torch's map without any changes by the user."""
-    return {
-        torch.Tensor: _torch_collate_tensor_fn,
-        np.ndarray: torch_collate.collate_numpy_array_fn,
-        (np.bool_, np.number, np.object_): torch_collate.collate_numpy_scalar_fn,
-        float: torch_collate.collate_float_fn,
-        int: torch_collate.collate_int_fn,
-        str: torch_collate.collate_str_fn,
-        bytes: torch_collate.collate_str_fn,
-    }
+    ours = (torch_collate.__name__, __name__)
+    functions = torch_collate.default_collate_fn_map.values()
+    return all(getattr(function, "__module__", None) in ours for function in functions)

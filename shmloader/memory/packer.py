@@ -1,6 +1,7 @@
-"""Stacks samples into the slot: the worker's half of :mod:`shmloader.memory.flat`.
+"""Writes flat batches into the slot: the worker's half of :mod:`shmloader.memory.layout`.
 
-Where a batch turns out to be irregular, :meth:`FlatPacker.pack` returns None. The batch is then
+Samples are stacked, and rows of datasets that are arrays are gathered, without loading samples.
+Where samples turn out to be irregular, :meth:`FlatPacker.pack` returns None. The batch is then
 collated by torch, whose errors are the ones that the user sees, and pickled.
 
 A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
@@ -10,26 +11,16 @@ slower where the batch would have stayed in the cache.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.faults import FAULTS
-from shmloader.memory.arena import Slot, align
-from shmloader.memory.flat import (
-    BARE,
-    COPY_OUT_BYTES,
-    DICT,
-    LIST,
-    FlatLayout,
-    Group,
-    group_tensor,
-)
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.arena import align
+from shmloader.memory.layout import BARE, DICT, LIST, Field, FlatLayout, contain, field_tensor
+from shmloader.memory.writer import SlotWriter
 
 _copy_rows: Callable[[int, list[int], int], None] | None
 try:
@@ -45,125 +36,27 @@ STREAM_BYTES = 8 << 20
 _ROW_BYTES = 16 << 10
 
 _Tensor = torch.Tensor
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+# The dtype of a field, and its shape in a sample.
+_Kind = tuple[torch.dtype, tuple[int, ...]]
 
 # Two keys of these types are equal only if they are the same; 1, True and 1.0 are equal.
 _KEY_TYPES = frozenset({str, int})
 
-#: The most packings that a packer keeps, and for which it keeps views of each slot.
-MOST_PACKINGS = 64
+# The kinds of array that numpy makes of a list of Python numbers where torch makes a tensor of the
+# same dtype, by the type of the first number.
+_NUMBER_KINDS = {int: "ib", bool: "ib", float: "f"}
 
-_ONLY_TENSORS = {torch.Tensor}
-
-# The kind of array that numpy makes of a list of scalars, by their torch dtype.
-_SCALAR_KINDS = {
-    torch.float64: "f",
-    torch.float32: "f",
-    torch.int64: "i",
-    torch.int32: "i",
-    torch.int16: "i",
-    torch.int8: "i",
-    torch.uint8: "i",
-    torch.bool: "b",
-}
-
-# torch's dtype of a field of Python numbers, by the dtype of the array that a converter returns.
+# torch's dtype of a field of Python numbers.
 _TORCH_DTYPES = {
-    np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.bool_): torch.bool,
 }
 
-# A field: its dtype, and its shape in a sample, which is None for numbers.
-_Spec = tuple[torch.dtype, tuple[int, ...] | None]
-
-
-def _convert_ints(column: Sequence[object]) -> "np.ndarray[Any, Any]":
-    # numpy agrees with torch.tensor where the result is int64 or bool, and is four times as fast.
-    array = np.array(column)
-    return array if array.dtype.kind in "ib" else torch.tensor(column).numpy()
-
-
-def _convert_floats(column: Sequence[object]) -> "np.ndarray[Any, Any]":
-    array = np.array(column)
-    if array.dtype == np.float64:
-        return array
-    return torch.tensor(column, dtype=torch.float64).numpy()
-
-
-_CONVERTERS: dict[type, Callable[[Sequence[object]], "np.ndarray[Any, Any]"]] = {
-    int: _convert_ints,
-    bool: _convert_ints,
-    float: _convert_floats,
-}
-
-
-class _Target(NamedTuple):
-    """A group in a slot, as a tensor and as an array. Never leaves this module."""
-
-    tensor: torch.Tensor
-    array: "np.ndarray[Any, Any] | None"
-    kind: str | None
-
-
-def _make_targets(slot: Slot, layout: FlatLayout) -> list[_Target]:
-    targets = []
-    for group in layout.groups:
-        tensor = group_tensor(slot, group, len(group.positions))
-        kind = _SCALAR_KINDS.get(tensor.dtype) if tensor.ndim == 1 else None
-        targets.append(_Target(tensor, tensor.numpy() if kind else None, kind))
-    return targets
-
-
-def _fill_group(group: Group, target: _Target, sources: list[Any]) -> bool:
-    """Write the fields of a group; return False if they differ from those of the first sample."""
-    tensor, array, kind = target
-    is_single = len(group.positions) == 1
-    if is_single:
-        source = sources[group.positions[0]]
-    else:
-        source = list(chain.from_iterable(map(sources.__getitem__, group.positions)))
-    if type(source) is np.ndarray:
-        assert array is not None
-        array[:] = source
-        return True
-    if set(map(type, source)) != _ONLY_TENSORS:
-        return False  # a subclass determines the type of the batch
-    if array is not None:
-        # Takes three quarters of the time of torch.stack, which makes a view of each scalar first.
-        # A sample that is not a scalar becomes a list, which is an error.
-        numbers = np.array(list(map(torch.Tensor.tolist, source)))
-        if numbers.dtype.kind != kind or (kind == "f" and any(t.requires_grad for t in source)):
-            return False
-        array[:] = numbers
-    elif is_single and tensor.numel():
-        stack_into(source, tensor)
-    else:
-        # Many small tensors: torch.stack is faster without an output, even with the extra copy.
-        stacked = torch.stack(source, 0)
-        if stacked.dtype != tensor.dtype or stacked.requires_grad:
-            return False
-        tensor.copy_(stacked)
-    return True
-
-
-class _NotFlatError(Exception):
-    """These samples cannot be packed."""
-
-
-@dataclass(slots=True)
-class Packing:
-    """How batches of one kind are packed; used for as long as the kind stays the same.
-
-    Attributes:
-        signature: Identifies the kind: container, keys, batch size and fields.
-        layout: The layout of such a batch.
-        end: Bytes from the slot's start to the end of the batch.
-    """
-
-    signature: tuple[object, ...]
-    layout: FlatLayout
-    end: int
+# Errors that mean that samples are not flat, or not alike.
+_IRREGULAR = (RuntimeError, TypeError, ValueError, KeyError, OverflowError)
 
 
 class FlatPacker:
@@ -171,8 +64,8 @@ class FlatPacker:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        # Keyed by the offset at which the batch begins, since a slot may hold several batches.
-        self._packings: dict[int, Packing] = {}
+        # What identifies the last batch's layout, the layout, and the end of its bytes.
+        self._last: tuple[Any, FlatLayout, int] | None = None
 
     def pack(self, samples: object) -> FlatLayout | None:
         """Append a batch to what the slot holds, if it can be packed.
@@ -189,163 +82,96 @@ class FlatPacker:
         """
         if type(samples) is not list or not samples:
             return None
-        fields: list[_Spec] = []
+        start = self._writer.used_bytes
+        kinds: list[_Kind] = []
         sources: list[Any] = []
         try:
             container, keys, columns = _split(samples)
             for column in columns:
-                _read_column(column, fields, sources)
-        except _NotFlatError:
-            return None
-        signature = (container, keys, len(samples), fields)
-        writer = self._writer
-        start = writer.used_bytes
-        packing = self._packings.get(start)
-        if packing is None or packing.signature != signature:
-            if len(self._packings) > MOST_PACKINGS:
-                self._packings.clear()
-            packing = make_packing(container, keys, len(samples), fields, start)
-            self._packings[start] = packing
-        writer.allocate(packing.end - start)
-        try:
-            targets = targets_in(writer.slot, self, start, packing, _make_targets)
-            for group, target in zip(packing.layout.groups, targets, strict=True):
-                if not _fill_group(group, target, sources):
-                    break
+                kind, source = _read_column(column)
+                kinds.append(kind)
+                sources.append(source)
+            layout = self.reserve(container, keys, len(samples), kinds)
+            slot = self._writer.slot
+            for field, source in zip(layout.fields, sources, strict=True):
+                if type(source) is np.ndarray:
+                    np.ndarray(source.shape, source.dtype, slot.memory, field.offset)[:] = source
+                else:
+                    stack_into(source, field_tensor(slot, field))
                 if FAULTS is not None:
                     FAULTS.reach("worker.write")
-            else:
-                return packing.layout
-        except (RuntimeError, TypeError, ValueError):
-            pass
-        writer.rewind(start)
-        return None
+        except _IRREGULAR:
+            self._writer.rewind(start)
+            return None
+        return layout
+
+    def reserve(
+        self, container: int, keys: tuple[object, ...], batch: int, kinds: list[_Kind]
+    ) -> FlatLayout:
+        """Lay fields out after what the slot holds.
+
+        Args:
+            container: The batch's container.
+            keys: The dict's keys.
+            batch: The number of samples.
+            kinds: The dtype of each field, and its shape in a sample.
+
+        Raises:
+            SharedMemoryError: If they do not fit the slot.
+        """
+        start = self._writer.used_bytes
+        identity = (start, container, keys, batch, kinds)
+        if self._last is None or self._last[0] != identity:
+            fields, end = [], start
+            for dtype, shape in kinds:
+                fields.append(Field(end, dtype, (batch, *shape)))
+                end = align(end + batch * math.prod(shape) * dtype.itemsize)
+            self._last = identity, FlatLayout(container, keys, tuple(fields)), end
+        self._writer.allocate(self._last[2] - start)
+        return self._last[1]
 
 
-def targets_in(
-    slot: Slot,
-    owner: object,
-    start: int,
-    packing: Packing,
-    make: Callable[[Slot, FlatLayout], list[Any]],
-) -> list[Any]:
-    """Return ``make(slot, packing.layout)``, kept with the slot for the next batch of the kind.
-
-    Args:
-        slot: The slot to write to.
-        owner: The caller; views that another owner has kept with the slot are dropped.
-        start: Where in the slot the batch begins.
-        packing: The packing of the batch.
-        make: Makes views of the slot.
-    """
-    kept_by, kept = slot.views
-    if kept_by is not owner or len(kept) > MOST_PACKINGS:
-        kept = {}
-        slot.views = (owner, kept)
-    targets: list[Any]
-    made_for, targets = kept.get(start, (None, []))
-    if made_for is not packing:
-        targets = make(slot, packing.layout)
-        kept[start] = (packing, targets)
-    return targets
-
-
-def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], Sequence[Sequence[Any]]]:
+def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
     """Turn samples into container, keys and columns, one column for each field.
 
     Raises:
-        _NotFlatError: If they are of another kind, or not alike.
+        KeyError, ValueError: If they are of another kind, or not alike.
     """
-    first = samples[0]
-    kind = type(first)
-    if kind is dict:
-        keys = tuple(first)
-        if not _KEY_TYPES.issuperset(map(type, keys)):
-            raise _NotFlatError
-        rows = [_row(sample, keys) for sample in samples]
-        columns = list(zip(*rows, strict=True))
-        container = DICT
-    elif kind is tuple or kind is list:
-        keys = ()
-        if {*map(type, samples)} != {kind} or {*map(len, samples)} != {len(first)}:
-            raise _NotFlatError
-        columns = list(zip(*samples, strict=True))
-        container = LIST
-    else:
-        return BARE, (), (samples,)
-    if not columns:
-        raise _NotFlatError
-    return container, keys, columns
+    kind = type(samples[0])
+    if kind is not dict and kind is not tuple and kind is not list:
+        return BARE, (), [samples]
+    if {*map(type, samples)} != {kind} or not samples[0]:
+        raise ValueError
+    if kind is not dict:
+        return LIST, (), list(zip(*samples, strict=True))
+    keys = tuple(samples[0])
+    if not _KEY_TYPES.issuperset(map(type, keys)):
+        raise ValueError
+    return DICT, keys, [[sample[key] for sample in samples] for key in keys]
 
 
-def _row(sample: object, keys: tuple[object, ...]) -> Iterable[Any]:
-    """Return a dict's values in the order of ``keys``; its other keys are left out."""
-    if type(sample) is not dict:
-        raise _NotFlatError
-    if tuple(sample) == keys:
-        return sample.values()
-    try:
-        return [sample[key] for key in keys]
-    except KeyError:
-        raise _NotFlatError from None
-
-
-def _read_column(column: Sequence[Any], fields: list[_Spec], sources: list[Any]) -> None:
-    """Append a field's dtype and shape, and its values: the samples' tensors or one array.
+def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
+    """Return a field's kind and its values: the samples' tensors, or one array of numbers.
 
     Raises:
-        _NotFlatError: If these samples cannot be packed.
+        Exception: One of ``_IRREGULAR`` if these samples cannot be packed.
     """
     first = column[0]
     kind = type(first)
-    if kind is torch.Tensor:
-        if (
-            first.layout is not torch.strided
-            or not first.is_cpu
-            or first.is_nested
-            or first.requires_grad
-            or first.is_quantized
-            or first._is_zerotensor()
-        ):
-            raise _NotFlatError
-        fields.append((first.dtype, first.shape))
-        sources.append(column)
-        return
-    convert = _CONVERTERS.get(kind)
-    try:
-        if convert is not None:
-            numbers = convert(column)
-            fields.append((_TORCH_DTYPES[numbers.dtype], None))
-            sources.append(numbers)
-            return
-        if kind is np.ndarray and first.dtype.kind in "biufc":
-            tensors = list(map(torch.as_tensor, column))
-            fields.append((tensors[0].dtype, tensors[0].shape))
-            sources.append(tensors)
-            return
-    except Exception:  # noqa: BLE001 - torch's collate raises the error that the user sees
-        raise _NotFlatError from None
-    raise _NotFlatError
-
-
-def make_packing(
-    container: int, keys: tuple[object, ...], batch: int, fields: list[_Spec], start: int
-) -> Packing:
-    """Lay out the fields from ``start`` on, with small ones of the same kind side by side."""
-    alike: dict[Any, list[int]] = {}
-    for position, spec in enumerate(fields):
-        dtype, shape = spec
-        small = shape is not None and (batch * math.prod(shape) * dtype.itemsize <= COPY_OUT_BYTES)
-        alike.setdefault(spec if small else (position, spec), []).append(position)
-    groups = []
-    end = start
-    for positions in alike.values():
-        dtype, shape = fields[positions[0]]
-        full = (batch, *(shape or ()))
-        groups.append(Group(end, dtype, full, tuple(positions)))
-        end = align(end + len(positions) * math.prod(full) * dtype.itemsize)
-    layout = FlatLayout(container, keys, tuple(groups))
-    return Packing((container, keys, batch, fields), layout, end)
+    if kind is np.ndarray and first.dtype.kind in "biufc":
+        column = list(map(torch.as_tensor, column))
+        first = column[0]
+    if type(first) is _Tensor:
+        is_plain = first.layout is torch.strided and first.is_cpu and not first.is_nested
+        is_odd = first.requires_grad or first.is_quantized or first._is_zerotensor()
+        # A subclass would determine the type of the batch.
+        if is_plain and not is_odd and {*map(type, column)} == {_Tensor}:
+            return (first.dtype, first.shape), column
+    elif kind in _NUMBER_KINDS:
+        numbers = np.array(column)  # four times as fast as torch.tensor
+        if numbers.ndim == 1 and numbers.dtype.kind in _NUMBER_KINDS[kind]:
+            return (_TORCH_DTYPES[numbers.dtype], ()), numbers
+    raise ValueError
 
 
 def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -368,35 +194,134 @@ def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
 
 
-def stream_rows(
-    first: int, indices: "np.ndarray[Any, np.dtype[np.intp]]", row_bytes: int, out: int
-) -> bool:
-    """Gather rows, bypassing the caches, if there are enough bytes for that to be faster.
-
-    Args:
-        first: Address of row 0. The other rows follow without a gap.
-        indices: Indices of the rows.
-        row_bytes: Length of a row in bytes.
-        out: Address to copy them to.
-
-    Returns:
-        Whether the rows were gathered.
-    """
-    if _copy_rows is None or row_bytes < _ROW_BYTES or row_bytes * len(indices) < STREAM_BYTES:
-        return False
-    _copy_rows(out, (indices * row_bytes + first).tolist(), row_bytes)
-    return True
-
-
 def _are_alike(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
     """Whether stacking only copies bytes."""
-    return (
-        {type(tensor) for tensor in tensors} == {_Tensor}
-        and {tensor.dtype for tensor in tensors} == {out.dtype}
-        and {tensor.shape for tensor in tensors} == {out.shape[1:]}
-        and all(map(_Tensor.is_contiguous, tensors))
-        and all(tensor.is_cpu for tensor in tensors)
-        and not any(tensor.requires_grad for tensor in tensors)
-        and not any(map(_Tensor.is_conj, tensors))
-        and not any(map(_Tensor.is_neg, tensors))
+    return all(
+        type(tensor) is _Tensor
+        and tensor.dtype == out.dtype
+        and tensor.shape == out.shape[1:]
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        for tensor in tensors
     )
+
+
+# Datasets that are arrays -----------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """One field of a batch, for all samples.
+
+    Attributes:
+        rows: The array, as a tensor. Its first dimension is the rows; its strides are arbitrary. A
+            dtype that ``torch.index_select`` does not support is viewed as integers of its size.
+        dtype: Dtype of the field in a batch.
+        mapping: The index of each sample's row; None if sample n is row n.
+    """
+
+    rows: torch.Tensor
+    dtype: torch.dtype
+    mapping: _Array | None = None
+
+
+class Columns(NamedTuple):
+    """A dataset that is arrays.
+
+    Attributes:
+        container: Container of a batch; see :mod:`shmloader.memory.layout`.
+        keys: The dict's keys, in order; else empty.
+        fields: The arrays.
+        length: Number of samples.
+    """
+
+    container: int
+    keys: tuple[object, ...]
+    fields: tuple[Column, ...]
+    length: int
+
+
+class RowGatherer:
+    """Gathers batches of one dataset. Without a writer, several threads may use it at once.
+
+    The result is what torch's ``default_collate`` makes of the rows one by one.
+
+    Args:
+        columns: The dataset.
+        writer: In a worker process, the writer of its slots, where batches are gathered; None to
+            gather into new tensors.
+    """
+
+    def __init__(self, columns: Columns, writer: SlotWriter | None = None) -> None:
+        self._columns, self._writer = columns, writer
+        self._packer = None if writer is None else FlatPacker(writer)
+        self._kinds = [(one.dtype, tuple(one.rows.shape[1:])) for one in columns.fields]
+        self._layout = FlatLayout(columns.container, columns.keys, ())
+
+    @property
+    def length(self) -> int:
+        """Number of samples."""
+        return self._columns.length
+
+    def gather(self, indices: "_Array | range") -> Any:
+        """Return a batch; with a writer, its layout.
+
+        Args:
+            indices: Indices of its samples, at least one, each from 0 to the length less 1.
+
+        Raises:
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        rows, columns = _as_run(indices), self._columns
+        if self._packer is None or self._writer is None:
+            return contain(self._layout, [_take_new(one, rows) for one in columns.fields])
+        container, keys, fields, _ = columns
+        layout = self._packer.reserve(container, keys, len(indices), list(self._kinds))
+        for column, field in zip(fields, layout.fields, strict=True):
+            viewed = field._replace(dtype=column.rows.dtype)
+            _take(column, rows, field_tensor(self._writer.slot, viewed))
+            if FAULTS is not None:
+                FAULTS.reach("worker.write")
+        return layout
+
+
+def _as_run(indices: "_Array | range") -> "_Array | range":
+    """Return the indices as a range if they are consecutive."""
+    if type(indices) is range:
+        return indices
+    first, count = int(indices[0]), len(indices)
+    if int(indices[-1]) - first == count - 1 and (np.diff(indices) == 1).all():
+        return range(first, first + count)
+    return indices
+
+
+def _take_new(column: Column, rows: "_Array | range") -> torch.Tensor:
+    """Return the rows of these samples in a new tensor."""
+    if column.dtype is column.rows.dtype:
+        return _take(column, rows, None)
+    out = torch.empty((len(rows), *column.rows.shape[1:]), dtype=column.dtype, device="cpu")
+    _take(column, rows, out.view(column.rows.dtype))
+    return out
+
+
+def _take(column: Column, rows: "_Array | range", out: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows of these samples, in ``out`` or else in a new tensor."""
+    source, _, mapping = column
+    if mapping is not None:
+        at: Any = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        rows = _as_run(mapping[at])
+    if isinstance(rows, range):
+        part = source[rows.start : rows.stop]
+        if out is None:
+            return part.clone(memory_format=torch.contiguous_format)
+        return out.copy_(part)
+    if out is not None and _copy_rows is not None and out.nbytes >= STREAM_BYTES:
+        row_bytes = out.nbytes // len(rows)
+        if row_bytes >= _ROW_BYTES and source.is_contiguous():
+            # In 64 bits, since addresses are computed.
+            sources = rows.astype(np.int64) * row_bytes + source.data_ptr()
+            _copy_rows(out.data_ptr(), sources.tolist(), row_bytes)
+            return out
+    # torch warns about a read-only array, such as indices that came in a message.
+    index = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
+    return torch.index_select(source, 0, index, out=out)

@@ -15,6 +15,12 @@ A segment is pickled as a handle. Where multiprocessing starts a process with it
 forkserver), its descriptor is passed on. Elsewhere (a queue, a pool's task) the handle names the
 process that pickled the segment, and the descriptor in that process. The process that unpickles
 the handle opens the file through ``/proc``, so the other one has to keep the segment until then.
+
+The large buffers of a pickle (:mod:`shmloader.memory.pickled`) are written to a segment one after
+the other, and become views of the segment where the pickle is loaded. A read-only memory map is not
+copied: the other process maps the same file, copy-on-write, so that the array may be written to
+there, like the copy that torch's loader makes. (Pickle would copy the map's data, which may be
+larger than memory.)
 """
 
 import ctypes
@@ -22,19 +28,22 @@ import fcntl
 import mmap
 import multiprocessing.context
 import os
+import pickle
 import secrets
-from collections.abc import Callable
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import align
 from shmloader.memory.limits import control_groups, format_bytes, free_memory
-from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
+from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile
+from shmloader.memory.pickled import OutOfBand, PartialStorage, Span, storage_over
 from shmloader.process_state import PROCESS
 
-# A seal of <linux/fcntl.h>, as in memfd.
+# A seal of <linux/fcntl.h>, as in the arena.
 _SEAL_WRITE = getattr(fcntl, "F_SEAL_WRITE", 8)
 
 # <linux/mman.h>. Without it, a kernel that accounts for what might be written refuses a mapping
@@ -45,11 +54,44 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 #: file to which the descriptor number of a handle may refer.
 TOKEN_BYTES = 16
 
+#: Smaller buffers stay in the pickle: their entry in the table would cost as much.
+BULK_BYTES = 512
+
 # Bytes that are written between two checks that there is memory. A check takes some 100 µs.
 _CHECK_BYTES = 32 << 20
 
 # Bytes per call: Linux writes at most 2 GiB less a page.
 _WRITE_BYTES = 1 << 30
+
+_GONE = (
+    "the shared memory of a pickled handle is gone: the process that pickled it has dropped it, or "
+    "has ended. It has to keep the shared object until the other process has unpickled it. (A "
+    "process that is started with the object as an argument has it from the start.)"
+)
+
+
+class SealedSegment:
+    """A segment that this process does not map. It is unpickled as a :class:`Segment`.
+
+    Attributes:
+        file: The file.
+        nbytes: Length in bytes.
+        token: The random number at its start.
+    """
+
+    def __init__(self, file: MemoryFile, nbytes: int, token: bytes) -> None:
+        self.file, self.nbytes, self.token = file, nbytes, token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a handle."""
+        where: Any = (os.getpid(), self.file.fileno())
+        if multiprocessing.context.get_spawning_popen() is not None:
+            where = reduction.DupFd(self.file.fileno())
+        return _attach, (self.token, self.nbytes, where)
+
+    def close(self) -> None:
+        """Close the descriptor; may be called again."""
+        self.file.close()
 
 
 class Segment(mmap.mmap):
@@ -59,41 +101,39 @@ class Segment(mmap.mmap):
         nbytes: Length in bytes.
         address: Address of the first byte in this process.
         is_common: Whether the ranks of this host have it from ``share_on_host``.
+        token: The random number at its start.
     """
 
     is_common = False
-    _fd = -1
-    _token: bytes
     nbytes: int
     address: int
+    token: bytes
+    _sealed: SealedSegment
 
     @classmethod
-    def open(cls, fd: int, nbytes: int, token: bytes) -> Self:
-        """Map a segment and take over the descriptor, unless this raises.
+    def open(cls, sealed: SealedSegment) -> Self:
+        """Map a segment and take over the file.
 
         Raises:
-            SharedMemoryError: If the descriptor is not that of the segment.
+            SharedMemoryError: If the file is not that of the segment.
             OSError: If there is no address space, or no descriptor left.
         """
         try:
             segment = cls(
-                fd,
-                nbytes,
+                sealed.file.fileno(),
+                sealed.nbytes,
                 flags=mmap.MAP_PRIVATE | _NO_RESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 **MAPPING_OPTIONS,
             )
-            is_right = segment[:TOKEN_BYTES] == token
         except ValueError:  # the file is shorter
-            is_right = False
-        if not is_right:
+            raise SharedMemoryError(_GONE) from None
+        if segment[:TOKEN_BYTES] != sealed.token:
             raise SharedMemoryError(_GONE)
         segment.madvise(mmap.MADV_DONTDUMP)
-        segment._token = token
-        segment.nbytes = nbytes
+        segment.nbytes, segment.token, segment._sealed = sealed.nbytes, sealed.token, sealed
         segment.address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
-        PROCESS.segments[token] = segment
-        segment._fd = fd
+        PROCESS.segments[sealed.token] = segment
         return segment
 
     @classmethod
@@ -108,43 +148,21 @@ class Segment(mmap.mmap):
             OSError: If there is no address space, or no descriptor left.
         """
         view = memoryview(contents).cast("B")
-        known: Segment | None = PROCESS.segments.get(bytes(view[:TOKEN_BYTES]))
+        token = bytes(view[:TOKEN_BYTES])
+        known: Segment | None = PROCESS.segments.get(token)
         if known is not None:
             return known
-        with SegmentWriter(bytes(view[:TOKEN_BYTES])) as writer:
+        with SegmentWriter(token) as writer:
             writer.append(view[TOKEN_BYTES:], is_aligned=False)
             return writer.finish()
 
-    # When the interpreter exits, this may be called after the module's names are gone.
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close the descriptor; the memory is unmapped after this."""
-        # The number is forgotten first: in a child that another thread forks meanwhile, a second
-        # close might close another file of this number.
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            close(fd)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a handle."""
-        return _handle(self._fd, self.nbytes, self._token)
+        return self._sealed.__reduce__()
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a handle. Without this, pickle would call mmap's, which raises."""
-        return self.__reduce__()
-
-
-def _handle(fd: int, nbytes: int, token: bytes) -> tuple[Any, ...]:
-    where: Any = (os.getpid(), fd)
-    if multiprocessing.context.get_spawning_popen() is not None:
-        where = reduction.DupFd(fd)
-    return _attach, (token, nbytes, where)
-
-
-_GONE = (
-    "the shared memory of a pickled handle is gone: the process that pickled it has dropped it, or "
-    "has ended. It has to keep the shared object until the other process has unpickled it. (A "
-    "process that is started with the object as an argument has it from the start.)"
-)
+        return self._sealed.__reduce__()
 
 
 def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
@@ -155,24 +173,19 @@ def _attach(token: bytes, nbytes: int, where: Any) -> Segment:
     """
     known: Segment | None = PROCESS.segments.get(token)
     if not isinstance(where, tuple):
-        fd = where.detach()  # a duplicate, which is closed below unless the segment takes it
-    elif known is not None:
-        return known
-    else:
-        try:
-            fd = os.open("/proc/{}/fd/{}".format(*where), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SharedMemoryError(_GONE) from error
-    try:
+        file = MemoryFile(where.detach())  # a duplicate
         if known is None:
-            os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-            segment = Segment.open(fd, nbytes, token)
-            fd = -1
-            return segment
+            os.set_inheritable(file.fileno(), False)  # spawn passes it on as inheritable
+    elif known is None:
+        try:
+            path = "/proc/{}/fd/{}".format(*where)
+            file = MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+            raise SharedMemoryError(_GONE) from error
+    else:
         return known
-    finally:
-        if fd >= 0:
-            os.close(fd)
+    sealed = SealedSegment(file, nbytes, token)  # closes the file unless the segment keeps it
+    return Segment.open(sealed) if known is None else known
 
 
 def find_segment(address: int, nbytes: int) -> Segment | None:
@@ -184,39 +197,11 @@ def find_segment(address: int, nbytes: int) -> Segment | None:
     return None
 
 
-class SealedSegment:
-    """A segment that this process does not map. It is unpickled as a :class:`Segment`.
-
-    Attributes:
-        fd: The descriptor; -1 once closed.
-        nbytes: Length in bytes.
-    """
-
-    def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
-        self.fd = fd
-        self.nbytes = nbytes
-        self._token = token
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a handle."""
-        return _handle(self.fd, self.nbytes, self._token)
-
-    def close(self) -> None:
-        """Close the descriptor; may be called again."""
-        self._close()
-
-    def _close(self, close: Callable[[int], None] = os.close) -> None:
-        fd, self.fd = self.fd, -1  # the number is forgotten first, as in a Segment
-        if fd >= 0:
-            close(fd)
-
-    def __del__(self) -> None:
-        """Close the descriptor."""
-        self.close()
-
-
 class SegmentWriter:
     """Fills a segment from the front to the back. Its creator closes or finishes it.
+
+    Attributes:
+        used_bytes: Bytes written so far.
 
     Args:
         token: The segment's token; None for a new one.
@@ -226,18 +211,11 @@ class SegmentWriter:
     """
 
     def __init__(self, token: bytes | None = None) -> None:
-        self._fd = -1
-        self._token = secrets.token_bytes(TOKEN_BYTES) if token is None else token
-        self._used = 0
-        self._granted = 0
+        token = secrets.token_bytes(TOKEN_BYTES) if token is None else token
+        self._sealed = SealedSegment(MemoryFile(name="-segment"), 0, token)
         self._groups = control_groups(Path("/"))
-        self._fd = os.memfd_create(f"{MEMFD_NAME}-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.append(self._token)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes written so far."""
-        return self._used
+        self.used_bytes = self._granted = 0
+        self.append(token)
 
     def append(self, data: Any, *, is_aligned: bool = True) -> int:
         """Append a buffer.
@@ -253,37 +231,32 @@ class SegmentWriter:
             SharedMemoryError: If there is not enough memory.
         """
         view = memoryview(data).cast("B")
-        start = align(self._used) if is_aligned else self._used
-        self._check_memory(start - self._used + view.nbytes)
-        position = start
-        for at in range(0, view.nbytes, _WRITE_BYTES):
-            part = view[at : at + _WRITE_BYTES]
-            while part.nbytes:
-                written = os.pwrite(self._fd, part, position)
-                position += written
-                part = part[written:]
-        self._used = start + view.nbytes
+        start = align(self.used_bytes) if is_aligned else self.used_bytes
+        self._check_memory(start - self.used_bytes + view.nbytes)
+        self.used_bytes = start + view.nbytes
+        position, fd = start, self._sealed.file.fileno()
+        while view.nbytes:
+            written = os.pwrite(fd, view[:_WRITE_BYTES], position)
+            position, view = position + written, view[written:]
         return start
 
     def append_memory(self, address: int, nbytes: int) -> int:
         """Append the bytes at an address of this process; the caller keeps them alive."""
-        if nbytes == 0:
-            return self.append(b"")
-        return self.append((ctypes.c_char * nbytes).from_address(address))
+        return self.append((ctypes.c_char * nbytes).from_address(address) if nbytes else b"")
 
     def _check_memory(self, nbytes: int) -> None:
         """Check that there is memory before it is touched."""
-        if nbytes <= self._granted:
-            self._granted -= nbytes
+        self._granted -= nbytes
+        if self._granted >= 0:
             return
-        free = free_memory(Path("/"), self._groups)
+        free, used = free_memory(Path("/"), self._groups), self.used_bytes
         if free is not None and free.nbytes < nbytes:
             raise SharedMemoryError(
-                f"not enough memory to share: at least {format_bytes(self._used + nbytes)} are "
-                f"needed, once for all processes, but after {format_bytes(self._used)} of them "
+                f"not enough memory to share: at least {format_bytes(used + nbytes)} are "
+                f"needed, once for all processes, but after {format_bytes(used)} of them "
                 f"only {format_bytes(free.nbytes)} are free ({free.limit})."
             )
-        self._granted = max(nbytes, _CHECK_BYTES) - nbytes
+        self._granted = max(0, _CHECK_BYTES - nbytes)
 
     def finish(self) -> Segment:
         """Seal the segment and map it.
@@ -291,32 +264,135 @@ class SegmentWriter:
         Raises:
             OSError: If there is no address space, or no descriptor left.
         """
-        sealed = self.seal()
-        segment = Segment.open(sealed.fd, sealed.nbytes, self._token)
-        sealed.fd = -1
-        return segment
+        return Segment.open(self.seal())
 
-    def seal(self) -> "SealedSegment":
+    def seal(self) -> SealedSegment:
         """Seal the segment."""
+        sealed = self._sealed
         # At least one byte more than was written, so that an empty last buffer has an address too.
-        nbytes = align(self._used + 1)
-        os.ftruncate(self._fd, nbytes)
-        fcntl.fcntl(self._fd, ADD_SEALS, SEALS | _SEAL_WRITE)
-        fd, self._fd = self._fd, -1  # only one object may own it, or it would be closed twice
-        return SealedSegment(fd, nbytes, self._token)
-
-    def close(self) -> None:
-        """Discard the segment unless it is sealed. May be called again."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        """Discard the segment, if an interruption came before the creator could close it."""
-        self.close()
+        sealed.nbytes = align(self.used_bytes + 1)
+        os.ftruncate(sealed.file.fileno(), sealed.nbytes)
+        fcntl.fcntl(sealed.file.fileno(), ADD_SEALS, SEALS | _SEAL_WRITE)
+        return sealed
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._sealed.close()
+
+
+# The buffers of a pickle ------------------------------------------------------------------
+
+
+class BufferTable(NamedTuple):
+    """Where the out-of-band buffers of a pickle lie in a segment.
+
+    Attributes:
+        spans: The buffers, as (offset, nbytes, first_byte) of :class:`Span`.
+        order: For each out-of-band buffer of the body, in turn, the index of its span.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+    order: tuple[int, ...]
+
+
+def write_buffers(parts: OutOfBand, writer: SegmentWriter) -> BufferTable:
+    """Write the buffers and storages that were taken out of a pickle.
+
+    Raises:
+        SharedMemoryError: If there is not enough memory.
+    """
+    spans = parts.write(writer.append_memory)
+    return BufferTable(tuple((*span,) for span in spans), tuple(parts.order))
+
+
+def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
+    """Unpickle a body; its tensors and arrays become views of the segment.
+
+    Raises:
+        Exception: Whatever the user's objects raise when they are unpickled.
+    """
+    buffers = [open_buffer(Span(*span), segment) for span in table.spans]
+    return pickle.loads(body, buffers=[buffers[index] for index in table.order])
+
+
+def open_buffer(span: Span, segment: Segment) -> "memoryview | PartialStorage":
+    """Return a buffer of a segment as pickle needs it."""
+    offset, nbytes, first_byte = span
+    if first_byte < 0:
+        return memoryview(segment)[offset : offset + nbytes]
+    return PartialStorage(storage_over(segment, offset, nbytes), first_byte)
+
+
+# Memory maps -------------------------------------------------------------------------------
+
+
+def address_of(array: "np.ndarray[Any, Any]") -> tuple[int, int]:
+    """Return the address of the first byte of an array's elements, and how many bytes they span."""
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return low, high - low
+
+
+def reduce_memory_map(array: "np.memmap[Any, Any]") -> Any:
+    """Return the reduction of a memory map: its file if it is read-only, otherwise its data.
+
+    A read-only map is also reduced to its data if its file has been removed, or replaced by another
+    file of the same name. Returns NotImplemented if the map holds Python objects.
+    """
+    name = getattr(array, "filename", None)
+    if array.mode == "r" and array._mmap is not None and name is not None and array.size:  # type: ignore[attr-defined]
+        low, nbytes = address_of(array)
+        offset, inode = _find_mapping(low, low + nbytes)
+        if Path(name).exists() and Path(name).stat().st_ino == inode:
+            first = array.__array_interface__["data"][0] - low
+            fields = (array.dtype, array.shape, array.strides)
+            return open_memory_map, (str(Path(name).resolve()), offset, nbytes, first, *fields)
+    if array.dtype.hasobject:
+        return NotImplemented
+    kept = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    return as_memory_map, (np.array(array, order=kept, subok=False),)  # type: ignore[call-overload]
+
+
+def as_memory_map(array: "np.ndarray[Any, Any]") -> "np.memmap[Any, Any]":
+    """Return the array as a memory map. Called by pickle, in the worker."""
+    return array.view(np.memmap)
+
+
+def open_memory_map(
+    name: str,
+    offset: int,
+    nbytes: int,
+    first: int,
+    dtype: "np.dtype[Any]",
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> "np.memmap[Any, Any]":
+    """Map a part of a file, copy-on-write. Called by pickle, in the worker.
+
+    Args:
+        name: Path of the file.
+        offset: First byte of the part in the file.
+        nbytes: Length of the part.
+        first: Offset of the array's first element from the start of the part, in bytes.
+        dtype: Dtype of the array.
+        shape: Shape of the array.
+        strides: Strides of the array, in bytes.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+    part = np.memmap(name, np.uint8, "c", offset, (nbytes,))
+    return np.ndarray.__new__(np.memmap, shape, dtype, part, first, strides)
+
+
+def _find_mapping(low: int, high: int) -> tuple[int, int]:
+    """Return a mapped range's offset in its file, and the file's inode; zeros if unknown."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        span, _, offset, _, inode, *_ = line.split(maxsplit=5)
+        start, _, stop = span.partition("-")
+        if int(start, 16) <= low and high <= int(stop, 16):
+            return int(offset, 16) + low - int(start, 16), int(inode)
+    return 0, 0

@@ -36,9 +36,15 @@ from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
+<<<<<<< HEAD
 from shmloader.memory.lease import is_debugging
 from shmloader.memory.limits import control_groups, free_memory
 from shmloader.pipeline.config import Lifecycle, OpKind, StageConfig
+=======
+from shmloader.memory.layout import is_debugging
+from shmloader.memory.limits import free_memory
+from shmloader.pipeline.config import Lifecycle, OpKind, Pipe
+>>>>>>> 45a7dff (Memory: thirteen modules for seventeen, and one way for each thing)
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
@@ -169,10 +175,9 @@ class ProcessExecutor(BackgroundThread):
         self._is_stopping = False
         is_generator = pipe.kind is OpKind.GENERATOR
         op = functools.partial(call_all, pipe.op) if is_generator else pipe.op
-        root = Path("/")
         memory = MemoryConfig(
-            pipe.concurrency, 0, lend_limit, None, free_memory(root, control_groups(root)),
-            str(root), pipe.capacity,
+            pipe.concurrency, 0, lend_limit, None, free_memory(Path("/")), "/",
+            pipe.capacity,
         )  # fmt: skip
         arena = Arena.create(uncapped_slot_bytes(), pipe.capacity + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)

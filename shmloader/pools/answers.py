@@ -13,27 +13,9 @@ from shmloader.batch.failures import SampleReport
 from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.interruptions import is_interruption
-from shmloader.memory.arena import Slot
-from shmloader.memory.codec import PickledLayout, decode, lends
-from shmloader.memory.flat import FlatLayout, FlatReader
+from shmloader.memory.codec import PickledLayout, PickledReader
+from shmloader.memory.layout import FlatLayout, FlatReader
 from shmloader.messages import Unsaved
-
-
-class PickledReader:
-    """Builds a batch whose layout is pickled (the general case; FlatReader is the fast one).
-
-    Attributes:
-        layout: The layout.
-        lends: Whether the batch has a part that is large enough to be lent.
-    """
-
-    def __init__(self, layout: PickledLayout) -> None:
-        self.layout = layout
-        self.lends = lends(layout)
-
-    def read(self, slot: Slot, lease: object | None) -> object:
-        """Build the batch; see :func:`decode`."""
-        return decode(self.layout, slot, lease)
 
 
 class Batch:
@@ -173,7 +155,7 @@ def make_reader(layout: object) -> Reader:
     Raises:
         InternalError: If the object is no layout.
     """
-    if type(layout) is FlatLayout:
+    if isinstance(layout, FlatLayout) or type(layout) is tuple:
         return FlatReader(layout)
     if type(layout) is PickledLayout:
         return PickledReader(layout)

@@ -24,10 +24,9 @@ from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.encoder import place
-from shmloader.memory.flat import FlatLayout, ShardLayouts
-from shmloader.memory.lease import checksum
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.codec import write_batch
+from shmloader.memory.layout import FlatLayout, FlatLayouts, FlatReader, checksum
+from shmloader.memory.writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,
     BatchDone,
@@ -93,7 +92,6 @@ class BatchServer:
         # comes with the batch.
         self._last_layout = b""
         self._last_flat_layout: object = None
-        self._shard_layouts = ShardLayouts()
 
     def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
         """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
@@ -201,12 +199,15 @@ class BatchServer:
             TypeError: If part of the batch cannot be pickled; names that part.
             SharedMemoryError: If the batch does not fit the slot.
         """
-        if type(batch) is list and self._config.may_shard:
-            batch = self._shard_layouts.joined(batch, self.writer.slot)
-        flat = batch if type(batch) is FlatLayout else None
+        flat: FlatLayouts | None = batch if type(batch) is FlatLayout else None
+        if type(batch) is list and self._config.may_shard and FlatLayout in map(type, batch):
+            if {*map(type, batch)} == {FlatLayout}:
+                flat = tuple(batch)
+            else:  # some shards had to be pickled
+                batch = [self._read_back(shard) for shard in batch]
         if flat is None:
             pickled = pickle_or_explain(batch, by_value=self._by_value)
-            layout = place(pickled, self.writer, spill_bytes=INLINE_BYTES // 2)
+            layout = write_batch(pickled, self.writer, spill_bytes=INLINE_BYTES // 2)
         elif flat is self._last_flat_layout:
             return None
         data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
@@ -216,6 +217,12 @@ class BatchServer:
         # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
         return sent
+
+    def _read_back(self, shard: Any) -> Any:
+        """Return the batch of a shard, which may lie in the slot."""
+        if type(shard) is not FlatLayout:
+            return shard
+        return FlatReader(shard).read(self.writer.slot, None)
 
     def _put(self, data: bytes | None) -> Sent | TooLong | None:
         """Write a pickled value after the batch. Returns TooLong if it does not fit."""

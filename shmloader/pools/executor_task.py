@@ -39,7 +39,7 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import install
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.writer import SlotWriter
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.object_answers import make_answer, pack_batch
 from shmloader.pools.worker_dataset import introduce

@@ -1,5 +1,6 @@
 """Makes batches as ordinary objects: on worker threads, and in the processes of an executor."""
 
+import ctypes
 import os
 import pickle
 from collections.abc import Callable
@@ -14,8 +15,7 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import pickle_or_explain
 from shmloader.forked_child import end_if_forked
-from shmloader.memory.codec import PartialStorage
-from shmloader.memory.flat import private_memory
+from shmloader.memory.pickled import PartialStorage
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 
 # Arrays that arrive at an address that is no multiple of this many bytes are copied: the widest
@@ -61,15 +61,16 @@ def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
         TypeError: If part of the batch cannot be pickled; names that part.
     """
     body, parts = pickle_or_explain(batch, by_value=by_value)
-    arrays: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
-    for storage in parts.storages.values():
-        start, nbytes = storage.span()
-        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.keep)
-        arrays[storage.index] = data[start : start + nbytes].numpy().copy(), start
-    for index, buffer in parts.buffers:
-        arrays[index] = np.array(buffer.raw()), -1
-    ordered = [arrays[index] for index in range(len(arrays))]
-    return body, parts.order, [array for array, _ in ordered], [start for _, start in ordered]
+    arrays = [np.empty(0, np.uint8)]
+
+    def put(address: int, nbytes: int) -> int:
+        memory: Any = (ctypes.c_char * nbytes).from_address(address)
+        arrays.append(np.frombuffer(memory, np.uint8).copy())
+        return len(arrays) - 1
+
+    spans = parts.write(put)
+    copies = [arrays[span.offset] for span in spans]
+    return body, parts.order, copies, [span.first_byte for span in spans]
 
 
 def unpack_batch(
@@ -101,6 +102,4 @@ def unpack_batch(
 def _writable(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     if array.flags.writeable and array.ctypes.data % _WIDEST_ITEM == 0:
         return array
-    copied = private_memory(array.nbytes)
-    np.copyto(copied, array)
-    return copied
+    return array.copy()

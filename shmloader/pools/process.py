@@ -125,7 +125,7 @@ class ProcessPool(SlotReader):
         if nbytes > most_bytes:
             raise SharedMemoryError(
                 f"the indices of batch {ticket.seq} take {nbytes} bytes, and a slot may have "
-                f"{most_bytes}: {memory.arena.describe_limit()}; or lower batch_size."
+                f"{most_bytes}: {memory.arena.describe_limit(nbytes)}; or lower batch_size."
             )
         memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
         memory.count_pages(ticket.slot_id, nbytes)

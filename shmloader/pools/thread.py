@@ -54,7 +54,7 @@ from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, core_time_here, core_time_of
-from shmloader.memory.gather import RowGatherer
+from shmloader.memory.packer import RowGatherer
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.object_answers import make_answer

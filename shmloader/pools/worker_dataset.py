@@ -32,7 +32,7 @@ from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.state_slot import StatePickler
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.writer import SlotWriter
 from shmloader.messages import InStateSlot, Unsaved
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state

@@ -19,10 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.memory.bulk import address_of, storage_at
-from shmloader.memory.codec import PartialStorage, rebuild_tensor
-from shmloader.memory.pickler import is_plain, tensor_fields
-from shmloader.memory.segment import Segment, find_segment
+from shmloader.memory.pickled import (
+    PartialStorage,
+    is_plain,
+    rebuild_tensor,
+    storage_over,
+    tensor_fields,
+)
+from shmloader.memory.segment import Segment, address_of, find_segment
 
 _HINT = (
     "it lies in memory that shmloader.share() has made for all processes. Change a copy "
@@ -118,7 +122,7 @@ def array_over(
 def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ...]) -> torch.Tensor:
     """Return the tensor whose storage is these bytes of a segment. Called by pickle."""
     enable_tensor_handles()  # it may be sent on from this process
-    return rebuild_tensor(PartialStorage(storage_at(segment, start, nbytes), 0), *fields)
+    return rebuild_tensor(PartialStorage(storage_over(segment, start, nbytes), 0), *fields)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:

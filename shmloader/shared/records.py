@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.memory.bulk import (
+from shmloader.memory.pickled import OutOfBand, batch_reducers, dump, reduce_data
+from shmloader.memory.segment import (
     BULK_BYTES,
     BufferTable,
+    Segment,
+    SegmentWriter,
     load_with_buffers,
     write_buffers,
 )
-from shmloader.memory.pickler import OutOfBand, batch_reducers, dump, reduce_data
-from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.shared.arrays import array_over, reduce_tensor
 
 # Bytes of records that are written at a time.

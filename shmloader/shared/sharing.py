@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shmloader.memory.bulk import BufferTable, storage_at, write_buffers
-from shmloader.memory.codec import PartialStorage, rebuild_tensor
-from shmloader.memory.pickler import OutOfBand, is_plain, tensor_fields
-from shmloader.memory.segment import Segment, SegmentWriter
+from shmloader.memory.pickled import OutOfBand, Span, is_plain, rebuild_tensor, tensor_fields
+from shmloader.memory.segment import Segment, SegmentWriter, open_buffer, write_buffers
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
@@ -210,7 +208,7 @@ def _write(
         dicts[key] = keys, values, write_index(known, writer) if len(known) == len(hashes) else None
 
     def build(segment: Segment) -> dict[int, Any]:
-        opened = _open_storages(table, segment)
+        opened: list[Any] = [open_buffer(Span(*span), segment) for span in table.spans]
         copies: dict[int, Any] = {
             key: open_array(segment, *where, is_writable=writable) for key, where in arrays.items()
         }
@@ -225,13 +223,6 @@ def _write(
         return copies
 
     return build
-
-
-def _open_storages(table: BufferTable, segment: Segment) -> list[PartialStorage]:
-    return [
-        PartialStorage(storage_at(segment, offset, nbytes), first_byte)
-        for offset, nbytes, first_byte in table.spans
-    ]
 
 
 def _write_array(array: Any, writer: SegmentWriter) -> tuple[int, Any, Any, Any]:

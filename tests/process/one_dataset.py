@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from shmloader import ShardedDataLoader, share_on_host
-from shmloader.memory.bulk import address_of
-from shmloader.memory.segment import find_segment
+from shmloader.memory.segment import address_of, find_segment
 from tests.process.one_pool import Report
 
 COUNT = 20_000
@@ -37,7 +36,11 @@ def find(dataset: Any) -> dict[str, Any]:
     """Say who has built a dataset, and in which memory its array lies."""
     segment = find_segment(*address_of(dataset.array))
     assert segment is not None
-    return {"builder": dataset.builder, "file": os.fstat(segment._fd).st_ino, "pid": os.getpid()}
+    return {
+        "builder": dataset.builder,
+        "file": os.fstat(segment._sealed.file.fileno()).st_ino,
+        "pid": os.getpid(),
+    }
 
 
 def totals(batches: Any) -> list[int]:

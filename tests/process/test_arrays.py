@@ -35,10 +35,10 @@ from shmloader.batch.arrays import (
     may_be_columns,
 )
 from shmloader.batch.timer import Timer
-from shmloader.memory import gather as gather_module
+from shmloader.memory import packer as packer_module
 from shmloader.memory.arena import Arena
-from shmloader.memory.flat import FlatLayout, FlatReader
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.layout import FlatLayout, FlatReader
+from shmloader.memory.writer import SlotWriter
 from shmloader.sampling.indices import IndexArray, array_batches, as_list
 from tests.parity.compare import (
     TorchLoader,
@@ -292,7 +292,7 @@ def test_a_run_of_indices_is_one_copy(arena, monkeypatch):
     def unwanted(*_: Any, **__: Any) -> None:
         raise AssertionError("taken row by row")
 
-    for module, name in ((np, "take"), (torch, "index_select"), (gather_module, "stream_rows")):
+    for module, name in ((torch, "index_select"), (packer_module, "_copy_rows")):
         monkeypatch.setattr(module, name, unwanted)
     subset = Subset(ROWS, range(3, 20))
     for dataset, indices in ((ROWS, range(2, 9)), (ROWS.T.copy().T, [4, 5, 6]), (subset, [1, 2])):
@@ -412,13 +412,13 @@ def test_a_loader_gives_torch_s_batches_and_uses_random_streams_as_torch(options
 def gathered(monkeypatch):
     """The batches that are gathered in this process, counted."""
     counted = []
-    gather = gather_module.RowGatherer.gather
+    gather = packer_module.RowGatherer.gather
 
     def counting(self: Any, indices: Any) -> Any:
         counted.append(len(indices))
         return gather(self, indices)
 
-    monkeypatch.setattr(gather_module.RowGatherer, "gather", counting)
+    monkeypatch.setattr(packer_module.RowGatherer, "gather", counting)
     return counted
 
 

@@ -351,8 +351,10 @@ def control_group() -> Iterator[Callable[[int], Path]]:
             try:
                 path.mkdir()
                 made.append(path)
-                (path / parent.files.limit).write_text(str(limit_bytes))
-                if not (path / parent.files.kills).exists():
+                names = "memory.limit_in_bytes", "memory.oom_control"
+                limit, kills = ("memory.max", "memory.events") if parent.is_v2 else names
+                (path / limit).write_text(str(limit_bytes))
+                if not (path / kills).exists():
                     continue
             except OSError as error:
                 pytest.skip(f"no control group can be made here: {error}")

@@ -22,8 +22,7 @@ import shmloader
 from shmloader import DataLoader, SharedMemoryError, share_on_host
 from shmloader.host.meeting import Meeting
 from shmloader.host.sharing import _Server
-from shmloader.memory.bulk import address_of
-from shmloader.memory.segment import find_segment
+from shmloader.memory.segment import address_of, find_segment
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
 from tests.process.support import TOLD_S, WatchedLock, descriptor_count, wait_until
@@ -68,7 +67,7 @@ def file_of(array: Any) -> int:
     """The inode of the memory in which an array lies."""
     segment = find_segment(*address_of(array))
     assert segment is not None
-    return os.fstat(segment._fd).st_ino
+    return os.fstat(segment._sealed.file.fileno()).st_ino
 
 
 def make() -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
-from shmloader.memory.codec import PickledLayout, Span
-from shmloader.memory.flat import FlatLayout, Group
+from shmloader.memory.codec import PickledLayout
+from shmloader.memory.layout import Field, FlatLayout
+from shmloader.memory.pickled import Span
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
@@ -31,7 +32,7 @@ from shmloader.messages import (
     unpack,
 )
 
-FLAT = FlatLayout(2, ("x", 1), (Group(0, torch.float32, (2, 3), (0, 1)),))
+FLAT = FlatLayout(2, ("x", 1), (Field(0, torch.float32, (2, 3)), Field(64, torch.float32, (2, 3))))
 PICKLED = PickledLayout(b"body", (Span(64, 100, -1), Span(0, 0, 16)), (1, 0))
 MESSAGES = [
     Task(0, 0, 0, [1, 2, 3]),

@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from shmloader import share
 from shmloader.batch.arrays import are_plain, is_plain_data
-from shmloader.memory.gather import Column, Columns, RowGatherer
+from shmloader.memory.packer import Column, Columns, RowGatherer
 from shmloader.sampling.indices import IndexArray
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shmloader.batch import payload as payload_module
 from shmloader.batch.payload import Payload, receive_payload
-from shmloader.memory.pickler import PICKLE_ERRORS
+from shmloader.memory.pickled import PICKLE_ERRORS
 from tests.unit.pools.sending import sent
 
 

@@ -262,19 +262,11 @@ def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
         arena = Arena.create(1 << 33, 4)
         arena.reach(arena.slots[3], MIB)
         arena.slots[3].memory[-1] = 1
-        return f"{arena.slot_bytes} {arena.describe_limit()}"
+        return f"{arena.slot_bytes} {arena.describe_limit(1)}"
 
     assert in_a_child(work) == (
         f"{MIB} the longest file allowed here (`ulimit -f`), divided by 4 slots: raise that limit"
     )
-
-
-def test_what_a_slot_may_hold_is_told_with_what_helps(arena):
-    uncapped = Arena.create(uncapped_slot_bytes(), 2)
-    assert uncapped.describe_limit() == "all the memory of this machine"
-    uncapped.close()
-    assert arena.describe_limit().startswith("raise shm_size, which")
-    assert arena.describe_limit().endswith("those that may be lent")
 
 
 @pytest.mark.parametrize(
@@ -341,9 +333,8 @@ def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
     os.ftruncate(fd, MIB)
     mapping = memfd.map_range(fd, 0, MIB)
     os.ftruncate(fd, PAGESIZE)
-    populate(mapping, 0, PAGESIZE)
-    with pytest.raises(MemoryError, match="no memory for a slot's pages"):
-        populate(mapping, 0, 2 * PAGESIZE)
+    assert populate(mapping, 0, PAGESIZE)
+    assert not populate(mapping, 0, 2 * PAGESIZE)
     os.close(fd)
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.memory.arena import ALIGNMENT
-from shmloader.memory.codec import lends
-from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.codec import PickledReader
+from shmloader.memory.layout import COPY_OUT_BYTES
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (
     LARGE,
@@ -264,7 +264,7 @@ def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
 def test_large_parts_are_views_of_the_slot_and_small_ones_are_not(bench):
     batch = {"image": torch.zeros(LARGE), "label": torch.zeros(4)}
     layout = bench.encode(batch)
-    assert lends(layout)
+    assert PickledReader(layout).lends
     arrived = bench.decode(layout, lent=True)
     assert is_in(bench.slot, arrived["image"])
     assert not is_in(bench.slot, arrived["label"])
@@ -278,4 +278,4 @@ def test_large_parts_are_views_of_the_slot_and_small_ones_are_not(bench):
 @pytest.mark.parametrize("make", [np.zeros, lambda n, dtype: torch.zeros(n, dtype=torch.uint8)])
 def test_the_limit_of_copying_out_counts_bytes_of_a_part(bench, make, nbytes, is_lent):
     layout = bench.encode([make(nbytes, dtype=np.uint8), make(10, dtype=np.uint8)])
-    assert lends(layout) == is_lent
+    assert PickledReader(layout).lends == is_lent

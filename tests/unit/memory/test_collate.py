@@ -9,8 +9,8 @@ from shmloader.batch.collator import Collator
 from shmloader.batch.timer import Timer
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import empty, install
-from shmloader.memory.flat import FlatLayout
-from shmloader.memory.slot_writer import SlotWriter
+from shmloader.memory.layout import FlatLayout
+from shmloader.memory.writer import SlotWriter
 from tests.unit.memory.support import installed, is_in, open_bench
 
 

@@ -7,11 +7,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.lease import checksum, hold, is_debugging
+from shmloader.memory.layout import checksum, is_debugging
 
 MIB = 1 << 20
 SLOT_ID = 5
@@ -200,26 +199,6 @@ def test_a_forked_child_goes_on_seeing_what_was_lent(book, arena, slot, kernel, 
     assert os.waitpid(pid, 0)[1] == 0
     os.close(here)
     os.close(there)
-
-
-def test_a_storage_that_was_sent_elsewhere_returns_its_slot_at_the_next_collection(book, slot):
-    lease = book.open(slot)
-    tensor = torch.frombuffer(lease, dtype=torch.float32, count=1000)
-    hold(tensor.untyped_storage(), lease)
-    del lease
-    # What torch does where it pickles a tensor for another process.
-    shared_cache["a test"] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[assignment]
-    gc.collect()
-    assert book.collect() == []
-    del tensor
-    gc.collect()
-    assert book.collect() == [SLOT_ID]
-    shared_cache.pop("a test", None)
-
-
-def test_a_collection_inside_of_the_cache_of_torch_does_not_wait_for_it(book):
-    with shared_cache.lock:
-        gc.collect()
 
 
 def test_an_arena_may_die_before_its_leases(book):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shmloader.memory.limits import Free, control_groups, format_bytes, free_memory, oom_kills
+from shmloader.memory.limits import Free, OomKills, control_groups, format_bytes, free_memory
 from tests.made_up import MIB, System
 
 GROUP = "limit of the control group"
@@ -24,7 +24,7 @@ def free(system: System) -> Free | None:
 def test_where_nothing_can_be_read_there_is_no_limit(tmp_path):
     assert control_groups(tmp_path) == ()
     assert free_memory(tmp_path, ()) is None
-    assert oom_kills(()) is None
+    assert OomKills(tmp_path).count() is None
 
 
 def test_without_control_groups_what_is_available_counts(system):
@@ -164,19 +164,19 @@ def test_this_machine_has_something_free():
 
 def test_kills_are_those_of_the_innermost_group_that_counts(system):
     system.join_v2("/job/worker")
-    assert oom_kills(control_groups(system.root)) is None
+    assert OomKills(system.root).count() is None
     system.set_kills("", 90)
     system.set_kills("/job", 5)
-    assert oom_kills(control_groups(system.root)) == 5
+    assert OomKills(system.root).count() == 5
     system.set_kills("/job/worker", 0)
-    assert oom_kills(control_groups(system.root)) == 0
+    assert OomKills(system.root).count() == 0
 
 
 def test_kills_are_counted_by_the_first_version_too(system):
     system.join_v1("/job")
     text = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
     system.write("sys/fs/cgroup/memory/job/memory.oom_control", text)
-    assert oom_kills(control_groups(system.root)) == 3
+    assert OomKills(system.root).count() == 3
 
 
 @pytest.mark.parametrize(

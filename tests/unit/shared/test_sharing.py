@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 import shmloader
 from shmloader.memory import segment as segment_module
 from shmloader.memory.limits import Free
-from shmloader.memory.pickler import batch_reducers
+from shmloader.memory.pickled import batch_reducers
 from shmloader.memory.segment import find_segment
 from shmloader.process_state import PROCESS
 from shmloader.shared.arrays import SharedArray
@@ -443,7 +443,7 @@ def test_memory_that_is_not_there_is_an_error_before_it_is_touched(monkeypatch):
 def test_the_memory_is_gone_with_its_last_user():
     ours = shmloader.share([np.arange(1_000), list(range(LONG)), torch.arange(5)])
     segment = find_segment(ours[0].ctypes.data, 8)
-    fd, token = segment._fd, segment._token
+    fd, token = segment._sealed.file.fileno(), segment.token
     assert token in PROCESS.segments
     del segment
     row, items = ours[0][3:4], ours[1][5:6]
@@ -460,7 +460,7 @@ def test_the_memory_is_gone_with_its_last_user():
 def test_the_memory_can_be_changed_by_nobody_not_even_by_its_maker():
     ours = shmloader.share(np.arange(1_000))
     segment = find_segment(ours.ctypes.data, 8)
-    with open(f"/proc/self/fd/{segment._fd}", "r+b", buffering=0) as file:  # noqa: PTH123
+    with open(f"/proc/self/fd/{segment._sealed.file.fileno()}", "r+b", buffering=0) as file:  # noqa: PTH123
         for change in (
             lambda: file.write(b"x"),
             lambda: file.truncate(8),

@@ -41,33 +41,25 @@ class SlotWriter:
     """
 
     def __init__(self, arena: Arena, admission: MemoryAdmission | None = None) -> None:
-        self._arena = arena
-        self._admission = admission
+        self._arena, self._admission = arena, admission
         self.slot: Slot = arena.slots[0]
-        self._rewound = 0
-        # Arrays over the mappings that the slot has had in this task, for tensors in them.
+        # Arrays over the mappings that the slot has had in this task, for tensors in them. The last
+        # one is over the present mapping if ``_has_array``.
         self._arrays: list[ctypes.Array[ctypes.c_char]] = []
-        # Whether the last of them is over the present mapping.
-        self._has_array = False
-        self.used_bytes = 0
+        self._has_array = self.is_offered = False
         # Bytes that the last task needed, which this one is likely to need as well.
-        self._usual = 0
-        self._thread = 0
-        self.pid = os.getpid()
-        self.is_offered = False
+        self._usual = self._rewound = self.used_bytes = 0
+        self._thread, self.pid = 0, os.getpid()
 
     def open(self, slot: Slot, *, is_offered: bool = False) -> None:
         """Begin a task with an empty slot."""
         if slot.nbytes > EXCESS_BYTES and has_excess(slot.nbytes, slot.touched_bytes):
             slot.unmap()
-        self.slot = slot
-        self._rewound = 0
+        self.slot, self.is_offered = slot, is_offered
         self._arrays.clear()
         self._has_array = False
-        self._usual = self.used_bytes
-        self.used_bytes = 0
+        self._usual, self._rewound, self.used_bytes = self.used_bytes, 0, 0
         self._thread, self.pid = threading.get_ident(), os.getpid()
-        self.is_offered = is_offered
 
     def rewind(self, used_bytes: int = 0) -> None:
         """Forget what was written after the first ``used_bytes``, to write it again."""
@@ -111,16 +103,14 @@ class SlotWriter:
         Raises:
             OSError: If the system has no memory for that.
         """
-        self.is_offered = False
+        self.is_offered = self._has_array = is_held = False
         arrays = self._arrays
-        is_held = False
         for n in range(len(arrays)):
             if sys.getrefcount(arrays[n]) > _OWN_REFERENCES:
                 used_bytes = min(self.touched_bytes, len(arrays[n]))
                 self._arena.part(self.slot, arrays[n], used_bytes)
                 is_held = True
         arrays.clear()
-        self._has_array = False
         return is_held
 
     def allocate(self, nbytes: int) -> int:
@@ -132,8 +122,7 @@ class SlotWriter:
         Raises:
             SharedMemoryError: If they do not fit, or there is not enough memory.
         """
-        start = self.used_bytes
-        slot, arena = self.slot, self._arena
+        start, slot, arena = self.used_bytes, self.slot, self._arena
         end = start + nbytes
         if end > arena.slot_bytes:
             raise SharedMemoryError(
@@ -146,7 +135,7 @@ class SlotWriter:
             arena.reach(slot, end, likely=max(slot.touched_bytes, self._usual))
         if end > slot.touched_bytes and self._admission is not None:
             self._admission.grow(arena, slot, end)
-        self.used_bytes = (end + ALIGNMENT - 1) & -ALIGNMENT
+        self.used_bytes = (end + ALIGNMENT - 1) & -ALIGNMENT  # as align() does
         return start
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -165,21 +154,13 @@ class SlotWriter:
         flat = torch.frombuffer(self._arrays[-1], dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
-    def put(self, data: object) -> tuple[int, int]:
-        """Copy a buffer into the slot.
-
-        Args:
-            data: Anything with a contiguous buffer.
-
-        Returns:
-            Offset and number of bytes.
-        """
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        nbytes = view.nbytes
+    def put(self, data: bytes) -> tuple[int, int]:
+        """Copy bytes into the slot. Returns their offset and number."""
+        nbytes = len(data)
         offset = self.allocate(nbytes)
         if FAULTS is not None:
             FAULTS.reach("worker.write")
-        self.slot.memory[offset : offset + nbytes] = view
+        self.slot.memory[offset : offset + nbytes] = data
         return offset, nbytes
 
     def put_memory(self, address: int, nbytes: int) -> int:

@@ -1,0 +1,371 @@
+"""Pickles values for other processes, with the data of their tensors and arrays outside the pickle.
+
+Pickle protocol 5 walks through the value. Tensors and arrays leave the pickle as out-of-band
+buffers; the body keeps the structure and refers to the buffers in order. One way serves all that is
+pickled for other processes: batches (:mod:`shmloader.memory.codec`), datasets and functions, and
+the items of :func:`shmloader.share` (:mod:`shmloader.memory.segment`). They differ in which
+reductions they use beside that of :func:`reduce_data`, and in whether small buffers stay in the
+pickle.
+"""
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from shmloader.memory.layout import hold
+
+#: What pickling raises for an object that cannot be pickled.
+PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
+
+_COMPRESSED_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csc, torch.sparse_bsc, *_COMPRESSED_ROWS})
+
+# Writable, since for a read-only buffer pickle would make a read-only view of what replaces it.
+_EMPTY = bytearray()
+
+# The start of a storage's span is rounded down to a multiple of this many bytes where views of
+# several dtypes share the storage.
+_WIDEST_ITEM = 16
+
+
+class Span(NamedTuple):
+    """One buffer in a slot or a segment.
+
+    Attributes:
+        offset: Bytes from the start; a multiple of 64, except for pieces of an array that a
+            collate function put into the slot.
+        nbytes: Length of the span.
+        first_byte: For a tensor's storage, which of its bytes is the span's first; -1 for a
+            plain buffer.
+    """
+
+    offset: int
+    nbytes: int
+    first_byte: int
+
+
+class PartialStorage(NamedTuple):
+    """The part of a storage that the pickled tensors need.
+
+    Attributes:
+        storage: The bytes that are needed.
+        first_byte: Offset of the first of these bytes in the original storage.
+    """
+
+    storage: torch.UntypedStorage
+    first_byte: int
+
+
+class Storage:
+    """The bytes of one storage that the tensors of a pickle need.
+
+    Attributes:
+        index: Number of the storage among the buffers.
+    """
+
+    __slots__ = ("_end", "_itemsizes", "_keep", "_start", "index")
+
+    def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
+        self.index = index
+        self._keep = keep  # kept alive, so that its address is not reused
+        self._start: Any = None
+        self._end: Any = 0
+        self._itemsizes: set[int] = set()
+
+    def add(self, start: Any, end: Any, itemsize: int) -> None:
+        """Count bytes ``start`` to ``end`` as needed."""
+        self._start = start if self._start is None else min(self._start, start)
+        self._end = max(self._end, end)
+        self._itemsizes.add(itemsize)
+
+    def add_tensor(self, tensor: torch.Tensor) -> None:
+        """Count the bytes of a tensor's elements as needed."""
+        if tensor.numel():
+            item, first = tensor.element_size(), tensor.storage_offset()
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = first + sum((length - 1) * stride for length, stride in steps)
+            self.add(first * item, (last + 1) * item, item)
+
+    def span(self) -> tuple[int, int, int]:
+        """Return the address of the needed bytes, their number, and the first one's offset."""
+        start = self._start or 0
+        if len(self._itemsizes) > 1:
+            start -= start % _WIDEST_ITEM
+        return self._keep.data_ptr() + start, max(0, self._end - start), start
+
+
+class OutOfBand:
+    """The buffers and storages that were taken out of a pickle.
+
+    The pickler refers to this object, never the other way round: a cycle would hold the slot's
+    memory until the garbage collector finds it.
+
+    Attributes:
+        order: For each out-of-band buffer of the pickle, in turn, the index of the storage or
+            buffer that it stands for.
+
+    Args:
+        least_bytes: Smaller buffers stay in the pickle.
+    """
+
+    def __init__(self, least_bytes: int = 0) -> None:
+        self._least_bytes = least_bytes
+        self.order: list[int] = []
+        self._parts: list[Storage | pickle.PickleBuffer] = []
+        self._storages: dict[int, Storage] = {}  # by their C address
+        self._marks: dict[int, tuple[pickle.PickleBuffer, int]] = {}
+
+    def storage(self, storage: torch.UntypedStorage) -> Storage:
+        """Return the entry of a storage, which the first call makes."""
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            known = self._storages[storage._cdata] = Storage(len(self._parts), storage)
+            self._parts.append(known)
+        return known
+
+    def mark(self, storage: Storage) -> pickle.PickleBuffer:
+        """Return a buffer that stands for a storage in the pickle."""
+        mark = pickle.PickleBuffer(_EMPTY)
+        self._marks[id(mark)] = (mark, storage.index)
+        return mark
+
+    def add(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer out of the pickle; return True if it stays there.
+
+        As ``buffer_callback``, it is called in the order of the buffers.
+        """
+        mark = self._marks.get(id(buffer))
+        if mark is None and buffer.raw().nbytes < self._least_bytes:
+            return True
+        if mark is None:
+            self.order.append(len(self._parts))
+            self._parts.append(buffer)
+        else:
+            self.order.append(mark[1])
+        return False
+
+    def write(self, put: Callable[[int, int], int]) -> tuple[Span, ...]:
+        """Put each buffer somewhere, and return where they lie, in the order of their indices.
+
+        Args:
+            put: Called with the address and the length of bytes. Returns their offset.
+        """
+        spans = []
+        for part in self._parts:
+            if isinstance(part, Storage):
+                address, nbytes, first = part.span()
+            else:
+                raw = np.frombuffer(part.raw(), np.uint8) if part.raw().nbytes else np.empty(0)
+                address, nbytes, first = raw.__array_interface__["data"][0], raw.nbytes, -1
+            spans.append(Span(put(address, nbytes) if nbytes else 0, nbytes, first))
+        return tuple(spans)
+
+
+#: Returns a value's reduction; NotImplemented for pickle's own.
+Reduce = Callable[[Any, OutOfBand], Any]
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Standard pickle, which refers to functions and classes by name, or cloudpickle.
+
+    Args:
+        file: Gets the pickle.
+        reduce: Called for each object first.
+        parts: Gets what lies outside the pickle.
+        reducers: Reducers by type, besides those of ``copyreg``.
+        by_value: Whether to use cloudpickle.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        reduce: Reduce,
+        parts: OutOfBand,
+        reducers: Mapping[type, Any],
+        *,
+        by_value: bool,
+    ) -> None:
+        self._reduce, self._parts, self._by_value = reduce, parts, by_value
+        base: Any = cloudpickle.Pickler.dispatch_table if by_value else copyreg.dispatch_table
+        self.dispatch_table = {**base, **reducers}
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.add)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return a value's reduction. Called by pickle."""
+        reduced = self._reduce(value, self._parts)
+        if reduced is NotImplemented and self._by_value and type(value) not in self.dispatch_table:
+            return super().reducer_override(value)
+        return reduced
+
+
+def dump(
+    value: object,
+    reduce: Reduce,
+    reducers: Mapping[type, Any],
+    *,
+    by_value: bool = False,
+    least_bytes: int = 0,
+) -> tuple[bytes, OutOfBand]:
+    """Pickle a value. Returns the pickle, and what lies outside it.
+
+    Args:
+        value: The value.
+        reduce: Called for each object first.
+        reducers: Reducers by type, besides those of ``copyreg``.
+        by_value: Whether to use cloudpickle.
+        least_bytes: Smaller buffers stay in the pickle.
+    """
+    file, parts = io.BytesIO(), OutOfBand(least_bytes)
+    Pickler(file, reduce, parts, reducers, by_value=by_value).dump(value)
+    return file.getvalue(), parts
+
+
+def batch_reducers() -> dict[type, Any]:
+    """Return multiprocessing's reducers without torch's, which send a descriptor per storage."""
+    return {
+        kind: reducer
+        for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
+        if not reducer.__module__.startswith("torch.")
+    }
+
+
+# Reductions --------------------------------------------------------------------------------
+
+
+def reduce_data(value: Any, parts: OutOfBand) -> Any:
+    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _reduce_tensor(value, parts)
+    if kind is np.ndarray:
+        return _reduce_array(value)
+    if kind is torch.UntypedStorage and value.device.type == "cpu":
+        storage = parts.storage(value)
+        storage.add(0, value.nbytes(), 1)
+        return rebuild_storage, (parts.mark(storage),)
+    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
+        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+    return NotImplemented
+
+
+def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
+    is_dense = is_plain(tensor)
+    if not is_dense and not (tensor.layout in _SPARSE and tensor.device.type == "cpu"):
+        return NotImplemented
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "a tensor that requires_grad and is not a leaf cannot be sent to another process, "
+            "since autograd does not cross processes: detach() it in the dataset or collate_fn"
+        )
+    if not is_dense:
+        return _reduce_sparse(tensor)
+    storage = parts.storage(tensor.untyped_storage())
+    storage.add_tensor(tensor)
+    return rebuild_tensor, (parts.mark(storage), *tensor_fields(tensor))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a dtype, a shape and strides over CPU memory."""
+    is_odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    is_cpu = tensor.layout is torch.strided and tensor.is_cpu
+    return is_cpu and not is_odd and not tensor._is_zerotensor()
+
+
+def tensor_fields(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the arguments of :func:`rebuild_tensor` after the storage."""
+    return (
+        tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(),
+        tensor.requires_grad, type(tensor) is torch.nn.Parameter,
+    )  # fmt: skip
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
+    """Reduce to dense tensors: torch's own unpickling keeps sparse tensors in a list forever."""
+    grad, tensor = tensor.requires_grad, tensor.detach()
+    options: dict[str, object] = {"layout": tensor.layout}
+    if tensor.layout is torch.sparse_coo:
+        options = {"is_coalesced": tensor.is_coalesced()}
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in _COMPRESSED_ROWS:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return rebuild_sparse, (parts, tuple(tensor.shape), {**options, "requires_grad": grad})
+
+
+def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
+    """Return the reduction of an array, such that the user gets what torch's loader yields.
+
+    torch's loader pickles in-band, with an older protocol: arrays become writable, of native byte
+    order, and C-ordered unless they are Fortran-contiguous. NotImplemented if pickle does the same
+    by itself.
+    """
+    kind, flags = array.dtype, array.flags
+    if kind.hasobject or not array.size:
+        return array.__reduce__()
+    is_native = kind.isnative or kind.names is not None
+    if is_native and flags.writeable and (flags.c_contiguous or flags.f_contiguous):
+        return NotImplemented
+    order: Any = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+    copy = np.array(array, dtype=kind if is_native else kind.newbyteorder("="), order=order)
+    return rebuild_array, (copy,)
+
+
+def rebuild_tensor(
+    partial: PartialStorage,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    storage_offset: int,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    """Make a tensor over a partial storage. Called by pickle in the receiving process."""
+    is_empty = 0 in shape or partial.storage.nbytes() == 0
+    offset = 0 if is_empty else storage_offset - partial.first_byte // dtype.itemsize
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(partial.storage, offset, shape, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) -> torch.Tensor:
+    """Make a sparse tensor. Called by pickle in the receiving process, as are the following."""
+    is_coo = "is_coalesced" in options
+    make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
+    tensor: torch.Tensor = make(*parts, shape, check_invariants=False, **options)
+    return tensor
+
+
+def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Return the array, which pickle has built already."""
+    return array
+
+
+def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
+    """Return the storage. All its bytes were needed."""
+    return partial.storage
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Make a typed storage."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage over bytes of a buffer, which it keeps alive."""
+    if nbytes == 0:
+        return torch.UntypedStorage(0)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+    storage = flat.untyped_storage()
+    hold(storage, memory)
+    return storage
