@@ -36,15 +36,9 @@ from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
-<<<<<<< HEAD
-from shmloader.memory.lease import is_debugging
-from shmloader.memory.limits import control_groups, free_memory
-from shmloader.pipeline.config import Lifecycle, OpKind, StageConfig
-=======
 from shmloader.memory.layout import is_debugging
 from shmloader.memory.limits import free_memory
-from shmloader.pipeline.config import Lifecycle, OpKind, Pipe
->>>>>>> 45a7dff (Memory: thirteen modules for seventeen, and one way for each thing)
+from shmloader.pipeline.config import Lifecycle, OpKind, StageConfig
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
