@@ -13,10 +13,11 @@ behind. They must not meet those of the next launch.
 
 * If ``torch.distributed`` is initialised, the ranks agree on a random number through the store of
   its process group. The name contains it, so no other launch can have the name.
-* Otherwise the name contains the variables of the run, and the host tells each guest who it is. A
-  guest stays if the same process has launched both, at about the same time (a launcher that is a
-  shell may launch twice), or if one of them has launched the other. Else it goes on to the next
-  name.
+* Otherwise the name contains the variables of the run, and each guest tells the host who it is. It
+  is admitted if the same process has launched both, at about the same time, or if one of them has
+  launched the other. Else it goes on to the next name.
+* A launcher, such as a shell, may launch twice within seconds. So no guest is admitted whose rank
+  has come before as another process.
 * A host that is stopped, or stuck in the kernel, cannot answer. Its guests go on to the next name.
 """
 
@@ -74,8 +75,9 @@ _SILENCE_MS = 2000
 # Ranks that one launcher starts at once are started within this time of each other.
 _TOGETHER_S = 10.0
 
-# The host's first message: the fields of Hello.
-_HELLO = struct.Struct("=qdqd?")
+# A guest's first message: the fields of Hello. The host answers with one of the words below.
+_HELLO = struct.Struct("=qqdqd?")
+_ADMITTED, _REFUSED = b"admitted", b"refused"
 
 
 def name_of_run() -> str:
@@ -161,6 +163,7 @@ class Hello(NamedTuple):
     """Who takes part in a meeting.
 
     Attributes:
+        rank: The rank's number.
         pid: The rank's process id, as the process itself sees it.
         started_s: When the process was started, in seconds since boot.
         launcher: Process id of the process that launched it; 0 if that is not visible.
@@ -168,6 +171,7 @@ class Hello(NamedTuple):
         is_certain: Whether no other launch can have the name.
     """
 
+    rank: int
     pid: int
     started_s: float
     launcher: int
@@ -175,39 +179,66 @@ class Hello(NamedTuple):
     is_certain: bool
 
     @classmethod
-    def own(cls, *, is_certain: bool) -> "Hello":
+    def own(cls, rank: int, *, is_certain: bool) -> "Hello":
         """Return that of this process."""
         launcher = _launcher()
-        return cls(os.getpid(), _started_s("self"), launcher, _started_s(launcher), is_certain)
+        launched_s = _started_s(launcher)
+        return cls(rank, os.getpid(), _started_s("self"), launcher, launched_s, is_certain)
 
     def belongs_with(self, other: "Hello") -> bool:
         """Whether both processes are ranks of one launch."""
         is_near = abs(self.started_s - other.started_s) <= _TOGETHER_S
         return (
             self.is_certain
-            or (self[2:4] == other[2:4] and is_near)
-            or self[2:4] == other[:2]
-            or self[:2] == other[2:4]
+            or (self[3:5] == other[3:5] and is_near)
+            or self[3:5] == other.process
+            or self.process == other[3:5]
         )
 
+    @property
+    def process(self) -> tuple[int, float]:
+        """What tells the process from all others of this host."""
+        return self.pid, self.started_s
 
-def admit(guest: socket.socket, host: Hello, timeout_s: float) -> bool:
-    """Tell a guest who the host is, so that it can go away if it is of another launch.
+
+class Roll:
+    """The ranks that have come to a meeting. Its host keeps it.
 
     Args:
-        guest: The connection to the guest. It gets this timeout, and is closed if it is another
-            user's.
         host: The rank that is the host.
+    """
+
+    def __init__(self, host: Hello) -> None:
+        self._host = host
+        self._processes = {host.rank: host.process}
+
+    def admits(self, guest: Hello) -> bool:
+        """Whether a guest is a rank of the same launch. Notes that it has come."""
+        if not guest.belongs_with(self._host):
+            return False
+        return self._processes.setdefault(guest.rank, guest.process) == guest.process
+
+
+def admit(guest: socket.socket, roll: Roll, timeout_s: float) -> bool:
+    """Read who a guest is, and tell it whether it may take part.
+
+    Args:
+        guest: The connection to the guest. It gets this timeout, and is closed if the guest is of
+            another launch or another user.
+        roll: The ranks that have come.
         timeout_s: How long the guest may take for each message.
 
     Returns:
         Whether the guest may take part.
     """
     guest.settimeout(timeout_s)
-    with contextlib.suppress(ConnectionError):  # it has gone
+    with contextlib.suppress(ConnectionError, TimeoutError):  # it has gone
         if peer_of(guest)[1] == os.geteuid():
-            guest.send(_HELLO.pack(*host))
-            return True
+            data = guest.recv(_HELLO.size)
+            is_admitted = len(data) == _HELLO.size and roll.admits(Hello(*_HELLO.unpack(data)))
+            guest.send(_ADMITTED if is_admitted else _REFUSED)
+            if is_admitted:
+                return True
     guest.close()
     return False
 
@@ -218,6 +249,7 @@ class Meeting:
     Attributes:
         is_host: Whether this process is the host.
         hello: What this rank says of itself.
+        roll: The ranks that have come to this host.
         name: The socket's abstract name.
         guests: Connections that wait for what the host makes.
         host_pid: Process id of the host; 0 if the host is in another container and not visible from
@@ -239,8 +271,8 @@ class Meeting:
         self, topic: str, rank: int = 0, *, patience_ms: int = _SILENCE_MS, is_alone: bool = False
     ) -> None:
         token = secrets.token_hex(16) if is_alone else _token_of_group()
-        self.hello = Hello.own(is_certain=token is not None)
-        self._rank = rank
+        self.hello = Hello.own(rank, is_certain=token is not None)
+        self.roll = Roll(self.hello)
         self._topic = f"{token or name_of_run()}\n{topic}"
         self._patience_ms = patience_ms
         self._use_name(0)
@@ -302,11 +334,12 @@ class Meeting:
         return True
 
     def _introduce(self) -> bool:
-        """Wait until the host says who it is. Returns whether this rank belongs to it.
+        """Tell the host who this is. Returns whether it admits this rank.
 
         Raises:
             ConnectionError: If the host has ended, or has closed the meeting.
         """
+        self._socket.send(_HELLO.pack(*self.hello))
         before, silent_ms = _progress(self.host_pid), 0
         while not self._wait(_SILENCE_MS):
             now, silent_ms = _progress(self.host_pid), silent_ms + _SILENCE_MS
@@ -316,21 +349,20 @@ class Meeting:
                 _log.warning(
                     "Process %d, for which rank %d waits, has not answered for %d s. If an earlier "
                     "run left it behind, end it: kill -9 %d",
-                    self.host_pid, self._rank, silent_ms // 1000, self.host_pid,
+                    self.host_pid, self.hello.rank, silent_ms // 1000, self.host_pid,
                 )  # fmt: skip
             before = now
-        data = self._socket.recv(_HELLO.size)
-        if not data:
+        answer = self._socket.recv(len(_ADMITTED))
+        if not answer:
             raise ConnectionResetError("the meeting was closed")
-        host = Hello(*_HELLO.unpack(data))
-        return self.hello.belongs_with(host) or self._leave_host("belongs to another launch")
+        return answer == _ADMITTED or self._leave_host("belongs to another launch")
 
     def _leave_host(self, why: str) -> bool:
         """Tell of a host that is not met, and use the next name. Returns False."""
         _log.warning(
             "Process %d has the name of this run on this host, but %s. Rank %d does not use its "
             "data. If an earlier run left it behind, end it: kill -9 %d",
-            self.host_pid, why, self._rank, self.host_pid,
+            self.host_pid, why, self.hello.rank, self.host_pid,
         )  # fmt: skip
         self._use_name(self._number + 1)
         return False

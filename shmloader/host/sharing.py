@@ -275,7 +275,7 @@ class _Server(BackgroundThread):
         """Wait for a guest. Returns whether to wait for the next one, rather than to answer."""
         with self.resting():
             guest = self._meeting.next_guest(wakeup)
-        if guest is not None and admit(guest, self._meeting.hello, _ANSWER_S):
+        if guest is not None and admit(guest, self._meeting.roll, _ANSWER_S):
             self._meeting.guests.append(guest)
         return guest is not None
 

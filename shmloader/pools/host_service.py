@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.payload import ReceivedPayload
-from shmloader.host.meeting import Hello, admit, peer_of
+from shmloader.host.meeting import Hello, Roll, admit, peer_of
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.limits import OomKills
 from shmloader.messages import RECEIVE_BYTES
@@ -147,6 +147,8 @@ class _HostService:
         self._status_page = StatusPage(start.worker_count)
         self._loads = Loads(start.worker_count)
         self._oom_kills = OomKills(Path("/"))
+        assert start.first is not None
+        self._roll = Roll(start.first)
         self._ranks: dict[int, _Rank] = {}
         self._workers: dict[int, WorkerHandle] = {}
         # Worker numbers by pidfd, which is readable when the worker has ended.
@@ -185,8 +187,7 @@ class _HostService:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            assert self._start.first is not None
-            if admit(connection, self._start.first, _HELLO_S):
+            if admit(connection, self._roll, _HELLO_S):
                 self._add(connection)
 
     def _add(self, connection: socket.socket) -> None:

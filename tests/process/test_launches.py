@@ -138,6 +138,24 @@ def test_a_pool_of_a_rank_left_behind_does_not_serve_the_next_launch(run) -> Non
     assert all("belongs to another launch" in told for _, told in found)
 
 
+def test_a_launch_whose_launcher_has_just_launched_another_gets_no_data_of_that(run) -> None:
+    kept: list[Any] = []
+    old = [run.start(lambda: runs_of(Run(1), kept), rank) for rank in range(2)]
+    assert [one.result() for one in old] == [{1}, {1}]
+    old[0].process.kill()
+    old[0].process.join()
+    new = [run.start(lambda: runs_of(Run(2), kept), rank) for rank in range(2)]
+    assert [one.result() for one in new] == [{2}, {2}]
+
+
+def test_a_launch_whose_launcher_has_just_launched_another_gets_no_object_of_that(run) -> None:
+    old = run.start(built_by, 1)
+    assert old.result()[0] == old.process.pid
+    new = [run.start(built_by, rank) for rank in (1, 0)]
+    found = new[0].result()[0]
+    assert found == new[0].process.pid
+
+
 def test_ranks_of_a_process_group_meet_whoever_has_launched_them(run, tmp_path) -> None:
     def in_group(launch: str, rank: int) -> tuple[int, str]:
         torch.distributed.init_process_group(

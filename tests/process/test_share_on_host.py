@@ -31,7 +31,7 @@ from tests.process.support import TOLD_S, WatchedLock, descriptor_count, wait_un
 @pytest.fixture
 def as_rank(run, monkeypatch) -> None:
     """This process is a rank of the run."""
-    for name, value in variables(run.run_id, 0, 2).items():
+    for name, value in variables(run.run_id, 1, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(PROCESS, "calls_on_host", 0)
 
@@ -137,7 +137,7 @@ def test_a_restart_of_the_run_builds_anew_though_the_builder_before_lives(run) -
 
 @pytest.mark.usefixtures("as_rank")
 def test_all_descriptors_are_closed_with_the_object(run) -> None:
-    rank = run.start(contents, 1)
+    rank = run.start(contents, 0)
     rank.result()
     before = descriptor_count()
     found = share_on_host(must_not_build)
@@ -337,7 +337,7 @@ def test_an_interruption_of_the_wait_is_raised_as_it_is(run) -> None:
     def give_up(number: int, frame: Any) -> None:
         raise TimeoutError("no more time")
 
-    builder = run.start(lambda: share_on_host(build), 1)
+    builder = run.start(lambda: share_on_host(build), 0)
     assert begun.wait(LONG_S)
     before = signal.signal(signal.SIGALRM, give_up)
     try:
@@ -500,7 +500,7 @@ def test_what_connects_and_goes_away_is_no_rank(run) -> None:
     builder = run.start(contents, 0)
     built = builder.result()
     for _ in range(3):
-        stranger = Meeting("share_on_host 0")
+        stranger = Meeting("share_on_host 0", 1)
         assert not stranger.is_host
         stranger.wait_for_host()  # it is being answered, and does not receive that
         stranger.close()
@@ -580,7 +580,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 def test_another_user_gets_nothing(run) -> None:
     builder = run.start(contents, 0)
     built = builder.result()
-    meeting = Meeting("share_on_host 0")
+    meeting = Meeting("share_on_host 0", 1)
     name = meeting.name
     meeting.close()
 
