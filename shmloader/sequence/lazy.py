@@ -1,12 +1,12 @@
 """The lazy sequences, except ``prefetch``."""
 
-import abc
 import bisect
 import contextlib
 import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,22 +24,22 @@ def _made_at() -> str:
 
 
 class LazySequence(Sequence[Any]):
-    """Base class of the lazy sequences: indices, slices, iteration, and notes on exceptions.
+    """A sequence whose items are computed: indices, slices, iteration, and notes on exceptions.
 
     Args:
         name: Name of the function that makes the sequence, or "slice".
+        length: Number of items; None if it is endless.
+        compute: Returns the item at an index, which is not negative.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, length: int | None, compute: Callable[[int], Any]) -> None:
+        self._name, self._length, self._compute = name, length, compute
         self._made_at = _made_at()
 
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    @abc.abstractmethod
-    def _compute(self, index: int) -> Any:
-        """Return the item at an index, which is not negative."""
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("a cycle without a limit has no length")
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -53,8 +53,21 @@ class LazySequence(Sequence[Any]):
             Exception: Whatever computing the item raises, with a note.
         """
         if isinstance(index, slice):
-            return _Gathered(self, self._slice(index), name="slice")
-        position = self._position(operator.index(index))
+            if self._length is not None:
+                part = range(self._length)[index]
+            elif index.stop is not None and min(index.start or 0, index.stop) >= 0:
+                part = range(index.start or 0, index.stop, index.step or 1)
+            else:
+                raise IndexError(f"a cycle without a limit has no end to count from: {index}")
+            return LazySequence("slice", len(part), partial(_gathered, self, part))
+        position = operator.index(index)
+        if position < 0 and self._length is not None:
+            position += self._length
+        if position < 0 or (self._length is not None and position >= self._length):
+            many = "without a limit" if self._length is None else f"of {self._length} items"
+            raise IndexError(
+                f"the {self._name} {many} made at {self._made_at} has none of index {index}"
+            )
         try:
             return self._compute(position)
         except Exception as error:
@@ -64,38 +77,17 @@ class LazySequence(Sequence[Any]):
                 )
             raise
 
-    def _slice(self, part: slice) -> range:
-        return range(len(self))[part]
-
-    def _position(self, index: int) -> int:
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(
-                f"the {self._name} made at {self._made_at} has {length} items, and "
-                f"none of index {index}"
-            )
-        return index % length
-
     def __iter__(self) -> Iterator[Any]:
         # Sequence's __iter__ would take an IndexError that an item raises for the end.
-        for index in range(len(self)):
+        for index in itertools.count() if self._length is None else range(self._length):
             yield self[index]
 
     def __repr__(self) -> str:
         return f"<{self._name} made at {self._made_at}>"
 
 
-class _Mapped(LazySequence):
-    def __init__(self, function: Callable[..., Any], sequences: tuple[Sequence[Any], ...]) -> None:
-        super().__init__("smap")
-        self._function = function
-        self._sequences = sequences
-
-    def __len__(self) -> int:
-        return len(self._sequences[0])
-
-    def _compute(self, index: int) -> Any:
-        return self._function(*[sequence[index] for sequence in self._sequences])
+def _mapped(f: Callable[..., Any], sequences: tuple[Sequence[Any], ...], index: int) -> Any:
+    return f(*[sequence[index] for sequence in sequences])
 
 
 def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
@@ -116,29 +108,16 @@ def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
     lengths = [len(sequence) for sequence in seqs]
     if len(set(lengths)) > 1:
         raise ValueError(f"smap needs sequences of the same length, but got lengths {lengths}")
-    return _Mapped(f, seqs)
+    return LazySequence("smap", lengths[0], partial(_mapped, f, seqs))
 
 
-class _Gathered(LazySequence):
-    def __init__(
-        self, sequence: Sequence[Any], indices: Sequence[Any], name: str = "gather"
-    ) -> None:
-        super().__init__(name)
-        self._sequence = sequence
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def _compute(self, index: int) -> Any:
-        position = operator.index(self._indices[index])
-        if position < 0:
-            # The sequence itself may not support negative indices.
-            length = len(self._sequence)
-            if position < -length:
-                raise IndexError(f"a sequence of {length} items has none of index {position}")
-            position += length
-        return self._sequence[position]
+def _gathered(sequence: Sequence[Any], indices: Sequence[Any], index: int) -> Any:
+    position = operator.index(indices[index])
+    if position < 0:  # the sequence itself may not support negative indices
+        position += len(sequence)
+    if position < 0:
+        raise IndexError(f"a sequence of {len(sequence)} items has none of index {indices[index]}")
+    return sequence[position]
 
 
 def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
@@ -149,33 +128,15 @@ def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
         indices: A sequence of ints (a list, a range, an array). Negative ones count from the end.
             They are checked when an item is accessed, which raises IndexError for one out of range.
     """
-    return _Gathered(seq, indices)
+    return LazySequence("gather", len(indices), partial(_gathered, seq, indices))
 
 
-class _Batched(LazySequence):
-    def __init__(
-        self,
-        sequence: Sequence[Any],
-        size: int,
-        *,
-        drop_last: bool,
-        collate_fn: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        super().__init__("batch")
-        self._sequence = sequence
-        self._size = size
-        self._drop_last = drop_last
-        self._collate_fn = collate_fn
-
-    def __len__(self) -> int:
-        whole, left = divmod(len(self._sequence), self._size)
-        return whole + (left > 0 and not self._drop_last)
-
-    def _compute(self, index: int) -> Any:
-        start = index * self._size
-        end = min(start + self._size, len(self._sequence))
-        items = [self._sequence[position] for position in range(start, end)]
-        return items if self._collate_fn is None else self._collate_fn(items)
+def _batched(
+    sequence: Sequence[Any], size: int, collate_fn: Callable[[list[Any]], Any] | None, index: int
+) -> Any:
+    end = min((index + 1) * size, len(sequence))
+    items = [sequence[position] for position in range(index * size, end)]
+    return items if collate_fn is None else collate_fn(items)
 
 
 def batch(
@@ -197,66 +158,27 @@ def batch(
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn should be callable, but got collate_fn={collate_fn!r}")
-    return _Batched(
-        seq,
-        whole_number(k, "k", minimum=1),
-        drop_last=flag(drop_last, "drop_last"),
-        collate_fn=collate_fn,
-    )
+    size = whole_number(k, "k", minimum=1)
+    whole, left = divmod(len(seq), size)
+    count = whole if flag(drop_last, "drop_last") else whole + (left > 0)
+    return LazySequence("batch", count, partial(_batched, seq, size, collate_fn))
 
 
-class _Concatenated(LazySequence):
-    def __init__(self, sequences: list[Sequence[Any]]) -> None:
-        super().__init__("concatenate")
-        self._sequences = sequences
-        self._ends = list(itertools.accumulate(map(len, sequences)))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _compute(self, index: int) -> Any:
-        which = bisect.bisect_right(self._ends, index)
-        start = self._ends[which - 1] if which else 0
-        return self._sequences[which][index - start]
+def _concatenated(sequences: list[Sequence[Any]], ends: list[int], index: int) -> Any:
+    which = bisect.bisect_right(ends, index)
+    return sequences[which][index - (ends[which - 1] if which else 0)]
 
 
 def concatenate(seqs: Iterable[Sequence[Any]]) -> LazySequence:
     """Return a sequence of the items of several sequences, one sequence after the other."""
-    return _Concatenated(list(seqs))
+    sequences = list(seqs)
+    ends = list(itertools.accumulate(map(len, sequences)))
+    length = ends[-1] if ends else 0
+    return LazySequence("concatenate", length, partial(_concatenated, sequences, ends))
 
 
-class _Cycled(LazySequence):
-    def __init__(self, sequence: Sequence[Any], limit: int | None) -> None:
-        super().__init__("cycle")
-        self._sequence = sequence
-        self._limit = limit
-
-    def __len__(self) -> int:
-        if self._limit is None:
-            raise TypeError("a cycle without a limit has no length")
-        return self._limit
-
-    def _slice(self, part: slice) -> range:
-        if self._limit is not None:
-            return super()._slice(part)
-        start, stop, step = part.start or 0, part.stop, 1 if part.step is None else part.step
-        if stop is None or start < 0 or stop < 0 or step < 1:
-            raise IndexError(f"a cycle without a limit has no end to count from: {part}")
-        return range(start, stop, step)
-
-    def _position(self, index: int) -> int:
-        if self._limit is not None:
-            return super()._position(index)
-        if index < 0:
-            raise IndexError(f"a cycle without a limit has no item of index {index}")
-        return index
-
-    def _compute(self, index: int) -> Any:
-        return self._sequence[index % len(self._sequence)]
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in itertools.count() if self._limit is None else range(self._limit):
-            yield self[index]
+def _cycled(sequence: Sequence[Any], index: int) -> Any:
+    return sequence[index % len(sequence)]
 
 
 def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
@@ -274,4 +196,4 @@ def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
         limit = whole_number(limit, "limit", minimum=0)
     if len(seq) == 0 and limit != 0:
         raise ValueError("cycle needs a sequence that is not empty")
-    return _Cycled(seq, limit)
+    return LazySequence("cycle", limit, partial(_cycled, seq))

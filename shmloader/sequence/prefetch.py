@@ -4,6 +4,7 @@ The sequence is the loader's dataset, and each index is a ticket. So the loader 
 slots, failures, deaths of workers and shutdown.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -31,14 +32,8 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-class _Hook:
-    """A ``worker_init_fn`` that calls a function without the worker's number."""
-
-    def __init__(self, hook: Callable[[], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, _worker_id: int) -> None:
-        self._hook()
+def _run_hook(hook: Callable[[], Any], _worker_id: int) -> None:
+    hook()
 
 
 class _Loader(DataLoader[Any]):
@@ -54,14 +49,11 @@ class _Loader(DataLoader[Any]):
         super().__init__(**options)
 
 
-class _Prefetched(LazySequence):
-    """The sequence that :func:`prefetch` returns. Its workers start at the first access."""
+class _Reader:
+    """Reads the items with a loader, which is made at the first access."""
 
-    def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
-        super().__init__("prefetch")
-        self._sequence = sequence
-        self._window = window
-        self._options = options
+    def __init__(self, sequence: Sequence[Any], window: int, options: dict[str, Any]) -> None:
+        self._sequence, self._window, self._options = sequence, window, options
         self._begin_anew()
         self._make_loader()  # raises now if an argument is invalid
 
@@ -69,7 +61,7 @@ class _Prefetched(LazySequence):
         self._order = _OrderFrom(len(self._sequence))
         self._loader: _Loader | None = None
         self._items: Any = None
-        # Index of the item that the loader delivers next.
+        # Index of the item that the loader delivers next; -1 if that is not known.
         self._next = -1
         self._pid = os.getpid()
 
@@ -84,33 +76,28 @@ class _Prefetched(LazySequence):
             **self._options,
         )
 
-    def __len__(self) -> int:
-        return len(self._sequence)
-
-    def _compute(self, index: int) -> Any:
+    def read(self, index: int) -> Any:
+        """Return an item."""
         if self._pid != os.getpid():
             self._begin_anew()  # in a forked child, the loader still belongs to the parent
         if self._loader is None:
             self._loader = self._make_loader()
-        if index != self._next or self._items is None or self._items.is_closed:
+        if index != self._next or self._items.is_closed:
             self._order.start = index
             self._items = iter(self._loader)
-        self._next = index + 1
+        self._next = -1
         try:
-            return next(self._items)
+            item = next(self._items)
         except StopIteration:
             raise RuntimeError(
                 f"the length of the sequence has changed: it had {len(self._order)} items when "
                 "prefetch() was called"
             ) from None
-        except Exception:
-            raise  # raised by the item: the next items are not affected
-        except BaseException:
-            self._items = None  # after a Ctrl-C, it is not known which item comes next
-            raise
+        self._next = index + 1
+        return item
 
     def close(self) -> None:
-        """Stop the workers. Accessing an item after that starts new ones."""
+        """Stop the workers."""
         if self._loader is not None:
             self._loader.close()
         self._begin_anew()
@@ -124,6 +111,18 @@ class _Prefetched(LazySequence):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_anew()
+
+
+class _Prefetched(LazySequence):
+    """The sequence that :func:`prefetch` returns."""
+
+    def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
+        self._reader = _Reader(sequence, window, options)
+        super().__init__("prefetch", len(sequence), self._reader.read)
+
+    def close(self) -> None:
+        """Stop the workers. Accessing an item after that starts new ones."""
+        self._reader.close()
 
 
 def prefetch(
@@ -168,6 +167,6 @@ def prefetch(
         num_workers=count,
         prefetch_factor=window // count,  # for torch's workers where ours are not supported
         thread_pool=method == "thread",
-        worker_init_fn=None if start_hook is None else _Hook(start_hook),
+        worker_init_fn=start_hook and functools.partial(_run_hook, start_hook),
         shm_size=shm_size,
     )

@@ -75,7 +75,7 @@ def test_indices_slices_iteration_and_pickles(make, expected):
         assert list(lazy[part]) == expected[part]
     assert lazy[1:][::2][0] == expected[1]
     for index in (len(expected), -len(expected) - 1):
-        with pytest.raises(IndexError, match=f"{len(expected)} items"):
+        with pytest.raises(IndexError, match=f"of {len(expected)} items"):
             lazy[index]
     with pytest.raises(TypeError):
         lazy["one"]
@@ -103,7 +103,7 @@ def test_an_endless_cycle_has_items_and_slices_but_no_length():
     assert list(lazy[2:8:2]) == [3, 2, 1]
     with pytest.raises(TypeError, match="no length"):
         len(lazy)
-    for wrong in (-1, slice(2, None), slice(-1, 5), slice(5, 0, -1)):
+    for wrong in (-1, slice(2, None), slice(-1, 5)):
         with pytest.raises(IndexError, match="without a limit"):
             lazy[wrong]
 
