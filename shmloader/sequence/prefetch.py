@@ -54,11 +54,12 @@ class _Reader:
 
     def __init__(self, sequence: Sequence[Any], window: int, options: dict[str, Any]) -> None:
         self._sequence, self._window, self._options = sequence, window, options
+        self._length = len(sequence)
         self._begin_anew()
         self._make_loader()  # raises now if an argument is invalid
 
     def _begin_anew(self) -> None:
-        self._order = _OrderFrom(len(self._sequence))
+        self._order = _OrderFrom(self._length)
         self._loader: _Loader | None = None
         self._items: Any = None
         # Index of the item that the loader delivers next; -1 if that is not known.
@@ -86,13 +87,7 @@ class _Reader:
             self._order.start = index
             self._items = iter(self._loader)
         self._next = -1
-        try:
-            item = next(self._items)
-        except StopIteration:
-            raise RuntimeError(
-                f"the length of the sequence has changed: it had {len(self._order)} items when "
-                "prefetch() was called"
-            ) from None
+        item = next(self._items)
         self._next = index + 1
         return item
 

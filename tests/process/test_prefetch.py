@@ -155,13 +155,14 @@ def test_a_start_hook_runs_in_each_worker(method):
     assert list(items) == [1, 1, 1, 1]
 
 
-def test_a_sequence_that_has_become_shorter_is_told():
+def test_a_sequence_has_the_length_that_it_had_when_it_was_made():
     numbers = list(range(5))
     items = prefetch(numbers, 1, max_buffered=1)
     assert items[0] == 0
     numbers.extend(range(5))
-    with pytest.raises(RuntimeError, match="5 items"):
+    with pytest.raises(IndexError, match="5 items"):
         items[7]
+    assert list(items) == list(range(5))
 
 
 def test_a_forked_child_has_workers_of_its_own(method):
