@@ -7,9 +7,8 @@ the code that runs at that moment, for instance the dataset's, although that cod
 import functools
 import inspect
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, TracebackType
+from collections.abc import Callable
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 _Result = TypeVar("_Result")
@@ -19,9 +18,9 @@ def is_interruption(error: BaseException) -> bool:
     """Whether an exception was not raised by the code that it came out of.
 
     True for every exception that is not an ``Exception`` (``KeyboardInterrupt``, ``SystemExit``),
-    and for every exception of a signal handler or a trace function. Python passes the interrupted
-    frame to these functions. So the traceback contains a function that was called with its caller's
-    frame, or, if the handler has deleted that argument, the code of an installed handler.
+    and for every exception of a signal handler: its traceback contains the handler's code. A
+    handler counts while it is installed, so what a user's own timer raises inside a block that sets
+    and restores the handler is the user's error.
 
     An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a handler
     written in C raises, is not recognised.
@@ -31,18 +30,27 @@ def is_interruption(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    caller: FrameType | None = None
-    traceback: TracebackType | None = error.__traceback__
-    handlers: set[CodeType] | None = None
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if caller is not None:
-            # Not before the loop, since most exceptions that are checked have only one frame.
-            handlers = _codes_of_handlers() if handlers is None else handlers
-            if frame.f_code in handlers or _was_given(frame, caller):
-                return True
-        caller, traceback = frame, traceback.tb_next
+    # The first entry is the function that has caught it. Most exceptions have no other.
+    entry = error.__traceback__ and error.__traceback__.tb_next
+    if entry is None:
+        return False
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while entry is not None:
+        if entry.tb_frame.f_code in handlers:
+            return True
+        entry = entry.tb_next
     return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Return the code that runs first when a signal handler is called, if it is Python code."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if not hasattr(handler, "__code__"):
+        handler = inspect.getattr_static(type(handler), "__call__", None)
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
@@ -52,17 +60,12 @@ def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> 
         error: The exception from outside, such as one raised by a signal handler.
         in_sampler: Whether it left the sampler's own code.
     """
-    name = type(error).__name__
+    what = "it while a batch was in transit, which would be missing if it went on"
     if in_sampler:
-        return (
-            f" since {name}, raised from outside, interrupted the sampler, and an interrupted "
-            "generator cannot go on. The loader's state_dict() is that of the last batch that "
-            "next() returned."
-        )
+        what = "the sampler, and an interrupted generator cannot go on"
     return (
-        f" since {name}, raised from outside, interrupted it while a batch was in transit, which "
-        "would be missing if it went on. The loader's state_dict() is that of the last batch that "
-        "next() returned."
+        f" since {type(error).__name__}, raised from outside, interrupted {what}. The loader's "
+        "state_dict() is that of the last batch that next() returned."
     )
 
 
@@ -102,39 +105,3 @@ class Suppressed:
     ) -> bool:
         """Return whether an exception is suppressed."""
         return isinstance(error, self._kinds) and not is_interruption(error)
-
-
-def _codes_of_handlers() -> set[CodeType]:
-    """Return the code of the installed signal handlers and of the trace function."""
-    installed = [signal.getsignal(number) for number in signal.valid_signals()]
-    handlers = [handler for handler in (*installed, sys.gettrace()) if callable(handler)]
-    return {code for handler in handlers for code in _codes_of(handler)}
-
-
-def _codes_of(function: object) -> Iterator[CodeType]:
-    """Yield the code that runs first when ``function`` is called, if it is written in Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    if not hasattr(function, "__code__"):
-        function = inspect.getattr_static(type(function), "__call__", None)
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType):
-        yield code
-
-
-def _was_given(frame: FrameType, caller: FrameType) -> bool:
-    """Whether a function was called with its caller's frame as one of its positional arguments."""
-    code = frame.f_code
-    # A class's body has no arguments, and its f_locals may be any mapping.
-    count = code.co_argcount
-    has_varargs = bool(code.co_flags & inspect.CO_VARARGS)
-    if not count and not has_varargs:
-        return False
-    values = frame.f_locals
-    if any(values.get(name) is caller for name in code.co_varnames[:count]):
-        return True
-    if not has_varargs:
-        return False
-    varargs = values.get(code.co_varnames[count + code.co_kwonlyargcount], ())
-    return isinstance(varargs, tuple) and any(value is caller for value in varargs)

@@ -1,12 +1,12 @@
 """Lists and dicts whose items lie in shared memory. Made by :func:`shmloader.share`."""
 
+import bisect
 import functools
 import itertools
-import math
 import numbers
 import reprlib
 import zlib
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import numpy as np
@@ -21,8 +21,7 @@ _V = TypeVar("_V")
 # Items that a repr shows at either end.
 _SHOWN = 3
 
-_HASH_BITS = 32
-_MASK = (1 << _HASH_BITS) - 1
+_MASK = (1 << 32) - 1
 
 
 class SharedList(Sequence[_T]):
@@ -115,19 +114,14 @@ def _refuse_change(kind: str, plain: str) -> NoReturn:
 
 
 class KeyIndex(NamedTuple):
-    """Where the index of a dict's keys lies in its segment. Its tables are arrays of int64.
+    """Where the index of a dict's keys lies in its segment: two tables of int64.
 
     Attributes:
-        bits: Number of leading bits of a key's hash that select its bucket.
-        buckets: Offset of the table of each bucket's first position in ``hashes``; it has one more
-            entry, the number of hashes.
         hashes: Offset of the keys' hashes, sorted.
         numbers: Offset of the numbers of the same keys (their positions in the dict), in the same
             order.
     """
 
-    bits: int
-    buckets: int
     hashes: int
     numbers: int
 
@@ -144,60 +138,36 @@ def stable_hash(key: object) -> int | None:
         return zlib.crc32(key, 1)
     if isinstance(key, numbers.Number | np.bool_):
         # Python's hash of a number depends only on its value, except for a NaN.
-        return _MASK if key != key else hash(key) & _MASK  # noqa: PLR0124 - only a NaN does
+        return None if key != key else hash(key) & _MASK  # noqa: PLR0124 - only a NaN does
     if isinstance(key, tuple):
-        return _hash_of_parts([stable_hash(part) for part in key])
+        total = len(key)
+        for part in map(stable_hash, key):
+            if part is None:
+                return None
+            total = (total * 1_000_003 ^ part) & _MASK
+        return total
     return 0 if key is None else None
 
 
-def _is_nan(key: object) -> bool:
-    return isinstance(key, float) and math.isnan(key)
-
-
-def _hash_of_parts(parts: list[int | None]) -> int | None:
-    total = len(parts)
-    for part in parts:
-        if part is None:
-            return None
-        total = (total * 1_000_003 ^ part) & _MASK
-    return total
-
-
-def write_index(hashes: list[int], writer: SegmentWriter) -> KeyIndex:
-    """Write an index of keys with these hashes.
+def write_index(keys: Iterable[object], writer: SegmentWriter) -> KeyIndex | None:
+    """Write an index of keys; None if one of them has no stable hash.
 
     Raises:
         SharedMemoryError: If there is not enough memory.
     """
-    bits = min(_HASH_BITS, max(1, len(hashes).bit_length()))
+    hashes = [stable_hash(key) for key in keys]
+    if None in hashes:
+        return None
     whole = np.array(hashes, dtype=np.int64)
     order = np.argsort(whole, kind="stable").astype(np.int64, copy=False)
-    ordered = whole[order]
-    edges = np.arange((1 << bits) + 1, dtype=np.int64) << (_HASH_BITS - bits)
-    buckets = np.searchsorted(ordered, edges).astype(np.int64, copy=False)
-    return KeyIndex(bits, writer.append(buckets), writer.append(ordered), writer.append(order))
-
-
-class _Keys(KeysView[_K]):
-    _mapping: "SharedDict[_K, Any]"
-
-    def __reversed__(self) -> Iterator[_K]:
-        return reversed(self._mapping._keys)
+    return KeyIndex(writer.append(whole[order]), writer.append(order))
 
 
 class _Values(ValuesView[_V]):
-    # Mapping's views look up each key, which would not find a NaN.
-
     _mapping: "SharedDict[Any, _V]"
 
     def __iter__(self) -> Iterator[_V]:
-        return iter(self._mapping._values)
-
-    def __reversed__(self) -> Iterator[_V]:
-        return reversed(self._mapping._values)
-
-    def __contains__(self, value: object) -> bool:
-        return any(one is value or one == value for one in self)
+        return iter(self._mapping._values)  # without a look-up of each key
 
 
 class _Items(ItemsView[_K, _V]):
@@ -206,9 +176,6 @@ class _Items(ItemsView[_K, _V]):
     def __iter__(self) -> Iterator[tuple[_K, _V]]:
         return zip(self._mapping._keys, self._mapping._values, strict=True)
 
-    def __reversed__(self) -> Iterator[tuple[_K, _V]]:
-        return zip(reversed(self._mapping._keys), reversed(self._mapping._values), strict=True)
-
 
 class SharedDict(Mapping[_K, _V]):
     """A dict whose keys and values lie in shared memory, once for all processes.
@@ -216,8 +183,8 @@ class SharedDict(Mapping[_K, _V]):
     It reads like the original, in the same order, with two differences. Each access to a value
     builds a new object, and the dict cannot be changed. It is pickled as a handle. Keys that are
     str, bytes, numbers, None, or tuples of these are found by an index in the same memory. If there
-    are other keys, each process makes an ordinary dict of all keys at its first look-up. Any float
-    NaN finds a key that is a float NaN, since the original key object no longer exists.
+    are other keys, each process makes an ordinary dict of all keys at its first look-up. A key that
+    is a NaN is not found, since the original object no longer exists.
 
     Args:
         segment: The segment that keys and values lie in.
@@ -236,15 +203,8 @@ class SharedDict(Mapping[_K, _V]):
         self._values = values
         self._index = index
         if index is not None:
-            whole, count = memoryview(segment), len(keys)
-            self._tables = tuple(
-                whole[offset : offset + 8 * length].cast("q")
-                for offset, length in (
-                    (index.buckets, (1 << index.bits) + 1),
-                    (index.hashes, count),
-                    (index.numbers, count),
-                )
-            )
+            whole, nbytes = memoryview(segment), 8 * len(keys)
+            self._tables = tuple(whole[at : at + nbytes].cast("q") for at in index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedDict, (self._segment, self._keys, self._values, self._index)
@@ -262,18 +222,16 @@ class SharedDict(Mapping[_K, _V]):
         if wanted is None:
             hash(key)  # raises TypeError if it cannot be a key
             return -1
-        buckets, hashes, order = self._tables
+        hashes, order = self._tables
         true_hash = hash(key)
-        bucket = wanted >> (_HASH_BITS - self._index.bits)
-        for position in range(buckets[bucket], buckets[bucket + 1]):
-            if hashes[position] == wanted:
-                number: int = order[position]
-                candidate = self._keys[number]
-                # As a dict does: keys of different hashes may not even be comparable.
-                if hash(candidate) == true_hash and candidate == key:
-                    return number
-                if _is_nan(candidate) and _is_nan(key):
-                    return number
+        for position in range(bisect.bisect_left(hashes, wanted), len(hashes)):
+            if hashes[position] != wanted:
+                break
+            number: int = order[position]
+            candidate = self._keys[number]
+            # As a dict does: keys of different hashes may not even be comparable.
+            if hash(candidate) == true_hash and candidate == key:
+                return number
         return -1
 
     def __getitem__(self, key: Any) -> _V:
@@ -295,10 +253,6 @@ class SharedDict(Mapping[_K, _V]):
     def __reversed__(self) -> Iterator[_K]:
         return reversed(self._keys)
 
-    def keys(self) -> KeysView[_K]:
-        """Return a view of the keys, like a dict's."""
-        return _Keys(self)
-
     def values(self) -> ValuesView[_V]:
         """Return a view of the values, like a dict's."""
         return _Values(self)
@@ -319,12 +273,7 @@ class SharedDict(Mapping[_K, _V]):
             return NotImplemented
         if len(self) != len(other):
             return False
-        missing = object()
-        for key, value in zip(self._keys, self._values, strict=True):
-            theirs = other.get(key, missing)
-            if theirs is missing or not _is_equal(theirs, value):
-                return False
-        return True
+        return all(key in other and _is_equal(other[key], value) for key, value in self.items())
 
     __hash__ = None  # type: ignore[assignment]  # as a dict's
 

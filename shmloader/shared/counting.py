@@ -11,7 +11,6 @@ import random
 import sys
 import time
 import types
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,36 +73,28 @@ class _Estimate:
         """Return the number of objects in a value, itself included, and their bytes."""
         if isinstance(value, _OPAQUE) or id(value) in self._seen:
             return 0, 0
-        nbytes = sys.getsizeof(value, 0)
+        count, nbytes = 1.0, float(sys.getsizeof(value, 0))
         if depth > _DEEPEST or time.monotonic() > self._deadline:
-            return 1, nbytes
-        if isinstance(value, _CONTAINERS):
-            self._seen.add(id(value))
-            count, inner = self._in_container(value, depth + 1)
-            return 1 + count, nbytes + inner
-        fields = attributes_of(value)
-        if not fields:
-            return 1, nbytes
-        self._seen.add(id(value))
-        inside = [self.of(field, depth + 1) for field in islice(fields.values(), MANY)]
-        return 1 + sum(n for n, _ in inside), nbytes + sum(size for _, size in inside)
+            return count, nbytes
+        if isinstance(value, dict):
+            columns: list[Any] = [value.keys(), value.values()]
+        else:
+            columns = [value] if isinstance(value, _CONTAINERS) else [attributes_of(value).values()]
+        for items in columns:
+            if len(items):
+                self._seen.add(id(value))
+                inside = self._in_items(items, depth + 1)
+                count, nbytes = count + inside[0], nbytes + inside[1]
+        return count, nbytes
 
-    def _in_container(self, items: Any, depth: int) -> tuple[float, float]:
-        if isinstance(items, dict):
-            keys = self._in_items(items.keys(), len(items), depth)
-            values = self._in_items(items.values(), len(items), depth)
-            return keys[0] + values[0], keys[1] + values[1]
-        return self._in_items(items, len(items), depth)
-
-    def _in_items(self, items: Iterable[Any], length: int, depth: int) -> tuple[float, float]:
+    def _in_items(self, items: Any, depth: int) -> tuple[float, float]:
         """Estimate from a sample of the items. An object that recurs is counted once."""
+        length = len(items)
         if isinstance(items, list | tuple) and length > _SAMPLES:
             # A random sample, so that a pattern in the items does not distort the estimate.
             some = [items[at] for at in self._random.sample(range(length), _SAMPLES)]
         else:
             some = list(islice(items, _SAMPLES))
-        if not some:
-            return 0, 0
         distinct = {id(item): item for item in some}
         if length > len(some) and 2 * len(distinct) < len(some):
             return len(distinct), 0

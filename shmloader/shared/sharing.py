@@ -21,7 +21,7 @@ from shmloader.memory.segment import Segment, SegmentWriter, open_buffer, write_
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
-from shmloader.shared.containers import SharedDict, SharedList, stable_hash, write_index
+from shmloader.shared.containers import SharedDict, SharedList, write_index
 from shmloader.shared.counting import attributes_of
 from shmloader.shared.records import Records, RecordTables, RecordWriter
 
@@ -203,9 +203,7 @@ def _write(
     for key, items in walk.dicts.items():
         keys = _write_items(items, writer, "key", writable=writable)
         values = _write_items(items.values(), writer, "value", writable=writable)
-        hashes = [stable_hash(one) for one in items]
-        known = [one for one in hashes if one is not None]
-        dicts[key] = keys, values, write_index(known, writer) if len(known) == len(hashes) else None
+        dicts[key] = keys, values, write_index(items, writer)
 
     def build(segment: Segment) -> dict[int, Any]:
         opened: list[Any] = [open_buffer(Span(*span), segment) for span in table.spans]

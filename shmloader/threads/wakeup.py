@@ -7,10 +7,8 @@ acquired, so that it stays locked: the next ``set()`` and the next ``wait()`` ne
 """
 
 import math
-import threading
+import queue
 import time
-
-from shmloader.interruptions import is_interruption
 
 #: Longest sleep in seconds before signal handlers can run. Python runs handlers between two of its
 #: instructions. A Ctrl-C that arrives after the last instruction and before the system call does
@@ -22,26 +20,27 @@ class Wakeup:
     """An event for one waiting thread. :meth:`wait` clears it."""
 
     def __init__(self) -> None:
-        self._unset = threading.Lock()
-        self._unset.acquire()
+        # Its methods are written in C, and take no lock that a finalizer could wait for.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
-        if not self._unset.locked():
-            return  # set already; an exception for each call would cost more
-        try:
-            self._unset.release()
-        except RuntimeError as error:  # another thread was faster
-            if is_interruption(error):
-                raise
+        if self._tokens.empty():
+            self._tokens.put(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the event is set, at most ``timeout_s`` seconds, and clear it."""
+        """Wait until the event is set, at most ``timeout_s`` seconds, and clear it.
+
+        If two threads set it at the same moment, the next call may return at once as well.
+        """
         left_s = math.inf if timeout_s is None else timeout_s
         deadline = time.monotonic() + left_s
-        while not self._unset.acquire(timeout=max(0.0, min(left_s, SIGNAL_S))):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+        while left_s >= 0:
+            try:
+                self._tokens.get(timeout=min(left_s, SIGNAL_S))
+            except queue.Empty:
+                left_s = deadline - time.monotonic()
+            else:
                 return
 
 

@@ -2,10 +2,10 @@
 
 Or of further files of Python code, such as that of :mod:`threading`.
 
-A trace function calls the handler just before the instruction, with what a handler gets. Python
-itself runs handlers at fewer places, and on the main thread alone. Here the call has a thread of
-its own, which has no ``except`` around it: an exception that is raised just before one of these is
-left confuses the thread.
+A trace function calls an installed handler just before the instruction. Python itself runs handlers
+at fewer places, and on the main thread alone. Here the call has a thread of its own, which has no
+``except`` around it: an exception that is raised just before one of these is left confuses the
+thread.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Tracer:
                 name = frame.f_code.co_filename.removeprefix(PACKAGE + "/")
                 self.where = f"{name}:{frame.f_lineno} +{frame.f_lasti} {frame.f_code.co_qualname}"
                 sys.settrace(None)
-                _handle(signal.SIGUSR1, frame, self.kind)
+                _handle(self.kind)
         return self
 
     def _returns(self, frame: Any) -> bool:
@@ -148,8 +148,8 @@ def _is_of_garbage(frame: Any) -> bool:
     return frame.f_code is _FINALIZE and frame.f_locals["_"] is not None
 
 
-def _handle(signum: int, frame: object, kind: type[BaseException]) -> None:
-    """A signal handler, but for its last argument."""
+def _handle(kind: type[BaseException], *_: object) -> None:
+    """A signal handler, but for its first argument."""
     raise kind("from a handler")
 
 
@@ -177,10 +177,12 @@ def interrupt(
 
     # What is raised in a finaliser that the collector runs is printed, and goes no further.
     gc.disable()
+    before = signal.signal(signal.SIGUSR1, functools.partial(_handle, kind))
     try:
         with in_thread(run):
             pass
     finally:
+        signal.signal(signal.SIGUSR1, before)
         gc.enable()
     result, error = results[0] if results else None, errors[0] if errors else None
     return Outcome(result, error, tracer.where, tracer.count)

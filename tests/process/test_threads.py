@@ -774,7 +774,7 @@ def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
     wakeup = batches._pool._post.wakeup
 
     def waits() -> bool:
-        return unanswered(batches) == 1 and wakeup._unset.locked() and where in stack_of(main)
+        return unanswered(batches) == 1 and wakeup._tokens.empty() and where in stack_of(main)
 
     def close() -> None:
         wait_until(waits)

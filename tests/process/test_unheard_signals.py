@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Unheard:
-    """A poll object or a lock; a signal is there, unheard, when its next wait begins."""
+    """A poll object or a queue; a signal is there, unheard, when its next wait begins."""
 
     def __init__(self, inner, *names: str) -> None:
         self._inner = inner
@@ -58,8 +58,8 @@ def results(batches) -> Unheard:
 
 
 def silence(wakeup) -> Unheard:
-    wakeup._unset.acquire(blocking=False)  # it may have rung for a batch taken before
-    wakeup._unset = unheard = Unheard(wakeup._unset, "acquire")
+    wakeup.wait(0)  # it may have been set for a batch taken before
+    wakeup._tokens = unheard = Unheard(wakeup._tokens, "get")
     return unheard
 
 
