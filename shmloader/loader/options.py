@@ -144,7 +144,7 @@ def _function(value: Any, name: str) -> Any:
 
 
 def _snapshot_interval(value: Any, name: str) -> Any:
-    if value == "auto":
+    if value in (None, "auto"):
         return value
     return _count(0, "a number of batches, or 0 or None for never")(value, name)
 

@@ -16,12 +16,11 @@ only on the arguments and the epoch's number, not on the random number generator
 (see the module ``epochs``).
 
 Other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
-position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches;
-``sampler_order`` draws them through ``resumable_sampler``. ``steps`` cuts an order into batches and
-finds the samples that are left over, ``rollover`` carries these into the next epoch, and
-``fast_forward`` draws from a position on. ``seeded_samplers`` shows a seeded order to frameworks
-that read a loader's samplers. ``epoch_counter`` numbers the epochs for the loader and these
-samplers.
+position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches. ``drawing``
+draws users' samplers from a position on. ``steps`` cuts an order into batches and finds the samples
+that are left over, ``rollover`` carries these into the next epoch. ``seeded_samplers`` shows a
+seeded order to frameworks that read a loader's samplers. ``epoch_counter`` numbers the epochs for
+the loader and these samplers.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler

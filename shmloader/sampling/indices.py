@@ -12,13 +12,12 @@ or by another worker, therefore draws the same random numbers.
 """
 
 from collections.abc import Iterable, Iterator
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
-
-from shmloader.sampling.user_iterators import has_begun
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -59,6 +58,14 @@ def as_list(indices: Any) -> Any:
     return list(indices) if type(indices) is range else indices
 
 
+def is_drawn(items: Iterator[Any]) -> bool:
+    """Whether something was drawn from a generator; False for iterators of other types.
+
+    torch's samplers are generators. Toolkits draw from them to resume.
+    """
+    return isinstance(items, GeneratorType) and (items.gi_suspended or items.gi_frame is None)
+
+
 def array_batches(index_sampler: Any, drawing: Iterator[Any]) -> Iterator[Any] | None:
     """Return an iterator of an epoch's index batches as ranges or :class:`IndexArray`.
 
@@ -71,7 +78,7 @@ def array_batches(index_sampler: Any, drawing: Iterator[Any]) -> Iterator[Any] |
         or over torch's own random sampler, without replacement and drawing on the CPU; and None if
         something was drawn already, as toolkits do to resume.
     """
-    if type(index_sampler) is not BatchSampler or has_begun(drawing):
+    if type(index_sampler) is not BatchSampler or is_drawn(drawing):
         return None
     sampler = index_sampler.sampler
     if type(sampler) is SequentialSampler:

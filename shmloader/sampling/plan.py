@@ -28,10 +28,9 @@ import torch
 
 from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.resumable_sampler import ResumableSampler
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
-from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.sampler_order import EpochDraw, SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 
 _log = logging.getLogger("shmloader")
@@ -200,7 +199,7 @@ class EpochPlan:
             as_arrays: Whether index batches may be ranges or arrays instead of lists.
         """
         indices = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
-        if self.is_elsewhere and isinstance(indices, ResumableSampler):
+        if self.is_elsewhere and isinstance(indices, EpochDraw):
             indices.draw_first()  # while the generators have the states for it
         return indices
 

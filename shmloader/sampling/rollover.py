@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, Sampler
 
+from shmloader.sampling.drawing import iterate
 from shmloader.sampling.steps import Cut, DrawnSteps, Steps
-from shmloader.sampling.user_iterators import iterate
 
 
 class CarryOver:

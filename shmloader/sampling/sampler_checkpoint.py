@@ -245,21 +245,19 @@ class SamplerCheckpoint:
             self.stateful = next(
                 (each for each in samplers if not is_known(each) and has_own_state(each)), None
             )
-            if self.stateful is None:
-                self.global_generators = GLOBAL_GENERATORS
+            # One with a state may draw from them, too: what it has drawn is in no early state.
+            self.global_generators = GLOBAL_GENERATORS
         elif draws:
             self.global_generators = ("torch",)
         self.draws_seed = bool(self._seeding)
 
-    def dump(self, *, is_begun: bool, draws_seed: bool = True) -> dict[str, Any]:
+    def dump(self, *, is_begun: bool) -> dict[str, Any]:
         """Take a checkpoint, as plain values.
 
         Args:
             is_begun: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
                 process's global generators are left out, since they may change before an epoch
                 begins.
-            draws_seed: Whether the seed of torch's RandomSampler is drawn when an epoch begins. It
-                was drawn already if the sampler's iterator was used before.
         """
         state: dict[str, Any] = {"is_begun": is_begun}
         if self._generators:
@@ -273,8 +271,8 @@ class SamplerCheckpoint:
         if self._carry_over is not None:
             state["carry_over"] = list(self._carry_over.samples)
         if self.stateful is not None:
-            state.update(own_entry(take_own_state(self.stateful)))
-        if is_begun and draws_seed and self._seeding:
+            state.update(own_entry(self.stateful))
+        if is_begun and self._seeding:
             state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
         if is_begun and self.global_generators:
             state["global_generators"] = global_rng_state(self.global_generators)
@@ -372,25 +370,21 @@ def _unseed(samplers: list[RandomSampler]) -> None:
         sampler.generator = None
 
 
-def take_own_state(sampler: object) -> object:
-    """Return a copy of a sampler's own state, or an ``Unsaved``."""
-    return take_state(
+def own_entry(sampler: object) -> dict[str, object]:
+    """Return the entry of a checkpoint for a sampler's own state, or for why there is none."""
+    own: object = take_state(
         sampler,
         "Correct its state_dict(), or set state_dict = None in its class: the sampler is then "
         "iterated again from the epoch's beginning when the loader is resumed",
     )
+    return {"unsaved" if isinstance(own, Unsaved) else "state": own}
 
 
 #: Entry of a checkpoint of an epoch from which other code has drawn batches first.
-BEGUN_ELSEWHERE = {
+DRAWN_ELSEWHERE = {
     "unsaved": Unsaved(
         "the state of this epoch cannot be saved: other code has drawn batches from the sampler "
         "before the loader did, as toolkits do to resume, so the position is not known. Save the "
         "toolkit's state, or call state_dict() in the next epoch."
     )
 }
-
-
-def own_entry(own: object) -> dict[str, object]:
-    """Return the entry of a checkpoint for a sampler's own state, or for an ``Unsaved``."""
-    return {"unsaved" if isinstance(own, Unsaved) else "state": own}

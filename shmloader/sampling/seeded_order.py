@@ -4,7 +4,6 @@ The module is long because each of the order's three sources (a permutation, the
 user's batch sampler) is drawn, measured, described and resumed in it.
 """
 
-import collections
 import contextlib
 import copy
 import functools
@@ -15,15 +14,22 @@ import torch
 from torch.utils.data import Sampler
 
 from shmloader.probing import probe
+from shmloader.sampling.drawing import (
+    LastDrawn,
+    check_same,
+    iterate,
+    restart_if_exhausted,
+    too_few,
+    without_done,
+)
 from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.fast_forward import check_same, checksum, too_few, without_done
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import Ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import (
-    BEGUN_ELSEWHERE,
+    DRAWN_ELSEWHERE,
     SamplerCheckpoint,
     are_known,
     describe,
@@ -45,7 +51,6 @@ from shmloader.sampling.steps import (
     order_of,
 )
 from shmloader.sampling.steps import step_count as count_steps
-from shmloader.sampling.user_iterators import iterate, restart_if_exhausted
 
 
 class SeededOrder(Sampler[list[Any]]):
@@ -122,15 +127,11 @@ class SeededOrder(Sampler[list[Any]]):
         self.carry_over = CarryOver() if carry_over is None else carry_over
         self._counter = counter
         self._progress = Progress()
-        self._done_ahead: frozenset[int] = frozenset()
         # The checkpoint of the newest epoch, once it is known, and the one that it began with.
         self._state: dict[str, Any] | None = None
         self._begun_from: dict[str, Any] | None = None
         self._steps: Steps | None = None
-        # The last items of the steps that were drawn, from the last delivered one on, each with the
-        # number of the step, from 1; and the position at which the newest epoch began.
-        self._lasts: collections.deque[tuple[int, Any]] = collections.deque()
-        self._begun_at = 0
+        self._last = LastDrawn(self._progress, None)
 
     @property
     def cut(self) -> Cut:
@@ -188,9 +189,8 @@ class SeededOrder(Sampler[list[Any]]):
             "carry_over": self.carry_over.copy(),
             "_steps": None,
             "_progress": Progress(),
-            "_done_ahead": frozenset(),
             "_state": None,
-            "_lasts": collections.deque(),
+            "_last": LastDrawn(Progress(), None),
             "_begun_from": None,
         }
 
@@ -211,10 +211,8 @@ class SeededOrder(Sampler[list[Any]]):
             state: What :meth:`dump` returned for the epoch; None for a new epoch.
         """
         self.epoch = epoch
-        self._progress, self._done_ahead = progress, progress.ahead
-        self._state = self._begun_from = state
-        self._begun_at = progress.position
-        self._lasts.clear()
+        self._progress, self._state, self._begun_from = progress, state, state
+        self._last = LastDrawn(progress, None if state is None else state.get("last_checksum"))
         self._named = None
         self._known_epoch = self._counted_epoch = epoch_of(self._items)
 
@@ -235,7 +233,7 @@ class SeededOrder(Sampler[list[Any]]):
         """
         steps = self._steps
         if steps is not None and steps.drawn > self._progress.position:
-            self._state = {**self.dump(), **BEGUN_ELSEWHERE}
+            self._state = {**self.dump(), **DRAWN_ELSEWHERE}
         if isinstance(steps, OrderSteps) and not self._num_shards:
             steps.as_arrays = as_arrays
         return drawing
@@ -353,18 +351,8 @@ class SeededOrder(Sampler[list[Any]]):
         """Return the checkpoint of the newest epoch, as plain values."""
         if self._state is None or not self._state["is_begun"]:
             self._state = {**self.checkpoint().dump(is_begun=False), "is_begun": True}
-        return {**self._state, "last_checksum": self._checksum_of_last()}
-
-    def _checksum_of_last(self) -> int | None:
-        """Return a checksum of the last item before the position, for any rank, if it is known."""
-        if self._items is None or may_differ_between_ranks(self._items):
-            return None
-        position = self._progress.position
-        for number, item in self._lasts:
-            if number == position:
-                return checksum(item)
-        begun_from = self._begun_from if position == self._begun_at else None
-        return None if begun_from is None else begun_from.get("last_checksum")
+        is_any_rank = self._items is None or may_differ_between_ranks(self._items)
+        return {**self._state, "last_checksum": None if is_any_rank else self._last.checksum()}
 
     def dump_next(
         self,
@@ -472,15 +460,12 @@ class SeededOrder(Sampler[list[Any]]):
 
         It can be continued after an error of the user's sampler.
         """
-        cut, progress = self.cut, self._progress
-        lasts = self._lasts = collections.deque()
+        cut, offset, last = self.cut, self._progress.offset, self._last
 
         def shape(items: list[Any]) -> Any:
             number = steps.drawn - 1
             if isinstance(steps, DrawnSteps):
-                lasts.append((steps.drawn, steps.newest))
-                while lasts[0][0] < progress.position:
-                    lasts.popleft()
+                last.add(number, steps.newest)
             try:
                 step = self._form(items, number)
             except BaseException:
@@ -488,10 +473,10 @@ class SeededOrder(Sampler[list[Any]]):
                 raise
             if not self._is_positioned:
                 return step
-            first = progress.offset + number * cut.global_count + cut.rank * cut.share
+            first = offset + number * cut.global_count + cut.rank * cut.share
             return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
 
-        return map(shape, without_done(steps, steps.drawn, self._done_ahead))
+        return map(shape, without_done(steps, steps.drawn, self._progress.ahead))
 
     def _form(self, items: list[Any], number: int) -> Any:
         """Return the step that these items make. Steps are numbered from 0."""

@@ -15,11 +15,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.sampling.fast_forward import too_few
+from shmloader.sampling.drawing import only_next, too_few
 from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
-from shmloader.sampling.user_iterators import only_next
 
 #: What happens to items that do not fill the last global step: "keep" makes a shorter step of them,
 #: "discard" leaves them out, "rollover" puts them first in the next epoch, and "pad" fills the step
