@@ -17,11 +17,10 @@ thread may take an item through the whole chain.
 A failure also travels as an item: it goes through the queues to the consumer, and later stages pass
 it on without calling their ops. The failed stage, and the stages before it, start no further job.
 
-Jobs run on *executors*, of which there are four kinds:
+Jobs run on *executors*, of which there are three kinds:
 
 * daemon threads, which are left behind if they are still in an op when the pipeline stops
-* an event loop on a thread
-* the user's own ``concurrent.futures.Executor``
+* an event loop on a thread; calls of a user's ``concurrent.futures.Executor`` are awaited on one
 * for ``executor="process"``, the loader's engine, pool and slots
 
 If the source can be resumed and the stages keep the order, each item travels with a *checkpoint*:
@@ -33,6 +32,6 @@ Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDat
 ``runtime`` (makes and ends executors), ``epoch`` (a flow with its lock), ``flow`` and ``stages``
 (pure: where each item is), ``failures`` (how many failures are allowed, and their texts),
 ``source`` (how sources are iterated and resumed, and the format of a state), ``executors``
-(threads, and a user's executor), ``loop`` and ``processes`` (the other executors), ``transfer``
-(batches on a device), ``stats`` (what was measured, and what limits).
+(threads and loops), ``processes`` (workers), ``transfer`` (batches on a device), ``stats`` (what
+was measured, and what limits).
 """

@@ -1,23 +1,30 @@
-"""Executors of functions and generator functions: daemon threads, and a user's own executor.
+"""Executors: daemon threads that call functions, and event loops on daemon threads.
 
 ::
 
-    any thread that brings a result             a thread
-    ───────────────────────────────             ────────
+    any thread that brings a result             a thread, or a loop
+    ───────────────────────────────             ───────────────────
     job ── a queue, oldest first ─────────────▶ op(item)
     epoch.finished(job, result) ◀────────────── and, if there is one, the next job at once
 
 Guarantees:
     * ``end`` does not wait for an op. A thread that is in an op ends when the op returns, and keeps
       neither the caller nor the interpreter alive.
+    * The end of a loop cancels all coroutines, and the asyncio tasks that ops have begun. A
+      coroutine that resists being cancelled is abandoned.
     * An idle thread holds only the queue and its contexts, so it keeps no pipeline alive.
-    * Contexts of stages are torn down on their thread when the thread ends.
+    * Contexts of stages are torn down on their thread when the thread ends, or on the loop when all
+      cancelled coroutines have ended, or after ``_CANCEL_S`` seconds.
     * At the interpreter's exit, threads are asked to pause. The exit waits for them at most
-      ``EXIT_S`` seconds.
+      ``_EXIT_S`` seconds.
 """
 
+import asyncio
+import collections
 import concurrent.futures
+import contextlib
 import functools
+import inspect
 import itertools
 import queue
 import secrets
@@ -30,8 +37,13 @@ from shmloader.pipeline.stages import Job
 from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, open_executor
 from shmloader.threads.background import BackgroundThread
 
-#: How long the interpreter's exit waits for an executor's threads, in seconds.
-EXIT_S = 0.3
+_BrokenExecutor = concurrent.futures.BrokenExecutor
+
+# How long the interpreter's exit waits for an executor's threads, in seconds.
+_EXIT_S = 0.3
+
+# How long coroutines may take to end after they were cancelled, in seconds.
+_CANCEL_S = 0.3
 
 
 class StageExecutor(Protocol):
@@ -66,7 +78,7 @@ class _Thread(BackgroundThread):
     """A thread of a :class:`ThreadExecutor`. It takes jobs off a queue until there is a None."""
 
     parks_for_forks = False
-    exit_s = EXIT_S
+    exit_s = _EXIT_S
 
     def __init__(
         self,
@@ -182,91 +194,203 @@ class ThreadExecutor:
         return all(thread.join(deadline - time.monotonic()) for thread in self._threads)
 
 
-class FuturesExecutor(BackgroundThread):
-    """Submits jobs to a ``concurrent.futures.Executor``, which the user shuts down.
+class LoopExecutor(BackgroundThread):
+    """Runs coroutines and async generators on an event loop with a thread of its own.
 
-    All results of a generator function for an item come together. Only the thread of this object
-    calls the executor, and brings results to the epoch: an executor may call a future's callbacks
-    while it holds the lock that ``submit`` takes.
+    One asyncio task runs a job and those that follow from it. It runs an async generator to the
+    generator's end, and sleeps while the epoch has no space for results. The generator cannot move
+    to another asyncio task, since its timeouts and task groups belong to the task that runs it.
 
     Args:
-        executor: The user's executor.
+        name: The thread's name.
     """
 
     parks_for_forks = False
-    exit_s = EXIT_S
+    exit_s = _EXIT_S
 
-    def __init__(self, executor: concurrent.futures.Executor) -> None:
-        super().__init__("shmloader_submit")
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._loop = asyncio.new_event_loop()
+        # The running or finished `setup` of each stage.
+        self._contexts: dict[Lifecycle, asyncio.Task[Any]] = {}
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._is_called = self._is_ending = self._is_stopped = False
+        # The loop itself holds asyncio tasks weakly.
+        self._running: set[asyncio.Task[None]] = set()
+        # Suspended async generators: each resumes when its future is set.
+        self._suspended: dict[Job, asyncio.Future[None]] = {}
+
+    def wake(self) -> None:
+        """Make the thread pause. Called from the thread that asks for the pause."""
+        self._call(self.pause)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function, unless the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def work(self) -> None:
+        """Run the loop until :meth:`end`."""
+        try:
+            asyncio.set_event_loop(self._loop)
+            while not self._is_stopped:
+                # If an asyncio task of an op raises SystemExit or KeyboardInterrupt, `run_forever`
+                # raises it, too. The coroutine that awaits the task gets it, so the loop continues.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
+
+    def put(self, job: Job) -> None:
+        """Run a job on the loop, or resume an async generator. From any thread."""
+        self._waiting.append(job)
+        if not self._is_called:
+            self._is_called = True
+            self._call(self._start_all)
+
+    def _start_all(self) -> None:
+        """Start all waiting jobs. On the loop."""
+        self._is_called = False
+        while self._waiting:
+            job = self._waiting.popleft()
+            if not self._resume(job) and not self._is_ending:
+                self._start(self._work(job))
+
+    def _start(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _resume(self, job: Job) -> bool:
+        """Resume the suspended generator of a job. Returns False if there is none."""
+        suspended = self._suspended.pop(job, None)
+        if suspended is not None and not suspended.done():
+            suspended.set_result(None)
+        return suspended is not None
+
+    async def _work(self, first: Job) -> None:
+        job: Job | None = first
+        while job is not None and not job.epoch.is_over and not self._resume(job):
+            job = await self._serve(job)
+
+    async def _serve(self, job: Job) -> Any:
+        epoch, lifecycle = job.epoch, job.op.lifecycle
+        context: tuple[object, ...] | None = None
+        try:
+            context = () if lifecycle is None else (await self._context_of(lifecycle),)
+            return await self._execute(job, context)
+        except BaseException as error:
+            if self._is_ending and isinstance(error, asyncio.CancelledError):
+                raise
+            if context is None:
+                return epoch.failed_for_good(job, error, in_setup=True)
+            if isinstance(error, _RefusedError | ExecutorGoneError | _BrokenExecutor):
+                cause = error.__cause__ if isinstance(error, _RefusedError) else None
+                return epoch.failed_for_good(job, cause or error)
+            return epoch.failed(job, error)
+
+    async def _context_of(self, lifecycle: Lifecycle) -> Any:
+        """Return the stage's context. Raises what ``setup`` raises.
+
+        One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
+        of them is cancelled, the task continues.
+        """
+        setup = self._contexts.get(lifecycle)
+        if setup is None:
+            setup = self._contexts[lifecycle] = self._loop.create_task(_call_and_await(lifecycle))
+        return await asyncio.shield(setup)
+
+    async def _execute(self, job: Job, context: tuple[object, ...]) -> Any:
+        op, epoch = job.op, job.epoch
+        job.began_ns = time.monotonic_ns()
+        if op.kind is OpKind.ASYNC_GENERATOR:
+            async with contextlib.aclosing(op.op(job.item, *context)) as results:
+                async for result in results:
+                    if not epoch.yielded(job, result):
+                        await self._suspend(job)
+                    job.began_ns = time.monotonic_ns()
+            return epoch.finished(job)
+        result = await op.op(job.item, *context)
+        refuse_coroutine(result, f"the op of stage '{op.name}'")
+        return epoch.finished(job, results_of(result, op.kind))
+
+    async def _suspend(self, job: Job) -> None:
+        """Wait until the generator's result was passed on, and its job was put here again."""
+        # No step of the loop lies between the result and this line, so the job cannot have come
+        # back before.
+        suspended = self._suspended[job] = self._loop.create_future()
+        try:
+            await suspended
+        finally:
+            self._suspended.pop(job, None)
+
+    def end(self) -> None:
+        """Cancel all coroutines and end the loop. From any thread; does not wait."""
+        self._call(self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        if not self._is_ending:  # else `end` was called again
+            self._is_ending = True
+            self._waiting.clear()
+            left = asyncio.all_tasks(self._loop)  # including those that ops have begun
+            for task in left:
+                task.cancel()
+            self._start(self._stop_when_cancelled(left))
+
+    async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
+        if left:
+            await asyncio.wait(left, timeout=_CANCEL_S)
+        while self._contexts:
+            lifecycle, setup = self._contexts.popitem()
+            if setup.done() and not setup.cancelled() and setup.exception() is None:
+                with lifecycle.logged():
+                    result = lifecycle.tear_down(setup.result())
+                    if inspect.isawaitable(result):
+                        await result
+        self._is_stopped = True
+        self._loop.stop()
+
+
+async def _call_and_await(lifecycle: Lifecycle) -> Any:
+    context = lifecycle.setup()
+    return await context if inspect.isawaitable(context) else context
+
+
+class _RefusedError(Exception):
+    """The user's executor takes no call, because of the exception that is the cause."""
+
+
+class ExecutorOp:
+    """Calls an op on a user's executor. Awaited on a loop of its own, since ``submit`` may block.
+
+    Args:
+        executor: The user's ``concurrent.futures.Executor``, which the user shuts down.
+        op: A function or a generator function. All results for an item come together.
+        kind: The op's kind.
+    """
+
+    def __init__(
+        self, executor: concurrent.futures.Executor, op: Callable[..., Any], kind: OpKind
+    ) -> None:
         self._executor = open_executor(executor)
+        self._call = (call_all, op) if kind is OpKind.GENERATOR else (op,)
         # Dask runs calls with equal names only once. Without a name, a call is named by its
         # arguments. So each call gets a name of its own.
         self._prefix = f"shmloader-{secrets.token_hex(8)}-"
         self._numbers = itertools.count()
-        # Jobs to submit, futures that are done, and at the end None.
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._jobs: dict[concurrent.futures.Future[Any], Job] = {}
 
-    def put(self, job: Job) -> None:
-        """Have a job submitted. From any thread."""
-        self._queue.put(job)
-
-    def work(self) -> None:
-        """Submit jobs and bring results to the epoch until the end."""
+    async def __call__(self, item: Any) -> Any:
+        """Return the op's result, or raise what it raises."""
+        name, check = f"{self._prefix}{next(self._numbers)}", self._executor.check
         try:
-            while (entry := self._next()) is not None:
-                job = entry if isinstance(entry, Job) else self._finish(entry)
-                while job is not None and not job.epoch.is_over:
-                    job = self._submit(job)
-        finally:
-            for future in list(self._jobs):
-                future.cancel()
-
-    def _next(self) -> Any:
-        """Return the next entry of the queue."""
-        check = self._executor.check
-        while True:
-            try:
-                return self._queue.get_nowait()
-            except queue.Empty:
-                pass
-            try:
-                with self.resting():
-                    return self._queue.get(timeout=None if check is None else CHECK_S)
-            except queue.Empty:
-                if check is not None and self._jobs:
-                    check()  # fails the futures of an executor that is gone
-
-    def _submit(self, job: Job) -> Any:
-        """Submit a job. Returns the job that follows if that fails, if any."""
-        op = job.op
-        call = (call_all, op.op) if op.kind is OpKind.GENERATOR else (op.op,)
-        job.began_ns = time.monotonic_ns()
-        try:
-            name = f"{self._prefix}{next(self._numbers)}"
-            future = self._executor.submit(name, *call, job.item)
-        except BaseException as error:  # noqa: BLE001 - it is shut down, or broken
-            return job.epoch.failed_for_good(job, error)
-        self._jobs[future] = job
-        future.add_done_callback(self._queue.put)
-        return None
-
-    def _finish(self, future: concurrent.futures.Future[Any]) -> Any:
-        """Bring a future's result or failure to the epoch. Returns the job that follows, if any."""
-        job = self._jobs.pop(future)
-        op, epoch = job.op, job.epoch
-        try:
-            result = future.result()
-            refuse_coroutine(result, f"the op of stage '{op.name}'")
-        except concurrent.futures.CancelledError:
-            error = RuntimeError("the item's future was cancelled")
-            return epoch.failed_for_good(job, error)
-        except (ExecutorGoneError, concurrent.futures.BrokenExecutor) as error:
-            return epoch.failed_for_good(job, error)
-        except BaseException as error:  # noqa: BLE001 - raised to the consumer
-            return epoch.failed(job, error)
-        return epoch.finished(job, results_of(result, op.kind))
-
-    def end(self) -> None:
-        """End the thread, which cancels all calls that have not begun. From any thread."""
-        self._queue.put(None)
+            future = asyncio.wrap_future(self._executor.submit(name, *self._call, item))
+        except Exception as error:
+            raise _RefusedError from error
+        while check is not None and not (await asyncio.wait([future], timeout=CHECK_S))[0]:
+            check()  # fails the futures of an executor that is gone
+        return await future

@@ -13,8 +13,7 @@ from typing import Any
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.pipeline.config import OpKind, PipelineConfig, RunsOn, StageConfig
 from shmloader.pipeline.epoch import StageOp
-from shmloader.pipeline.executors import FuturesExecutor, ThreadExecutor
-from shmloader.pipeline.loop import LoopExecutor
+from shmloader.pipeline.executors import ExecutorOp, LoopExecutor, ThreadExecutor
 from shmloader.pipeline.processes import ProcessExecutor
 from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.transfer import AfterTransfer, DeviceExecutor
@@ -52,7 +51,7 @@ class Executors:
             executor = self._started("source", ThreadExecutor, "shmloader_source", 1)
             source = StageOp("the source", SourceReader.iterate, OpKind.GENERATOR, executor)
         else:
-            loop = self._started(RunsOn.LOOP, LoopExecutor)
+            loop = self._started(RunsOn.LOOP, LoopExecutor, "shmloader_loop")
             source = StageOp("the source", SourceReader.iterate_async, OpKind.ASYNC_GENERATOR, loop)
         stage_ops: list[StageOp | None] = [source]
         transfer: DeviceStage | None = None
@@ -65,6 +64,8 @@ class Executors:
                 op, transfer = executor.copy, executor.stage
             elif transfer is not None:
                 op = AfterTransfer(op, stage.kind, transfer)
+            if stage.executor is not None:
+                op = ExecutorOp(stage.executor, op, stage.kind)
             # A worker process calls `setup` itself.
             lifecycle = None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle
             stage_ops.append(StageOp(stage.name, op, stage.kind, executor, lifecycle))
@@ -73,11 +74,11 @@ class Executors:
     def _executor_of(self, stage: StageConfig) -> Any:
         match stage.runs_on:
             case RunsOn.EXECUTOR:
-                return self._started(id(stage.executor), FuturesExecutor, stage.executor)
+                return self._started(RunsOn.EXECUTOR, LoopExecutor, "shmloader_submit")
             case RunsOn.DEVICE:
                 return self._started("device", DeviceExecutor, self._destination)
             case RunsOn.LOOP:
-                return self._started(RunsOn.LOOP, LoopExecutor)
+                return self._started(RunsOn.LOOP, LoopExecutor, "shmloader_loop")
             case _:
                 threads = ("shmloader_pipe", self._config.num_threads)
                 return self._started(RunsOn.THREADS, ThreadExecutor, *threads)

@@ -204,6 +204,14 @@ def test_what_an_executor_loses_does_not_count_as_failed_items(error):
         list(builder.add_sink(2).build(timeout=SOON_S))
 
 
+def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.shutdown()
+    builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool, max_failures=9)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        list(builder.add_sink(2).build(timeout=SOON_S))
+
+
 class AtOnce(concurrent.futures.Executor):
     """Runs what is submitted at once."""
 
