@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from shmloader.cli.target import Run, UsageError, find, like, make_loader
+from shmloader.cli.target import Run, UsageError, find, make_loader, on_torch
 from shmloader.grammar import described_type, seconds
 from shmloader.insight.stats import LoaderStats
 from shmloader.loader.dataloader import DataLoader
+from shmloader.loader.sharded import ShardedDataLoader
 
 # Seconds between two lines of progress.
 _LINE_EVERY_S = 1.0
@@ -31,10 +30,8 @@ def bench(options: argparse.Namespace) -> None:
     if options.vs is None:
         stats, interrupted = _run("bench", loader, options)
         print(stats)
-    elif isinstance(loader, DataLoader):
+    elif isinstance(loader, DataLoader) and not isinstance(loader, ShardedDataLoader):
         interrupted = _compare(make, loader, options)
-    elif isinstance(loader, torch.utils.data.DataLoader):
-        raise UsageError(f"--vs: {options.target}() already returns a loader of torch's")
     else:
         raise UsageError(
             f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
@@ -51,7 +48,6 @@ def _compare(
 
     Within a round, both see the same state of the machine. Which one runs first alternates.
     """
-    like(loader, of_torch=True)  # if this is not possible, fail at once
     measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
     interrupted = None
     for turn in range(2 * options.rounds):
@@ -59,7 +55,7 @@ def _compare(
         name = list(measured)[is_second ^ number % 2]
         if number and not is_second:
             loader = make_loader(make, options.target)
-        each = like(loader, of_torch=True) if name == "torch" else loader
+        each = on_torch(loader) if name == "torch" else loader
         stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
         if interrupted is not None:
             break

@@ -16,7 +16,7 @@ from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
 from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
 from shmloader.cli.parts import Part, Parts, find_hazard, type_name
-from shmloader.cli.target import Run, UsageError, like
+from shmloader.cli.target import Run, UsageError, without_workers
 from shmloader.grammar import described_type
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import free_memory
@@ -84,8 +84,7 @@ class Diagnosis:
         pickle_s: How long pickling took, in seconds.
         by_value: Whether cloudpickle was needed.
         batch_bytes: Size of the tensors and arrays of one batch.
-        batch_s: How long the first batch took, in seconds, without workers if the loader could be
-            made again.
+        batch_s: How long the first batch took, in seconds, without workers.
         slots: Number of batches for which shared memory may be taken.
         slot_bytes: Shared memory for the batches of one rank.
         worker_bytes: Memory of one worker without the interpreter: objects, and its share of the
@@ -262,16 +261,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _make_batch(found: Diagnosis, loader: Any) -> None:
-    """Make one batch, without workers if the loader can be made again, and measure it."""
+    """Make one batch, without workers, and measure it."""
     if isinstance(loader, DataLoader) and loader.num_workers:
         config = loader._config()
         found.slots = config.most_window + config.lend_limit
     # The number of slots that a DataLoader with this number of workers has.
     found.slots = found.slots or 2 * found.workers + 4
-    try:
-        alone = like(loader, num_workers=0)
-    except UsageError:
-        alone = loader
+    alone = without_workers(loader)
     began_s = time.monotonic()
     try:
         with Run(alone):

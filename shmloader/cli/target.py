@@ -1,8 +1,8 @@
-"""Finds the user's loader by name, makes loaders like it, and runs a loader of any kind."""
+"""Finds the user's loader by name, copies it with changes, and runs a loader of any kind."""
 
 import contextlib
+import copy
 import importlib
-import inspect
 import os
 import sys
 import time
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch.utils.data
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from shmloader.grammar import described_type
 from shmloader.insight.figures import Machine
@@ -20,14 +19,15 @@ from shmloader.insight.record import Record, Statistics
 from shmloader.insight.stats import LoaderStats, snapshot
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
-from shmloader.sampling.rollover import RolloverBatchSampler
-from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
 
-# The arguments that say which samples are in which batch, which `like` finds out by itself.
-_OF_ORDER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+# Attributes of a loader and their values without workers.
+_WITHOUT_WORKERS = {
+    "num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0,
+    "_DataLoader__multiprocessing_context": None, "thread_pool": False, "executor": None,
+    "sample_timeout": None, "worker_restarts": 0,
+}  # fmt: skip
 
 _ABSENT = object()
 
@@ -113,58 +113,25 @@ def _raised(name: str, error: Exception) -> UsageError:
     return UsageError(what)
 
 
-def like(loader: Any, *, of_torch: bool = False, **changes: Any) -> Any:
-    """Return a loader with the same arguments, except for those that are given.
-
-    Args:
-        loader: A ``DataLoader`` of torch's or of ours.
-        of_torch: Whether to make torch's ``DataLoader``, without the arguments that only ours has.
-        changes: The arguments that differ, with their new values.
-
-    Raises:
-        UsageError: If the loader is a ``ShardedDataLoader``, or not a ``DataLoader``.
-    """
-    if isinstance(loader, ShardedDataLoader) or not isinstance(loader, torch.utils.data.DataLoader):
-        raise UsageError(
-            f"{described_type(loader)} cannot be made again with other arguments: name a function "
-            "that returns a DataLoader"
-        )
-    is_ours = isinstance(loader, DataLoader)
-    given: Any = loader
-    kind = DataLoader if is_ours and not of_torch else torch.utils.data.DataLoader
-    names = [name for name in inspect.signature(kind).parameters if name not in _OF_ORDER]
-    arguments = {name: getattr(loader, name) for name in names} | _sampling_of(loader)
-    if of_torch and is_ours and given.device is not None:
-        arguments["pin_memory"] = True  # torch's loader has nothing nearer to device=
-    arguments |= changes
-    if arguments["num_workers"] == 0:
-        useless = ("prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout")
-        for name in (*useless, "worker_restarts", "thread_pool", "sample_timeout", "executor"):
-            arguments.pop(name, None)
-    return kind(loader.dataset, **arguments)
+def without_workers(loader: Any) -> Any:
+    """Return a loader like a ``DataLoader`` of torch's or of ours that loads in this process."""
+    return _copied(loader, **_WITHOUT_WORKERS)
 
 
-def _sampling_of(loader: Any) -> dict[str, Any]:
-    """Return the arguments that say how a loader's batches are drawn."""
-    if loader.batch_sampler is None:
-        return {"batch_size": None, **_order_of(loader)}
-    if type(loader.batch_sampler) not in {BatchSampler, RolloverBatchSampler}:
-        return {"batch_sampler": loader.batch_sampler}
-    drop_last = loader.drop_last and getattr(loader, "last_batch", None) is None
-    return {"batch_size": loader.batch_size, "drop_last": drop_last, **_order_of(loader)}
+def on_torch(loader: DataLoader[Any]) -> Any:
+    """Return a loader of torch's with the same samples and the arguments that torch's has, too."""
+    # torch's loader has nothing nearer to device=.
+    made = _copied(loader, pin_memory=loader.pin_memory or loader.device is not None)
+    object.__setattr__(made, "__class__", torch.utils.data.DataLoader)
+    return made
 
 
-def _order_of(loader: Any) -> dict[str, Any]:
-    sampler = loader.sampler
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return {}
-    if type(sampler) in {SequentialSampler, SeededSequentialSampler}:
-        return {}
-    is_random = type(sampler) in {RandomSampler, SeededRandomSampler}
-    is_shuffle = is_random and not sampler.replacement
-    if is_shuffle and sampler.num_samples == len(loader.dataset):
-        return {"shuffle": True}
-    return {"sampler": sampler}
+def _copied(loader: Any, **changes: object) -> Any:
+    made = copy.copy(loader)
+    for name, value in (changes | {"_iterator": None}).items():
+        if name in vars(loader):
+            object.__setattr__(made, name, value)
+    return made
 
 
 # Marks the end of an epoch.

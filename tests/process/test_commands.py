@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import io
 import os
 import re
@@ -17,8 +16,7 @@ import torch
 import shmloader
 from shmloader.cli import bench as benching
 from shmloader.cli.main import main
-from shmloader.cli.target import UsageError, like
-from shmloader.sampling import BucketBatchSampler
+from shmloader.cli.target import on_torch, without_workers
 from tests.process.support import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,7 +113,7 @@ def run(*arguments: str) -> int:
         (("bench", ".relative:make"), ".relative raised TypeError: "),
         (
             ("bench", "loaders_of_mine:make_in_process", "--vs", "torch"),
-            "already returns a loader of torch's",
+            "should return a shmloader.DataLoader, but returned a DataLoader",
         ),
         (
             ("bench", "loaders_of_mine:make_once", "--vs", "torch"),
@@ -127,7 +125,7 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine:make", "--vs", "gluon"), "invalid choice: 'gluon'"),
         (
             ("bench", "loaders_of_mine:make_sharded", "--vs", "torch"),
-            "cannot be made again",
+            "should return a shmloader.DataLoader, but returned a ShardedDataLoader",
         ),
         (("report", "no.json"), "no.json"),
     ],
@@ -270,45 +268,17 @@ def test_doctor_tells_of_a_limit_on_address_space(capsys) -> None:
     assert line.startswith("  address space   400.0 GB (`ulimit -v`; ")
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_loader_like_a_seeded_one_makes_its_own_order(shuffle) -> None:
-    loader = shmloader.DataLoader(range(20), 4, shuffle=shuffle, seed=3)
-    again = like(loader)
-    assert again.sampler is not loader.sampler
-    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
-    kind = torch.utils.data.RandomSampler if shuffle else torch.utils.data.SequentialSampler
-    assert type(like(loader, of_torch=True).sampler) is kind
-
-
-def test_a_loader_like_another_has_its_arguments() -> None:
-    dataset = list(range(40))
-    first = shmloader.DataLoader(
-        dataset, 8, True, num_workers=2, seed=3, on_error="skip", prefetch_factor=3, drop_last=True,
-        fetch_concurrency=2,
-    )  # fmt: skip
-    made = like(first, num_workers=1)
-    assert isinstance(made, shmloader.DataLoader)
-    assert (made.num_workers, made.prefetch_factor, made.seed, made.on_error) == (1, 3, 3, "skip")
-    assert (made.batch_size, made.drop_last, made.fetch_concurrency) == (8, True, 2)
-    assert isinstance(made.sampler, torch.utils.data.RandomSampler)
-    torchs = like(first, of_torch=True)
+@pytest.mark.parametrize("options", [{"shuffle": True, "seed": 3}, {"drop_last": True}])
+def test_a_copy_of_a_loader_has_its_samples_and_arguments(options) -> None:
+    loader = shmloader.DataLoader(
+        range(22), 4, num_workers=1, sample_timeout=30, worker_restarts=2, **options
+    )
+    batches = [batch.tolist() for batch in without_workers(loader)]
+    torchs = on_torch(loader)
     assert type(torchs) is torch.utils.data.DataLoader
-    assert torchs.num_workers == 2
-    sampler = BucketBatchSampler([1] * 40, 4, 1)
-    mine = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
-    assert like(mine).batch_sampler is sampler
-    none = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, timeout=3)
-    assert like(none).batch_size is None
-    assert like(none, num_workers=0).num_workers == 0
-    timed = shmloader.DataLoader(dataset, num_workers=1, sample_timeout=3)
-    assert like(timed).sample_timeout == 3
-    assert like(timed, num_workers=0).sample_timeout is None
-    with concurrent.futures.ProcessPoolExecutor(1) as executor:
-        there = shmloader.DataLoader(dataset, num_workers=1, executor=executor)
-        assert like(there).executor is executor
-        assert like(there, num_workers=0).executor is None
-    with pytest.raises(UsageError):
-        like([1])
+    assert [batch.tolist() for batch in torchs] == batches
+    assert [batch.tolist() for batch in loader] == batches
+    assert loader.num_workers == torchs.num_workers == 1
 
 
 def test_only_a_command_that_imports_a_target_looks_in_the_current_directory(here) -> None:
