@@ -8,7 +8,6 @@ import inspect
 import time
 from collections.abc import Callable
 from os import getpid
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from shmloader.batch.ragged import explain
@@ -25,18 +24,16 @@ _now_ns = time.monotonic_ns
 
 
 class Collator:
-    """Makes one batch of samples, measures how long that takes, and explains its errors.
+    """Makes batches of samples. One thread at a time uses it.
 
     Args:
-        collate_fn: The user's collate function, or torch's.
-        timer: Measures the work.
+        collate_fn: The user's function, or torch's.
+        timer: Counts samples, and measures the time that collating takes.
         takes_list: Whether the function's argument is a list of samples rather than one sample.
         writer: In a worker process, the writer of its slots; else None.
         rng: The samples' random number generators; None without a seed.
         begin: Seeds for collating these samples. It is not called for a batch that is packed, since
             packing draws no random numbers. None to call nothing.
-        refuses_coroutines: Whether samples that are coroutines, which the function does not await,
-            raise a TypeError.
 
     Attributes:
         counts_samples: Whether the samples are counted here for ``rng``, as ``begin_sample`` was
@@ -52,12 +49,10 @@ class Collator:
         writer: SlotWriter | None = None,
         rng: "SampleRng | None" = None,
         begin: Callable[[Any], None] | None = None,
-        refuses_coroutines: bool = False,
     ) -> None:
         self._collate_fn, self._timer = collate_fn, timer
         self._takes_list, self._writer = takes_list, writer
         self._rng, self._begin = rng, begin
-        self._refuses_coroutines = refuses_coroutines
         self._packer = None
         if writer is not None and is_plain(collate_fn):
             self._packer = FlatPacker(writer)
@@ -71,6 +66,7 @@ class Collator:
             indices: The samples' indices; None for those of an iterable dataset.
 
         Raises:
+            TypeError: If the samples are coroutines that were not awaited.
             BaseException: What the collate function raises; see :func:`ragged.explain`.
         """
         timer, writer, rng = self._timer, self._writer, self._rng
@@ -85,54 +81,39 @@ class Collator:
             if batch is None:
                 batch = self._collate(samples)
         except Exception as error:
-            explained = explain(error, samples, indices)
-            if explained is None:
-                raise
-        else:
-            if rng is not None:
-                rng.end_batch(count if self.counts_samples else 0)
-            return batch
+            if indices is not None and _close_coroutines(samples):
+                raise TypeError(describe_coroutines("the dataset")) from error
+            explain(error, samples, indices)
+            raise
         finally:
             timer.collate_ns += _now_ns() - began_ns
-        try:
-            # Not in the except block, where Python would print the first exception as well.
-            raise explained
-        finally:
-            del explained  # its traceback refers to this frame
+        if rng is not None:
+            rng.end_batch(count if self.counts_samples else 0)
+        return batch
 
     def _collate(self, samples: Any) -> Any:
         if self._begin is not None:
             self._begin(samples)
-        collate, writer = self._collate_fn, self._writer
-        if self._refuses_coroutines:
-            first = samples[0] if isinstance(samples, list) and samples else samples
-            if type(first) is CoroutineType:
-                collate = self._collate_coroutines
+        writer = self._writer
         if writer is None:
-            return collate(samples)
+            return self._collate_fn(samples)
         was_offered, writer.is_offered = writer.is_offered, True
         try:
-            return collate(samples)
+            return self._collate_fn(samples)
         finally:
             writer.is_offered = was_offered
 
-    def _collate_coroutines(self, samples: Any) -> Any:
-        """Collate coroutines. Raise a TypeError if the collate function does not await them."""
-        # Copied now, since collate_fn may change the list.
-        own = list(samples) if isinstance(samples, list) else [samples]
-        batch, error = None, None
-        try:
-            batch = self._collate_fn(samples)
-        except Exception as caught:
-            if inspect.getcoroutinestate(own[0]) != inspect.CORO_CREATED:
-                raise
-            error = caught
-        if inspect.getcoroutinestate(own[0]) != inspect.CORO_CREATED:
-            return batch
-        for sample in own:
-            if inspect.iscoroutine(sample):
-                sample.close()  # else Python warns that it was never awaited
-        raise TypeError(describe_coroutines("the dataset")) from error
+
+def _close_coroutines(samples: Any) -> bool:
+    """Close samples that are coroutines, and were not begun; return whether there are any."""
+    pending = [
+        sample
+        for sample in (samples if isinstance(samples, list) else [samples])
+        if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED
+    ]
+    for sample in pending:
+        sample.close()  # else Python warns that it was never awaited
+    return bool(pending)
 
 
 def describe_coroutines(source: str) -> str:

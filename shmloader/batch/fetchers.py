@@ -106,7 +106,7 @@ class MapFetcher:
 
     def _fetch_batch(self, index: Any) -> Any:
         if not self._config.auto_collation:
-            return self._collate(self._without_skipped(self._load_each([index]))[0])
+            return self._collate(self._without_skipped(self._load_each([index]))[0], [index])
         if not self._is_strict and isinstance(index, Iterator):
             index = list(index)  # it may be read twice
         getitems = None

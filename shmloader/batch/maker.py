@@ -103,7 +103,6 @@ class BatchMaker:
             writer=writer,
             rng=rng,
             begin=begin_collate,
-            refuses_coroutines=not config.is_iterable and concurrent_fetcher is None,
         )
         if config.is_iterable:
             source = iter(dataset) if rng is None else SeededIterator(rng, dataset)

@@ -57,7 +57,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.batch.arrays import are_plain
 from shmloader.batch.seeds import Use, begin_digest, end_digest
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import GlobalState
@@ -211,9 +210,9 @@ class SampleRng:
         self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def begin_default_collate(self, samples: Any) -> None:
-        """Seed for torch's ``default_collate``, unless it draws nothing for these samples."""
-        if not (self.draws_nothing and are_plain(samples)):
-            self.begin_collate()
+        """Seed for torch's ``default_collate``, unless the samples are plain data."""
+        if not self.draws_nothing:
+            self.begin_collate(samples)
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from shmloader.batch.arrays import ArraysHere, no_gatherer
+from shmloader.batch.arrays import LocalArrays, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
@@ -294,7 +294,7 @@ def _make_maker(
         timer=timer,
         epoch=epoch,
         restores_rngs=True,
-        find_gatherer=ArraysHere(config.dataset).find_gatherer if takes_arrays else no_gatherer,
+        find_gatherer=LocalArrays(config.dataset).find_gatherer if takes_arrays else no_gatherer,
         concurrent_fetcher=fetcher,
     )
 

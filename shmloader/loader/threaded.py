@@ -2,7 +2,7 @@
 
 import weakref
 
-from shmloader.batch.arrays import ArraysHere
+from shmloader.batch.arrays import LocalArrays
 from shmloader.engine.engine import Engine
 from shmloader.loader.iterator import EngineIterator
 from shmloader.pools.slot_memory import PageLocker
@@ -16,7 +16,7 @@ class ThreadIterator(EngineIterator):
 
     def _open(self, locker: PageLocker | None) -> None:  # noqa: ARG002 - there are no slots
         config = self._config
-        self._arrays = ArraysHere(config.dataset)
+        self._arrays = LocalArrays(config.dataset)
         self._thread_config = ThreadConfig(
             config.fetch,
             config.dataset,

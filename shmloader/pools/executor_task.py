@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.arrays import ArraysHere
+from shmloader.batch.arrays import LocalArrays
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.portable import (
@@ -280,7 +280,7 @@ class _Maker:
                 where=where,
                 timer=Timer(),
                 worker_id=number,
-                find_gatherer=ArraysHere(self._dataset).find_gatherer,
+                find_gatherer=LocalArrays(self._dataset).find_gatherer,
                 concurrent_fetcher=self._concurrent_fetcher,
             )
 

@@ -29,7 +29,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import shmloader
 from shmloader.batch.arrays import (
     ArrayFetcher,
-    ArraysHere,
+    LocalArrays,
     find_columns,
     gatherer_to_slots,
     may_be_columns,
@@ -89,7 +89,7 @@ def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
 def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
     """The same in the main process."""
     plain = Plain(dataset)
-    find_gatherer = ArraysHere(dataset).find_gatherer
+    find_gatherer = LocalArrays(dataset).find_gatherer
     batch = ArrayFetcher(find_gatherer, plain, Timer(), may_shard=False).fetch(indices)
     return batch, not plain.asked
 

@@ -367,8 +367,6 @@ def test_arguments_are_checked_by_the_constructor(options, error):
     "options",
     [
         pytest.param({"batch_size": 2}, id="default_collate"),
-        pytest.param({"batch_size": None}, id="default_convert"),
-        pytest.param({"batch_size": 2, "collate_fn": list}, id="list"),
         pytest.param({"batch_size": 2, "collate_fn": torch.stack}, id="stack"),
         pytest.param({"batch_size": 2, "on_error": "skip"}, id="skip"),
     ],

@@ -868,16 +868,6 @@ def test_the_seed_of_torchs_generator_fits_a_tensor(workers) -> None:
 # ---------------------------------------------------------------- what cannot draw
 
 
-class Fragile(torch.Tensor):
-    """Draws where torch's collate function stacks it."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.stack:
-            return torch.tensor(global_draws())
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
 class Sealed(np.random.PCG64):
     """A generator of numpy's whose state can be neither read nor set."""
 
@@ -913,15 +903,6 @@ def test_nothing_is_saved_or_seeded_for_what_cannot_draw(dataset) -> None:
     assert len(list(DataLoader(dataset, 2, shuffle=True, seed=5))) == 3
     with pytest.raises(LookupError, match="the state was read"):
         list(DataLoader(Calls(augmented, 6), 2, seed=5))
-
-
-def test_collate_draws_by_the_position_where_a_sample_s_own_class_draws() -> None:
-    samples = [torch.ones(2).as_subclass(Fragile)] * 6
-    once, again = ([batch.tolist() for batch in DataLoader(samples, 2, seed=5)] for _ in range(2))
-    torch.manual_seed(9)
-    assert once == again
-    assert len(set(map(tuple, once))) == 3
-    assert [batch.tolist() for batch in DataLoader(samples, 2, seed=6)] != once
 
 
 @pytest.mark.parametrize("normals", [0, 1])

