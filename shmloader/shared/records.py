@@ -59,10 +59,14 @@ class RecordWriter:
     Args:
         writer: Writer of the segment, which must not be used otherwise until :meth:`finish`.
         writable: Whether arrays in the records are writable when they are read.
+        least_bytes: Smaller arrays are copied when they are read; any other is a view.
     """
 
-    def __init__(self, writer: SegmentWriter, *, writable: bool) -> None:
+    def __init__(
+        self, writer: SegmentWriter, *, writable: bool, least_bytes: int = BULK_BYTES
+    ) -> None:
         self._writer = writer
+        self._least_bytes = least_bytes
         self._writable = writable
         self._chunk = bytearray()
         self._base = writer.used_bytes
@@ -102,7 +106,7 @@ class RecordWriter:
             return item, _BYTES
         if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, item))):
             return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), _PICKLE
-        body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=BULK_BYTES)
+        body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=self._least_bytes)
         if not out_of_band.order:
             return body, _PICKLE
         self._flush()
@@ -117,7 +121,8 @@ class RecordWriter:
         if type(value) is Segment:
             self._others[id(value)] = value
             return NotImplemented
-        if type(value) is np.ndarray and value.nbytes >= BULK_BYTES and not value.dtype.hasobject:
+        is_array = type(value) is np.ndarray and not value.dtype.hasobject
+        if is_array and value.nbytes >= self._least_bytes:
             is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             order: Any = "F" if is_fortran else "C"
             data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shmloader.memory.pickled import OutOfBand, Span, is_plain, rebuild_tensor, tensor_fields
-from shmloader.memory.segment import Segment, SegmentWriter, open_buffer, write_buffers
+from shmloader.memory.pickled import is_plain
+from shmloader.memory.segment import Segment, SegmentWriter
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
-from shmloader.shared.arrays import enable_tensor_handles, open_array, reduce_tensor
+from shmloader.shared.arrays import enable_tensor_handles, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, write_index
 from shmloader.shared.counting import attributes_of
 from shmloader.shared.records import Records, RecordTables, RecordWriter
@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 
 #: A list, tuple or dict of at least this many items is bulk. In a shorter one, bulk is looked for.
 LONG = 1_000
+
+_LONG_KINDS = (list, tuple, dict, collections.OrderedDict)
 
 # Types in which no bulk is looked for.
 _WHOLE = (SharedList, SharedDict, np.ndarray, torch.Tensor, str, bytes, type)
@@ -69,16 +71,17 @@ def share(obj: _T, writable: bool = False) -> _T:
     """
     walk = _Walk()
     walk.visit(obj)
-    if not walk.has_found:
+    if not walk.bulk:
         return obj
     if not is_supported():
         raise RuntimeError(f"share() does not work here, since {why_unsupported()}")
     with SegmentWriter() as writer:
-        build = _write(walk, writer, writable=writable)
+        build = _write(list(walk.bulk.values()), writer, writable=writable)
         segment = writer.finish()
-    if walk.tensors:
+    copies = dict(zip(walk.bulk, build(segment), strict=True))
+    if any(isinstance(value, torch.Tensor) for value in walk.bulk.values()):
         enable_tensor_handles()
-    shared_copy: _T = _SharedCopies(walk, build(segment)).shared_copy(obj)
+    shared_copy: _T = _SharedCopies(walk.changing, copies).shared_copy(obj)
     return shared_copy
 
 
@@ -87,59 +90,45 @@ class _Walk:
 
     Attributes:
         changing: The ids of objects that have bulk in them, at any depth; these get a shared copy.
-        arrays, tensors, lists, dicts: The bulk of each kind, by id.
+        bulk: The bulk, by id.
     """
 
     def __init__(self) -> None:
         self.changing: set[int] = set()
-        self._seen: dict[int, Any] = {}
-        self._holders: dict[int, list[int]] = collections.defaultdict(list)
-        self.arrays: dict[int, Any] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.lists: dict[int, Any] = {}
-        self.dicts: dict[int, Any] = {}
-
-    @property
-    def has_found(self) -> bool:
-        """Whether there is any bulk."""
-        return bool(self.arrays or self.tensors or self.lists or self.dicts)
+        self.bulk: dict[int, Any] = {}
 
     def visit(self, root: object) -> None:
         """Look for bulk in an object and all that is in it."""
-        bulk: list[int] = []
+        seen: dict[int, Any] = {}
+        holders: dict[int, list[int]] = collections.defaultdict(list)
         waiting: list[tuple[Any, int]] = [(root, 0)]
         while waiting:
             value, holder = waiting.pop()
             key = id(value)
-            if key not in self._seen:
-                same_kind = self._bulk_of(value)
-                if same_kind is not None:
-                    same_kind[key] = value
-                    bulk.append(key)
+            if key not in seen:
+                if _is_bulk(value):
+                    self.bulk[key] = value
                 elif (inner := _contents(value, is_root=value is root)) is not None:
                     waiting += [(one, key) for one in inner]
                 else:
                     continue
-                self._seen[key] = value
-            self._holders[key].append(holder)
-        while bulk:
-            for holder in self._holders[bulk.pop()]:
+                seen[key] = value
+            holders[key].append(holder)
+        changed = list(self.bulk)
+        while changed:
+            for holder in holders[changed.pop()]:
                 if holder and holder not in self.changing:
                     self.changing.add(holder)
-                    bulk.append(holder)
+                    changed.append(holder)
 
-    def _bulk_of(self, value: Any) -> dict[int, Any] | None:
-        """Return the dict in which bulk of this kind is noted; None if the value is not bulk."""
-        kind = type(value)
-        if kind is np.ndarray:
-            return self.arrays if value.size and not value.dtype.hasobject else None
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return self.tensors if _may_share(value) else None
-        if kind is list or kind is tuple:
-            return self.lists if len(value) >= LONG else None
-        if kind is dict or kind is collections.OrderedDict:
-            return self.dicts if len(value) >= LONG else None
-        return None
+
+def _is_bulk(value: Any) -> bool:
+    kind = type(value)
+    if kind is np.ndarray:
+        return bool(value.nbytes and not value.dtype.hasobject)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _may_share(value)
+    return kind in _LONG_KINDS and len(value) >= LONG
 
 
 def _may_share(tensor: torch.Tensor) -> bool:
@@ -182,53 +171,39 @@ def _contents(value: Any, *, is_root: bool) -> Iterable[Any] | None:
 
 
 def _write(
-    walk: _Walk, writer: SegmentWriter, *, writable: bool
-) -> Callable[[Segment], dict[int, Any]]:
-    """Write all bulk. Return a function that opens it and returns the shared copies.
+    bulk: list[Any], writer: SegmentWriter, *, writable: bool
+) -> Callable[[Segment], list[Any]]:
+    """Write all bulk. Return a function that opens it and returns the shared copies, in order."""
+    whole = [value for value in bulk if type(value) not in _LONG_KINDS]
+    # Together, so that tensors of one storage still share it.
+    arrays = RecordWriter(writer, writable=writable, least_bytes=0)
+    arrays.add(whole)
+    array_tables = arrays.finish()
+    tables: list[Any] = []
+    for items in bulk:
+        if type(items) not in _LONG_KINDS:
+            tables.append(None)
+        elif isinstance(items, dict):
+            keys = _write_items(items, writer, "key", writable=writable)
+            values = _write_items(items.values(), writer, "value", writable=writable)
+            tables.append((keys, values, write_index(items, writer)))
+        else:
+            tables.append((_write_items(items, writer, "item", writable=writable),))
 
-    The function's result has the shared copies by the ids of the objects that they replace.
-    """
-    out_of_band = OutOfBand()
-    storages = {}
-    for key, tensor in walk.tensors.items():
-        storage = storages[key] = out_of_band.storage(tensor.untyped_storage())
-        storage.add_tensor(tensor)
-    table = write_buffers(out_of_band, writer)
-    arrays = {key: _write_array(array, writer) for key, array in walk.arrays.items()}
-    lists = {
-        key: _write_items(items, writer, "item", writable=writable)
-        for key, items in walk.lists.items()
-    }
-    dicts = {}
-    for key, items in walk.dicts.items():
-        keys = _write_items(items, writer, "key", writable=writable)
-        values = _write_items(items.values(), writer, "value", writable=writable)
-        dicts[key] = keys, values, write_index(items, writer)
-
-    def build(segment: Segment) -> dict[int, Any]:
-        opened: list[Any] = [open_buffer(Span(*span), segment) for span in table.spans]
-        copies: dict[int, Any] = {
-            key: open_array(segment, *where, is_writable=writable) for key, where in arrays.items()
-        }
-        for key, tensor in walk.tensors.items():
-            copies[key] = rebuild_tensor(opened[storages[key].index], *tensor_fields(tensor))
-        for key, tables in lists.items():
-            copies[key] = SharedList(Records(segment, tables))
-        for key, (keys, values, index) in dicts.items():
-            copies[key] = SharedDict(
-                segment, Records(segment, keys), Records(segment, values), index
-            )
+    def build(segment: Segment) -> list[Any]:
+        opened = iter(Records(segment, array_tables)[0])
+        copies: list[Any] = []
+        for where in tables:
+            if where is None:
+                copies.append(next(opened))
+            elif len(where) == 1:
+                copies.append(SharedList(Records(segment, where[0])))
+            else:
+                keys, values = (Records(segment, each) for each in where[:2])
+                copies.append(SharedDict(segment, keys, values, where[2]))
         return copies
 
     return build
-
-
-def _write_array(array: Any, writer: SegmentWriter) -> tuple[int, Any, Any, Any]:
-    """Write an array; return offset, dtype, shape and strides of its shared copy."""
-    strides = np.empty_like(array, order="K", subok=False).strides
-    dense = array if array.strides == strides else array.copy(order="K")
-    address = dense.__array_interface__["data"][0]
-    return writer.append_memory(address, dense.nbytes), array.dtype, array.shape, strides
 
 
 def _write_items(
@@ -252,16 +227,15 @@ def _write_items(
 class _SharedCopies:
     """Copies objects that have bulk in them, with the shared copies in place of the bulk."""
 
-    def __init__(self, walk: _Walk, made: dict[int, Any]) -> None:
-        self._walk = walk
-        self._made = made
+    def __init__(self, changing: set[int], made: dict[int, Any]) -> None:
+        self._changing, self._made = changing, made
 
     def shared_copy(self, value: Any) -> Any:
         """Return an object's shared copy, always the same one; the object if it has no bulk."""
         key = id(value)
         if key in self._made:
             return self._made[key]
-        if key not in self._walk.changing:
+        if key not in self._changing:
             return value
         if isinstance(value, tuple):
             inner = [self.shared_copy(one) for one in value]
