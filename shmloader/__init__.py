@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from shmloader.pipeline.loader import PipelineDataLoader
     from shmloader.pipeline.pipeline import Pipeline
     from shmloader.pipeline.stats import PipelineStats
-    from shmloader.shared import share
+    from shmloader.shared.sharing import share
 
 __version__ = "0.1.0"
 
@@ -165,7 +165,7 @@ _HOMES = {
     "sample_rng": "batch.sample_rng",
     "sampling": "sampling",
     "sequence": "sequence",
-    "share": "shared",
+    "share": "shared.sharing",
     "share_on_host": "host",
     "uninstall": "installing",
 }

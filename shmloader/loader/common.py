@@ -11,7 +11,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from shmloader.batch.seeds import base_seed
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.sampling.plan import EpochPlan
-from shmloader.shared.counting import describe_many, estimate_objects
 
 
 def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
@@ -40,6 +39,8 @@ def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
     if parts.has_counted_objects:
         return
     parts.has_counted_objects = True
+    from shmloader.shared.counting import describe_many, estimate_objects  # noqa: PLC0415
+
     text = None
     with contextlib.suppress(Exception):  # for example if another thread changes the objects
         text = describe_many(estimate_objects(config.dataset), config.num_workers)

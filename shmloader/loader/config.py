@@ -19,7 +19,6 @@ import torch
 
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.device.device import Destination
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.engine.state_cost import StateCost
@@ -29,7 +28,8 @@ from shmloader.loader.options import LEND_LIMIT, LOOP_HOLDS, WorkerScope, slot_s
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.dataset_epoch import DatasetEpoch
 
-if TYPE_CHECKING:  # imported where they are used: most loaders have neither
+if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
+    from shmloader.device.device import Destination
     from shmloader.pools.host_pool import HostPool
     from shmloader.pools.process_numbers import ProcessNumbers
 
@@ -215,7 +215,7 @@ class LoaderParts:
     # Most loaders change few of these, so they are attributes of the class.
     host_pool: "HostPool | None" = None
     nursery: Any = None
-    destination: Destination | None = None
+    destination: "Destination | None" = None
     checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
     loaded_generators: Mapping[str, Any] = MappingProxyType({})
@@ -260,10 +260,12 @@ class LoaderParts:
         self.checkpoints = self.resumed_checkpoints = None
         return resumed
 
-    def open_destination(self, config: LoaderConfig) -> Destination | None:
+    def open_destination(self, config: LoaderConfig) -> "Destination | None":
         """Return the devices that batches are copied to; None for the CPU."""
         if not config.has_device:
             return None
+        from shmloader.device.device import Destination  # noqa: PLC0415 - few loaders need it
+
         if self.destination is None or not self.destination.is_of(config.devices):
             self.destination = Destination(config.devices)
         return self.destination

@@ -16,8 +16,6 @@ from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.timer import Timer, bytes_of
-from shmloader.device.pin import pin_batch
-from shmloader.device.structure import map_tensors
 from shmloader.engine.delivery import Instead
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
@@ -124,6 +122,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if config.has_device or config.has_steps:
             return "device", _after(functools.partial(_move, config), transform)
         if self._pin_memory:
+            from shmloader.device.pin import pin_batch  # noqa: PLC0415 - few loaders pin
+
             pin = functools.partial(pin_batch, device=self._pin_memory_device)
             return "pin", _after(pin, transform)
         return "build", transform
@@ -320,7 +320,11 @@ def _move(config: LoaderConfig, batch: Any) -> Any:
 
 
 def _to_device(batch: Any, device: torch.device | None) -> Any:
-    return batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
+    if device is None:
+        return batch
+    from shmloader.device.structure import map_tensors  # noqa: PLC0415 - few loaders have a device
+
+    return map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _do_nothing() -> None:

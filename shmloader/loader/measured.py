@@ -6,16 +6,17 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from shmloader.insight.figures import Machine
 from shmloader.insight.record import sum_of
-from shmloader.insight.stats import LoaderStats, snapshot
-from shmloader.insight.trace import write_trace
+from shmloader.insight.sums import Totals
 from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.limits import free_memory
 from shmloader.pools.cores import usable_cores
 from shmloader.sampling.checks import whole_number
+
+if TYPE_CHECKING:
+    from shmloader.insight.stats import LoaderStats
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -27,7 +28,7 @@ class MeasuredLoader(ResumableLoader[_T_co]):
     #: Directory that contains ``proc`` and ``sys``.
     _root = "/"
 
-    def stats(self, of: Literal["epoch", "total"] = "epoch") -> LoaderStats:
+    def stats(self, of: Literal["epoch", "total"] = "epoch") -> "LoaderStats":
         """Return where the time has gone so far.
 
         May be called at any time, on any thread, and after ``close()``.
@@ -53,17 +54,19 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             raise ValueError(f"of should be 'epoch' or 'total', but got of={of!r}")
         statistics = self._parts.statistics
         if of == "epoch":
-            return snapshot(statistics.newest(), min(1, statistics.epochs), self._machine())
-        return snapshot(statistics.total(), statistics.epochs, self._machine())
+            return self._snapshot(statistics.newest(), min(1, statistics.epochs))
+        return self._snapshot(statistics.total(), statistics.epochs)
 
-    def _machine(self) -> Machine:
+    def _snapshot(self, totals: Totals | None, epochs: int) -> "LoaderStats":
+        from shmloader.insight.figures import Machine  # noqa: PLC0415 - takes 10 ms
+        from shmloader.insight.stats import snapshot  # noqa: PLC0415
+
         root = Path(self._root)
         free = free_memory(root)
-        return Machine(
-            usable_cores(root),
-            None if free is None else free.nbytes,
-            "" if free is None else free.limit,
-        )
+        machine = Machine(usable_cores(root))
+        if free is not None:
+            machine = Machine(machine.cores, free.nbytes, free.limit)
+        return snapshot(totals, epochs, machine)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -94,8 +97,10 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             parts = statistics.end_trace()
             totals = [part.totals for part in parts if part.calls]
             total = totals[0] if len(totals) == 1 else sum_of(None, totals)
-            stats = snapshot(total, len(totals), self._machine())
+            stats = self._snapshot(total, len(totals))
             about = {"verdict": stats.verdict, "table": str(stats)}
+            from shmloader.insight.trace import write_trace  # noqa: PLC0415 - few runs are traced
+
             write_trace(parts, target, {**about, "stats": dataclasses.asdict(stats)})
 
 

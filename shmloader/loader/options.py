@@ -30,7 +30,6 @@ from torch.utils.data.datapipes.datapipe import (
 )
 
 from shmloader.batch.arrays import is_plain_data
-from shmloader.device.backend import parse_device
 from shmloader.memory.arena import describe_shm_size
 from shmloader.pools.adapting import AutoCount
 from shmloader.probing import probe
@@ -266,10 +265,18 @@ class Option:
     is_fixed: bool = False
 
 
+def _device(value: object, name: str) -> torch.device | None:
+    if value is None:
+        return None
+    from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
+
+    return parse_device(value, name)
+
+
 _TABLE = (
     Option("shm_size", None, parse_size),
     Option("worker_restarts", 0, _count(0, "a non-negative number of workers"), workers=""),
-    Option("device", None, parse_device),
+    Option("device", None, _device),
     Option("device_transform", None, _function),
     Option("device_prefetch", DEVICE_PREFETCH, _count(1, "a positive number of batches")),
     Option(
@@ -406,8 +413,7 @@ def read_options(loader: Any) -> dict[str, Any]:
     values["devices"] = (values["device"],)
     if sharing.devices is not None:
         values["devices"] = tuple(
-            parse_device(device, f"devices[{number}]")
-            for number, device in enumerate(sharing.devices)
+            _device(device, f"devices[{number}]") for number, device in enumerate(sharing.devices)
         )
     _check_pairs(loader, values)
     return values
