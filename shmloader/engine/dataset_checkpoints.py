@@ -14,15 +14,12 @@ worker determine how an epoch continues.
 """
 
 from collections.abc import Callable, Iterable
-from reprlib import repr as _short
 from typing import Any, Self
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, dump_for_workers, read
 from shmloader.engine.dataset_progress import DatasetNote
-from shmloader.interruptions import is_interruption
 from shmloader.messages import Unsaved
-from shmloader.sampling.rng import kept, set_global_rng_state
 
 
 class DatasetCheckpoints:
@@ -122,7 +119,7 @@ class DatasetCheckpoints:
         }
 
     @classmethod
-    def load(cls, state: object, worker_count: int) -> "DatasetCheckpoints":
+    def load(cls, state: dict[str, Any], worker_count: int) -> "DatasetCheckpoints":
         """Return checkpoints from what :meth:`dump` returned, without references to it.
 
         Args:
@@ -130,17 +127,12 @@ class DatasetCheckpoints:
             worker_count: Number of workers of the loader that is to resume; 0 in-process.
 
         Raises:
-            ValueError: If the state was saved with another number of workers, or is damaged.
+            ValueError: If the state was saved with another number of workers.
             Exception: What pickling the user's state raises.
         """
-        if not isinstance(state, dict) or not isinstance(state.get("checkpoints"), list):
-            raise ValueError(
-                "the state is damaged: what it contains of the workers' datasets is "
-                f"{_short(state)}"
-            )
-        saved_count, saved = state.get("num_workers"), state["checkpoints"]
-        if type(saved_count) is int and saved_count != worker_count:
-            has_states = any("snapshot" in each for each in saved if isinstance(each, dict))
+        saved_count, saved = state["num_workers"], state["checkpoints"]
+        if saved_count != worker_count:
+            has_states = any(each["snapshot"] is not None for each in saved)
             why = (
                 "The state has that of each worker's dataset"
                 if has_states
@@ -151,26 +143,10 @@ class DatasetCheckpoints:
                 f"{worker_count} in this loader. {why}: set num_workers={saved_count}, or start "
                 "the epoch from the beginning."
             )
-        next_worker, base_seed = state.get("next_worker"), state.get("base_seed")
-        if (
-            saved_count != worker_count
-            or len(saved) != max(1, worker_count)
-            or type(next_worker) is not int
-            or next_worker not in range(len(saved))
-            or not (_is_count(base_seed) if worker_count else base_seed is None)
-        ):
-            raise ValueError(
-                f"the state is damaged: it has {len(saved)} checkpoints of datasets, the next "
-                f"of worker {_short(next_worker)}, base seed {_short(base_seed)}, "
-                f"num_workers={_short(saved_count)}"
-            )
+        checkpoints = map(_load_checkpoint, saved)
         return DatasetCheckpoints(
-            map(_load_checkpoint, saved), next_worker, base_seed, worker_count
+            checkpoints, state["next_worker"], state["base_seed"], worker_count
         )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
 
 
 def dump_checkpoint(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[str, Any]:
@@ -180,55 +156,31 @@ def dump_checkpoint(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[
         checkpoint: The checkpoint.
         saved: The checkpoint's unpickled snapshot, or None if it has none.
     """
-    stream: dict[str, Any] = {"given": checkpoint.given, "has_ended": checkpoint.has_ended}
+    return {
+        "given": checkpoint.given,
+        "has_ended": checkpoint.has_ended,
+        "snapshot": None if saved is None else {"at": checkpoint.at, **saved._asdict()},
+        "check": checkpoint.check,
+        "failed": list(checkpoint.failed),
+        "rng": checkpoint.rng,
+        "rng_at": [list(each) for each in checkpoint.rng_at],
+    }
+
+
+def _load_checkpoint(stream: dict[str, Any]) -> DatasetCheckpoint:
+    given, has_ended, saved = stream["given"], stream["has_ended"], stream["snapshot"]
+    at, snapshot = given if has_ended else 0, None
     if saved is not None:
-        stream["snapshot"] = {"at": checkpoint.at, **saved._asdict()}
-    if checkpoint.skip:
-        stream["check"] = checkpoint.check
-    if checkpoint.failed:
-        stream["failed"] = list(checkpoint.failed)
-    if checkpoint.rng is not None:
-        stream["rng"] = dict(checkpoint.rng)
-    if checkpoint.rng_at:
-        stream["rng_at"] = [[number, dict(rng)] for number, rng in checkpoint.rng_at]
-    return stream
-
-
-def _load_checkpoint(stream: Any) -> DatasetCheckpoint:
-    try:
-        given, has_ended = stream["given"], stream["has_ended"]
-        fields = None if stream.get("snapshot") is None else dict(stream["snapshot"])
-        at = (given if has_ended else 0) if fields is None else fields.pop("at")
-        saved = None if fields is None else Saved(**fields)
-        check, failed = stream.get("check", 0), stream.get("failed", [])
-        rng, rng_at = (
-            stream.get("rng"),
-            [(number, each) for number, each in stream.get("rng_at", [])],
-        )
-        is_sound = (
-            all(map(_is_count, (given, at, check, *failed, *(number for number, _ in rng_at))))
-            and type(has_ended) is bool
-            and at <= given
-            and (saved is None or saved.of in ("iterator", "dataset"))
-            and all(number < given for number in failed)
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if is_interruption(error):
-            raise
-        raise ValueError(
-            f"the state is damaged: a worker's dataset cannot be read: {_short(error)}"
-        ) from error
-    if not is_sound:
-        raise ValueError(
-            f"the state is damaged: a worker's dataset gave {_short(given)} batches, its "
-            f"state is after {_short(at)}, has_ended={_short(has_ended)}, check={_short(check)}, "
-            f"failed={_short(failed)}"
-        )
-    for each in (rng, *(each for _, each in rng_at)):
-        if each is not None:
-            with kept():
-                set_global_rng_state(each)  # raises if the state is damaged
-    snapshot = None if saved is None else dump_for_workers(saved)
+        fields = dict(saved)
+        at = fields.pop("at")
+        snapshot = dump_for_workers(Saved(**fields))
     return DatasetCheckpoint(
-        given, snapshot, at, has_ended, rng, tuple(rng_at), check, tuple(failed)
+        given,
+        snapshot,
+        at,
+        has_ended,
+        stream["rng"],
+        tuple((number, rng) for number, rng in stream["rng_at"]),
+        stream["check"],
+        tuple(stream["failed"]),
     )

@@ -63,7 +63,7 @@ class DatasetHere:
         self._is_reading |= self._given != given
         self._given = given
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self, _: object = None) -> dict[str, Any]:
         """See :meth:`StreamHere.dump`."""
         saved = self._before if self._is_reading else self._state()
         return _dumped(DatasetCheckpoint(self._given, at=self._given), saved)
@@ -168,7 +168,7 @@ class StreamHere:
             self._is_reading = True
             self._checkpoint = self._before
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self, _: object = None) -> dict[str, Any]:
         """Return what :meth:`DatasetCheckpoints.dump` returns.
 
         Raises:

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import logging
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
@@ -53,6 +52,7 @@ from shmloader.sampling.seeded_samplers import (
     SeededSequentialSampler,
 )
 from shmloader.sampling.steps import Cut, LastBatch
+from shmloader.tracebacks import warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -305,7 +305,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         has_effect = has_effect or dataset_epoch.counts_epochs(self.dataset)
         if not (has_effect or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
-            warnings.warn(
+            warn_user(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
                 "loader: it has no seed, and no sampler or dataset with set_epoch. "
                 + (
@@ -313,7 +313,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                     if is_data_pipe(self.dataset)
                     else f"Give seed={'' if self.generator is None else ' in place of generator='}."
                 ),
-                stacklevel=2,
             )
 
     def __len__(self) -> int:
@@ -385,19 +384,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 )
 
     @property
-    def _saves_dataset(self) -> bool:
-        """Whether a state contains the position of each worker's dataset, or its own state."""
-        if self._is_iterable:
-            return True
-        return has_state_methods(self.dataset) and self._can_save_dataset
-
-    @property
-    def _saves_own_state(self) -> bool:
-        """Whether a state contains what the dataset's ``state_dict()`` returns."""
-        has_state = has_state_methods(self.dataset) and self._snapshot_interval > 0
-        return has_state and self._saves_dataset
-
-    @property
     def _snapshot_interval(self) -> int:
         """After how many batches a dataset's state is saved; 0 for never."""
         every = self.snapshot_every_n_steps
@@ -406,11 +392,34 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return operator.index(every or 0)
 
     @property
-    def _can_save_dataset(self) -> bool:
-        """Whether the own states of a map-style dataset can be saved."""
-        wants = self._snapshot_interval > 0
-        shares = self.thread_pool or self.executor is not None
-        return wants and not shares and self._adapter is None
+    def _why_unsaved(self) -> str:
+        """The reason why states do not contain the dataset's; "" if they do.
+
+        Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
+        from the states of all workers would need the same number of workers again.
+        """
+        if self._is_iterable:
+            return ""
+        if not has_state_methods(self.dataset):
+            return "its dataset has no state_dict() and load_state_dict()"
+        if not self._snapshot_interval:
+            return f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}"
+        if self.thread_pool:
+            return "thread_pool=True"
+        if self.executor is not None:
+            return "executor="
+        return "" if self._adapter is None else "num_workers='auto'"
+
+    @property
+    def _saves_dataset(self) -> bool:
+        """Whether a state contains the position of each worker's dataset, or its own state."""
+        return not self._why_unsaved
+
+    @property
+    def _saves_own_state(self) -> bool:
+        """Whether a state contains what the dataset's ``state_dict()`` returns."""
+        has_state = has_state_methods(self.dataset) and self._snapshot_interval > 0
+        return has_state and self._saves_dataset
 
     # States --------------------------------------------------------------------------------
 
@@ -453,22 +462,25 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _add_checkpoints(self, state: dict[str, Any], plan: EpochPlan) -> None:
         """Add the positions or states of the workers' datasets to a state."""
-        checkpoints = self._parts.checkpoints
-        if not self._saves_dataset:
-            self._warn_of_dataset()
+        checkpoints, why_unsaved = self._parts.checkpoints, self._why_unsaved
+        if why_unsaved:
+            if self._snapshot_interval:
+                warn_user(
+                    "the dataset has state_dict() and load_state_dict(), but with "
+                    f"{why_unsaved} the loader's state does not contain the dataset's: save it "
+                    "yourself, use a fixed number of worker processes, or set "
+                    "snapshot_every_n_steps=0 if it need not be saved"
+                )
             return
         is_mid = plan.epoch is not None and not plan.progress.is_ended
-        if checkpoints is not None and is_mid:
-            if isinstance(checkpoints, DatasetCheckpoints):
-                state["datasets"] = checkpoints.dump(self._save_dataset)
-            else:
-                state["datasets"] = checkpoints.dump()
+        if is_mid and checkpoints is not None:
+            state["datasets"] = checkpoints.dump(self._save_dataset)
             if self._is_iterable:
                 state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
         elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
             following = checkpoints.next_epoch(is_iterable=self._is_iterable)
             state["datasets"] = following.dump(self._save_dataset)
-        elif not is_mid and self._saves_own_state:
+        elif not is_mid:
             saved = self._save_dataset()
             if isinstance(saved, Unsaved):
                 raise RuntimeError(saved.text)
@@ -478,23 +490,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     def _save_dataset(self) -> Saved | Unsaved | None:
         """Return the state of the dataset in this process, with which workers start."""
         return save_dataset(self.dataset, copy.deepcopy) if self._saves_own_state else None
-
-    def _warn_of_dataset(self) -> None:
-        """Warn that a state lacks the map-style dataset's own, unless the user wants that.
-
-        Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
-        from the states of all workers would need the same number of workers again.
-        """
-        if self._snapshot_interval:
-            how = "thread_pool=True" if self.thread_pool else 'num_workers="auto"'
-            if self.executor is not None:
-                how = "executor="
-            warnings.warn(
-                f"the dataset has state_dict() and load_state_dict(), but with {how} the loader's "
-                "state does not contain the dataset's: save it yourself, use a fixed number of "
-                "worker processes, or set snapshot_every_n_steps=0 if it need not be saved",
-                stacklevel=4,
-            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the next ``iter()`` delivers the batch that followed it.
@@ -528,35 +523,24 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""
+        does_not_fit = "the state does not fit this loader: the state"
         if "datasets" in loaded or "dataset" in loaded:
             if not (self._saves_dataset if "datasets" in loaded else self._saves_own_state):
+                why = self._why_unsaved or f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}"
                 raise ValueError(
-                    "the state does not fit this loader: the state contains the states of the "
-                    f"dataset, which this loader cannot load: {self._describe_unsaved()}"
+                    f"{does_not_fit} contains the states of the dataset, which this loader cannot "
+                    f"load: {why}. Give the arguments with which the state was saved"
                 )
             if "datasets" in loaded:
                 DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
         elif self._saves_dataset and loaded["position"]:
             what = "position" if self._is_iterable else "state"
             raise ValueError(
-                f"the state does not fit this loader: the state, after {loaded['position']} "
-                f"batches, does not contain the {what} of the dataset, which this loader needs. It "
-                "was saved with a dataset without state_dict(), or with snapshot_every_n_steps=0, "
-                "thread_pool=True, executor= or num_workers='auto': set snapshot_every_n_steps=0 "
-                "to resume without it"
+                f"{does_not_fit}, after {loaded['position']} batches, does not contain the {what} "
+                "of the dataset, which this loader needs. It was saved with a dataset without "
+                "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True, executor= or "
+                "num_workers='auto': set snapshot_every_n_steps=0 to resume without it"
             )
-
-    def _describe_unsaved(self) -> str:
-        """Say why this loader does not save the states of its dataset, and what to set."""
-        if not has_state_methods(self.dataset):
-            return "its dataset has no state_dict() and load_state_dict()"
-        if self.thread_pool:
-            return "thread_pool=True; set thread_pool=False"
-        if self.executor is not None:
-            return "executor=; set executor=None"
-        if self._adapter is not None:
-            return "num_workers='auto'; set the number of workers with which the state was saved"
-        return f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}; set it to 1 or more"
 
     @property
     def _batch_argument(self) -> BatchArgument:
@@ -601,24 +585,21 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self.__dict__.update(state)
         if self._adapter is not None:
             self._adapter = Adapter(self.num_workers, self._adapter.most)
-        if self._plan is not None:
-            self._unshare_plan(self._plan)
-
-    def _unshare_plan(self, plan: EpochPlan) -> None:
-        """Make the plan this loader's own: copy.copy() has shared it with the original."""
-        if not plan.was_pickled:
-            counter = copy.copy(plan.counter)
-            own = self._plan = plan.copy(copy.copy(plan.order), counter)
-            if isinstance(self.batch_sampler, RolloverBatchSampler):
-                self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
-            if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
-                sampler = copy.copy(self.sampler)
-                sampler.epochs = counter
-                self._set_own_sampler(sampler)
-            self._counter, plan = counter, own
-        plan.was_pickled = False
-        self._sources = self._order_sources()
-        order = self._make_order()
-        if isinstance(order, SeededOrder) and isinstance(plan.order, SeededOrder):
-            order.know_epochs_of(plan.order)
-        plan.order = plan.newest = order
+        plan = self._plan
+        if plan is None:
+            return
+        # copy.copy() shares these with the original. No epoch runs in the copy.
+        counter = copy.copy(plan.counter)
+        plan = self._plan = copy.copy(plan)
+        plan.order = copy.copy(plan.order)
+        if isinstance(self.batch_sampler, RolloverBatchSampler):
+            self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
+        if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
+            sampler = copy.copy(self.sampler)
+            sampler.epochs = counter
+            self._set_own_sampler(sampler)
+        self._counter = plan.counter = counter
+        before, self._sources = plan.order, self._order_sources()
+        order = plan.order = plan.newest = self._make_order()
+        if isinstance(order, SeededOrder) and isinstance(before, SeededOrder):
+            order.know_epochs_of(before)

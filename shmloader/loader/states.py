@@ -11,24 +11,20 @@ from shmloader.batch.unpicklable import find_unpicklable
 from shmloader.interruptions import is_interruption
 
 #: Version of the format, the only one that is read.
-VERSION = 3
+VERSION = 4
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200
 _short = _shortener.repr
 
-# Maximum number of batches that may have been delivered ahead of one that is late.
-_MOST_AHEAD = 100_000_000
-
-# Maximum of the epoch number, the position and other counts: a larger number shows damage.
-_LARGEST = 1 << 53
-
 # Keys whose values a state and the loader that takes it must have in common.
 _FACTS = ("length", "global_batch", "order", "last_batch", "seed")
 
 # Orders by which a loader yields samples if it has no sampler of the user's.
-_SHUFFLED = ("shuffled", "RandomSampler", "BatchSampler(RandomSampler)")
-_SEQUENTIAL = ("in order", "SequentialSampler", "BatchSampler(SequentialSampler)")
+_REMEDIES = {
+    **dict.fromkeys(("shuffled", "RandomSampler", "BatchSampler(RandomSampler)"), "shuffle=True"),
+    **dict.fromkeys(("in order", "SequentialSampler", "BatchSampler(SequentialSampler)"), ""),
+}
 
 #: The argument that decides the size of the batches that a state counts.
 BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
@@ -124,8 +120,6 @@ def check_state(
             f"is wrong: {reprlib.repr(state)}"
         )
     check_facts(state, facts, batches)
-    if not _is_sound(state):
-        raise ValueError(f"the state is damaged: {reprlib.repr(state)}")
     return state
 
 
@@ -139,71 +133,34 @@ def check_facts(
         facts: The loader's values of keys that a state and a loader must have in common.
         batches: The loader's argument that decides the size of its batches.
     """
-    found = {key: state[key] for key in facts}
-    differing = [key for key in facts if found[key] != facts[key]]
-    if len(differing) > 1 and _is_like(found["order"], facts["order"]):
-        differing = [key for key in differing if key != "order"]  # the others decide that
-    wrong = [_describe(key, found[key], facts[key], batches) for key in differing]
+    differing = [key for key in facts if state[key] != facts[key]]
+    if "order" in differing and {"seed", "last_batch"}.intersection(differing):
+        differing.remove("order")  # the others decide the class of a sampler of ours
+    wrong = [_describe(key, state[key], facts[key], batches) for key in differing]
     if wrong:
         raise ValueError("\n- ".join(["the state does not fit this loader:", *wrong]))
 
 
-def _describe(key: str, saved: object, own: object, batches: BatchArgument) -> str:
+def _describe(key: str, saved: Any, own: object, batches: BatchArgument) -> str:
     """Return a text that says how a state and a loader differ in a key, and what to set."""
-    name, remedy = {
-        "length": _of_length,
-        "global_batch": _of_batches,
-        "order": _of_order,
-        "last_batch": _of_last_batch,
-        "seed": _of_seed,
-    }[key](saved, batches)
+    name, remedy = key, f"Set {key}={_short(saved)}."
+    if key == "length":
+        name, remedy = "len(dataset)", "Give the dataset with which the state was saved."
+    elif key == "order":
+        name = "shuffle, sampler or batch_sampler"
+        remedy = f"Set {_REMEDIES.get(saved) or 'shuffle=False, and give no sampler'}."
+        if saved not in _REMEDIES:
+            remedy = "Give samplers of these classes."
+    elif key == "global_batch" and batches == "batch_sampler":
+        name, remedy = "batches of batch_sampler", "Give a batch_sampler that makes such batches."
+    elif key == "global_batch" and batches == "batch_size":
+        name, remedy = batches, f"Set batch_size={_short(saved)}."
+    elif key == "global_batch":
+        name = "global batch (batch_size * num_shards * world_size)"
+        remedy = f"Set batch_size so that the product is {_short(saved)}."
+    elif key == "last_batch" and batches == "batch_sampler" and saved in ("keep", "discard"):
+        remedy = f"Give a batch_sampler with drop_last={saved == 'discard'}."
     return f"{name}: {_short(saved)} in the state, {_short(own)} in this loader. {remedy}"
-
-
-def _is_like(one: object, other: object) -> bool:
-    """Whether two kinds of samplers differ only by the loader's last_batch or seed."""
-    kinds = [str(sampler).removeprefix("Rollover") for sampler in (one, other)]
-    both = set(kinds)
-    return len(both) == 1 or both <= set(_SHUFFLED) or both <= set(_SEQUENTIAL)
-
-
-def _of_length(_saved: object, _: BatchArgument) -> tuple[str, str]:
-    return "len(dataset)", "Give the dataset with which the state was saved."
-
-
-def _of_batches(saved: object, batches: BatchArgument) -> tuple[str, str]:
-    if batches == "batch_size":
-        return "batch_size", f"Set batch_size={_short(saved)}."
-    if batches == "batch_sampler":
-        # Those of a seeded order are texts, for any number of ranks.
-        ranks = "; the number of ranks may differ" if isinstance(saved, str) else ""
-        return "batches of batch_sampler", f"Give a batch_sampler that makes such batches{ranks}."
-    return (
-        "global batch (batch_size * num_shards * world_size)",
-        f"Set batch_size so that the product is {_short(saved)}.",
-    )
-
-
-def _of_order(saved: object, _: BatchArgument) -> tuple[str, str]:
-    name = "shuffle, sampler or batch_sampler"
-    if saved in _SHUFFLED:
-        return name, "Set shuffle=True."
-    if saved in _SEQUENTIAL:
-        return name, "Set shuffle=False, and give no sampler."
-    if saved is None:
-        return name, "The state is that of an IterableDataset."
-    return name, "Give samplers of these classes."
-
-
-def _of_last_batch(saved: object, batches: BatchArgument) -> tuple[str, str]:
-    if batches == "batch_sampler" and saved in ("keep", "discard"):
-        return "last_batch", f"Give a batch_sampler with drop_last={saved == 'discard'}."
-    also = " (or drop_last=True)" if saved == "discard" else ""
-    return "last_batch", f"Set last_batch={_short(saved)}{also}."
-
-
-def _of_seed(saved: object, _: BatchArgument) -> tuple[str, str]:
-    return "seed", "Give no seed." if saved is None else f"Set seed={_short(saved)}."
 
 
 def is_whole(state: dict[str, Any]) -> bool:
@@ -212,36 +169,3 @@ def is_whole(state: dict[str, Any]) -> bool:
         return bool(_checksum(state) == state.get("checksum"))
     except (TypeError, ValueError, RecursionError):
         return False
-
-
-def _is_sound(state: dict[str, Any]) -> bool:
-    sampler = state["sampler"]
-    return (
-        all(map(_is_number, (state["epoch"], state["position"])))
-        and isinstance(state.get("ahead", []), list)
-        and all(map(_is_run, state.get("ahead", [])))
-        and sum(last - first for first, last in state.get("ahead", [])) <= _MOST_AHEAD
-        and isinstance(state["persistent"], bool)
-        and ("rank" not in state or _is_pair(state["rank"]))
-        and isinstance(sampler, dict)
-        and isinstance(sampler.get("is_begun"), bool)
-        and type(sampler.get("seed", 0)) is int
-        and all(
-            isinstance(sampler.get(name, []), list)
-            for name in ("generators", "epochs", "carry_over")
-        )
-        and isinstance(sampler.get("base_seed", sampler["is_begun"] or None), bool)
-    )
-
-
-def _is_run(value: Any) -> bool:
-    """Whether it is the first number of a run, and the one after the last."""
-    return _is_pair(value) and value[0] < value[1]
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))  # noqa: PLR2004
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST

@@ -18,7 +18,6 @@ be another one than that of the newest epoch.
 """
 
 import contextlib
-import copy
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,6 @@ class EpochPlan:
             that is resumed, while an epoch begins.
         resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
-        was_pickled: Whether this plan is new, from a pickle or a deep copy of a loader.
     """
 
     def __init__(
@@ -61,22 +59,11 @@ class EpochPlan:
     ) -> None:
         self.order = self.newest = order
         self.counter = EpochCounter() if counter is None else counter
-        self.is_continued = self.is_elsewhere = self.was_pickled = False
+        self.is_continued = self.is_elsewhere = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
         # Whether the run that was resumed here had persistent workers; None if none was resumed.
         self._was_persistent: bool | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes. A plan that has these is a pickle's or a deep copy's."""
-        return {**self.__dict__, "was_pickled": True}
-
-    def copy(self, order: SeededOrder | SamplerOrder, counter: EpochCounter) -> "EpochPlan":
-        """Return a copy of the plan with another order and counter. No epoch runs in the copy."""
-        other = copy.copy(self)
-        other.order = other.newest = order
-        other.counter, other.was_pickled = counter, False
-        return other
 
     @property
     def epoch(self) -> int | None:

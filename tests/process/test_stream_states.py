@@ -269,7 +269,8 @@ def test_a_dataset_without_both_methods_of_the_protocol_has_no_state(
     loader = DataLoader(kind(lengths), batch_size=2, num_workers=workers)
     batches = iter(loader)
     next(batches)
-    assert "snapshot" not in str(loader.state_dict())
+    checkpoints = loader.state_dict()["datasets"]["checkpoints"]
+    assert {each["snapshot"] for each in checkpoints} == {None}
     other = DataLoader(kind(lengths), batch_size=2, num_workers=workers)
     other.load_state_dict(loader.state_dict())
     assert rest(iter(other)) == rest(batches)
@@ -317,13 +318,10 @@ def test_a_dataset_without_a_state_has_a_small_one() -> None:
     for _ in range(3):
         next(batches)
     state = json.loads(json.dumps(loader.state_dict()))["datasets"]
-    assert type(state.pop("base_seed")) is int
-    assert all(type(stream.pop("check")) is int for stream in state["checkpoints"])
-    assert state == {
-        "num_workers": 2,
-        "next_worker": 1,
-        "checkpoints": [{"given": 2, "has_ended": False}, {"given": 1, "has_ended": False}],
-    }
+    assert type(state["base_seed"]) is int
+    assert (state["num_workers"], state["next_worker"]) == (2, 1)
+    assert [each["given"] for each in state["checkpoints"]] == [2, 1]
+    assert len(json.dumps(state)) < 500
 
 
 def test_a_stream_that_has_ended_is_not_iterated_again() -> None:

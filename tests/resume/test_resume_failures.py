@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
-from shmloader.loader.states import sealed
 from shmloader.probing import probe
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
@@ -286,16 +285,6 @@ def test_one_wrong_bit_in_a_datasets_own_state_is_found():
         make(Where()).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"is_begun": False}, {"is_begun": True, "base_seed": 3}, {"is_begun": None}]
-)
-def test_a_sampler_checkpoint_that_lacks_something_is_refused(wrong):
-    _, state = take(make(range(8)), 2)
-    del state["checksum"]
-    with pytest.raises(ValueError, match="the state is damaged"):
-        make(range(8)).load_state_dict(sealed({**state, "sampler": wrong}))
-
-
 class Preempted(Exception):  # noqa: N818 - as a scheduler's client would name it
     """What a signal handler raises."""
 
@@ -354,22 +343,3 @@ def test_what_a_handler_raises_where_an_attribute_is_looked_for_arrives():
 
     with handled(preempt), pytest.raises(Preempted):
         probe(Busy(), "state_dict")
-
-
-def test_what_a_handler_raises_while_a_state_is_read_is_not_told_as_damage(monkeypatch):
-    class Error(ValueError):
-        pass
-
-    def handler(signum, frame):
-        raise Error("preempted")
-
-    def disturbed(state):
-        signal.raise_signal(signal.SIGUSR1)
-
-    _, state = take(make(Numbers(), workers=0), 2)
-    loader = make(Numbers(), workers=0)
-    with handled(handler), monkeypatch.context() as patch:
-        patch.setattr(random, "setstate", disturbed)
-        with pytest.raises(Error, match=r"^preempted$"):
-            loader.load_state_dict(state)
-    assert rest_of(loader, state)[0] == [4, 5]

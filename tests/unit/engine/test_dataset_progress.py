@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint, chained
+from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.dataset_progress import DatasetNote
 from shmloader.engine.scheduler import Scheduler
@@ -250,25 +250,16 @@ def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
 # ---------------------------------------------------------------- dump and load
 
 
-def test_without_states_what_is_dumped_is_a_few_numbers():
+def test_what_is_dumped_loads_and_is_plain():
     states = DatasetCheckpoints.at_beginning(2, base_seed=12)
     failed = DatasetNote(0, has_failed=True)
     states.note([DatasetNote(0, None, 3), DatasetNote(1, None, 4), DatasetNote(0, None, 5), failed])
     states.note([DatasetNote(1, next_epoch=Beginning())])
-    check = chained(chained(0, 3), 5)
-    expected = {
-        "num_workers": 2,
-        "next_worker": 1,
-        "base_seed": 12,
-        "checkpoints": [
-            {"given": 3, "has_ended": False, "check": check, "failed": [2]},
-            {"given": 1, "has_ended": True},
-        ],
-    }
-    assert json.loads(json.dumps(states.dump())) == expected
-    again = DatasetCheckpoints.load(expected, 2)
+    dumped = json.loads(json.dumps(states.dump()))
+    assert [each["given"] for each in dumped["checkpoints"]] == [3, 1]
+    again = DatasetCheckpoints.load(dumped, 2)
     assert again.mark() == states.mark()
-    assert again.dump() == expected
+    assert again.dump() == dumped
 
 
 def test_going_back_takes_back_what_was_noted_since():
@@ -293,11 +284,10 @@ def test_the_next_epoch_begins_where_the_dataset_was_at_the_end():
 
 @pytest.mark.parametrize(("worker_count", "other"), [(2, 3), (0, 1), (1, 0)])
 def test_another_number_of_workers_is_refused(worker_count, other):
-    state = {
-        "num_workers": worker_count, "next_worker": 0,
-        "base_seed": 7 if worker_count else None,
-        "checkpoints": [{"given": 0, "has_ended": False}] * max(1, worker_count),
-    }  # fmt: skip
+    begun = DatasetCheckpoints(
+        [DatasetCheckpoint()] * max(1, worker_count), worker_count=worker_count
+    )
+    state = begun.dump()
     assert DatasetCheckpoints.load(state, worker_count).dump() == state
     with pytest.raises(ValueError, match="the state does not fit") as raised:
         DatasetCheckpoints.load(state, other)
@@ -308,67 +298,9 @@ def test_another_number_of_workers_is_refused(worker_count, other):
     )
 
 
-GOOD = {"given": 1, "has_ended": False}
-SNAPSHOT = {"at": 1, "of": "iterator", "is_short": False, "state": 1}
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {},
-        None,
-        {"num_workers": 1, "next_worker": 0},
-        {"num_workers": 1, "next_worker": 0, "checkpoints": []},
-        {"num_workers": 1, "next_worker": 1, "checkpoints": [GOOD]},
-        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD, GOOD]},
-        {"num_workers": 1, "next_worker": 0, "checkpoints": [{"given": 1}]},
-        {"num_workers": 1, "next_worker": 0, "checkpoints": [{**GOOD, "snapshot": {"at": 1}}]},
-        {
-            "num_workers": 1, "next_worker": 0,
-            "checkpoints": [{**GOOD, "snapshot": {**SNAPSHOT, "at": 2}}],
-        },
-        {
-            "num_workers": 1, "next_worker": 0,
-            "checkpoints": [{**GOOD, "snapshot": {**SNAPSHOT, "of": "sampler"}}],
-        },
-        *(
-            {"num_workers": 1, "next_worker": 0, "checkpoints": [{**GOOD, **wrong}]}
-            for wrong in (
-                {"given": -1},
-                {"given": True},
-                {"given": "1"},
-                {"given": 1 << 80},
-                {"has_ended": "x"},
-                {"check": -1},
-                {"failed": [1]},
-                {"failed": 3},
-                {"rng": {"torch": "no base64"}},
-                {"rng": {"python": [3]}},
-                {"rng": {"numpy": 3}},
-                {"rng": "x"},
-                {"given": [0] * 100_000},
-                {"rng_at": 3},
-                {"rng_at": [[1]]},
-                {"rng_at": [["x", {}]]},
-                {"rng_at": [[0, 3]]},
-                {"check": None},
-            )
-        ),
-        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD], "base_seed": -1},
-        {"num_workers": 1, "next_worker": 0, "checkpoints": [GOOD], "base_seed": None},
-        {"num_workers": 1, "next_worker": -1, "checkpoints": [GOOD]},
-        {"num_workers": 1, "next_worker": True, "checkpoints": [GOOD]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_no_state_of_streams_is_refused(bad):
-    with pytest.raises(ValueError, match="state") as caught:
-        DatasetCheckpoints.load({"base_seed": 7, **bad} if isinstance(bad, dict) else bad, 1)
-    assert len(str(caught.value)) < 1000
-
-
 def test_a_state_that_pickle_cannot_name_is_loaded_by_value():
-    state = {**GOOD, "snapshot": {**SNAPSHOT, "state": lambda: 5}}
-    whole = {"num_workers": 1, "next_worker": 0, "base_seed": 7, "checkpoints": [state]}
+    whole = DatasetCheckpoints.at_beginning(1, 7).dump()
+    snapshot = {"at": 0, "of": "iterator", "is_short": False, "state": lambda: 5}
+    whole["checkpoints"][0]["snapshot"] = snapshot
     loaded = DatasetCheckpoints.load(whole, 1)
     assert pickle.loads(loaded.checkpoints[0].snapshot)[2]() == 5
