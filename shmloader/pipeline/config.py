@@ -132,6 +132,7 @@ def refuse_coroutine(result: object, what: str) -> None:
 class RunsOn(enum.Enum):
     """What runs the jobs of a stage. The values are the stage's ``kind`` in the statistics."""
 
+    SOURCE = "source"
     THREADS = "thread"
     LOOP = "coroutine"
     PROCESSES = "process"

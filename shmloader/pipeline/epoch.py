@@ -11,14 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from operator import attrgetter
 from typing import Any
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.pipeline.config import SOURCE_CAPACITY, Lifecycle, OpKind, PipelineConfig, RunsOn
+from shmloader.pipeline.config import SOURCE_CAPACITY, PipelineConfig, StageConfig
 from shmloader.pipeline.executors import StageExecutor
 from shmloader.pipeline.failures import FailedItem, FailureCounter, explained, text_of
 from shmloader.pipeline.flow import Flow
@@ -27,26 +26,8 @@ from shmloader.pipeline.stages import END, NOTHING, Clock, Job, Meter, Raised, S
 from shmloader.pipeline.transfer import opened
 from shmloader.threads.wakeup import Wakeup
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageOp:
-    """How the jobs of a stage are run.
-
-    Attributes:
-        name: The stage's name.
-        op: The function that is called with each item. That of the source is called once, with the
-            :class:`SourceReader`, and may yield None.
-        kind: The op's kind.
-        executor: What calls the op.
-        lifecycle: The stage's ``setup`` and ``teardown``; None if it has none. With it, the op's
-            second argument is what ``setup`` returned.
-    """
-
-    name: str
-    op: Callable[..., object]
-    kind: OpKind
-    executor: StageExecutor
-    lifecycle: Lifecycle | None = None
+# A stage and what runs its jobs. The source's op is called once, with the SourceReader.
+Runner = tuple[StageConfig, StageExecutor | None]
 
 
 class Epoch:
@@ -64,7 +45,7 @@ class Epoch:
 
     Args:
         config: The pipeline's stages.
-        stage_ops: How each stage is run, the source first; None for a stage without jobs.
+        runners: The source and all stages as they are run, and what runs them.
         failures: The pipeline's list of failures.
         reader: Iterates the source.
     """
@@ -72,7 +53,7 @@ class Epoch:
     def __init__(
         self,
         config: PipelineConfig,
-        stage_ops: list[StageOp | None],
+        runners: list[Runner],
         failures: FailureList[FailedItem],
         reader: SourceReader,
     ) -> None:
@@ -80,7 +61,7 @@ class Epoch:
         self._lock = threading.RLock()
         self._wakeup = Wakeup()
         self._config = config
-        self._stage_ops = stage_ops
+        self._runners = runners
         self._reader = reader
         now_ns = time.monotonic_ns()
         self.clock = Clock(now_ns, now_ns)
@@ -127,13 +108,12 @@ class Epoch:
         if len(ready) > 1:
             ready.sort(key=attrgetter("number"), reverse=True)
         for job in ready:
-            op = self._stage_ops[job.number]
-            assert op is not None
-            job.epoch, job.op = self, op
-            if kept is None and op.executor is executor:
+            job.stage, runs = self._runners[job.number]
+            job.epoch, job.executor = self, runs
+            if kept is None and runs is executor:
                 kept = job
-            else:
-                op.executor.put(job)
+            elif runs is not None:
+                runs.put(job)
         return result, kept
 
     # Results, from the executors ------------------------------------------------------------
@@ -159,7 +139,7 @@ class Epoch:
         """
         if not job.number:
             job.after = self._reader.end()
-        return self._change(job.op.executor, Flow.finished, job, outputs)[1]
+        return self._change(job.executor, Flow.finished, job, outputs)[1]
 
     def failed(self, job: Job, error: BaseException) -> Job | None:
         """Handle an exception of a job's op. Returns the same as :meth:`finished`."""
@@ -167,8 +147,8 @@ class Epoch:
         counter = None if flow is None else flow.stages[job.number].counter
         if counter is None or not isinstance(error, Exception):
             return self.failed_for_good(job, error)
-        listed = FailedItem.of(job.op.name, job.item, error)
-        _, following = self._change(job.op.executor, Flow.failed, job, error, listed)
+        listed = FailedItem.of(job.stage.name, job.item, error)
+        _, following = self._change(job.executor, Flow.failed, job, error, listed)
         counter.log_first(listed)
         return following
 
@@ -177,9 +157,9 @@ class Epoch:
     ) -> Job | None:
         """Handle a failure that is raised to the consumer even if ``max_failures`` allows some."""
         items = (job.item,) if job.number and not in_setup else ()
-        what = f"{'setup of ' if in_setup else ''}stage '{job.op.name}'"
+        what = f"{'setup of ' if in_setup else ''}stage '{job.stage.name}'"
         raised = explained(error, what, *items)
-        return self._change(job.op.executor, Flow.failed, job, raised, None)[1]
+        return self._change(job.executor, Flow.failed, job, raised, None)[1]
 
     # The consumer ---------------------------------------------------------------------------
 
@@ -289,7 +269,7 @@ def _make_flow(
             Stage(
                 index + 1, queues[index + 1], queues[index + 2], clock, stage.capacity,
                 in_order=stage.in_order, concurrency=stage.concurrency, start=reader.start,
-                counter=None if stage.runs_on is RunsOn.FLOW else own or shared,
+                counter=own or shared,
                 judged=[counter for counter in judged if counter is not None],
                 size=stage.size, drop_last=stage.drop_last,
             )

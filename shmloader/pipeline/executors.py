@@ -23,7 +23,6 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import inspect
 import itertools
 import queue
@@ -119,10 +118,10 @@ class _Thread(BackgroundThread):
 
     def _execute(self, job: Job) -> Any:
         """Run a function or a generator function. Returns the job that follows, if any."""
-        op, epoch = job.op, job.epoch
+        stage, epoch = job.stage, job.epoch
         if epoch.is_over:
             return None
-        lifecycle, contexts = op.lifecycle, self._contexts
+        lifecycle, contexts = stage.lifecycle, self._contexts
         if lifecycle is not None and lifecycle not in contexts:
             try:
                 contexts[lifecycle] = lifecycle.set_up()
@@ -131,22 +130,23 @@ class _Thread(BackgroundThread):
         context = () if lifecycle is None else (contexts[lifecycle],)
         job.began_ns = time.monotonic_ns()
         try:
-            if op.kind is OpKind.GENERATOR and not context:
+            if stage.kind is not OpKind.GENERATOR:
+                result = stage.op(job.item, *context)
+            elif context:  # it may be used only on this thread
+                result = call_all(stage.op, job.item, *context)
+            else:
                 return _run_generator(job)
-            # A generator may use its context only on this thread.
-            call = functools.partial(call_all, op.op) if op.kind is OpKind.GENERATOR else op.op
-            result = call(job.item, *context)
-            refuse_coroutine(result, f"the op of stage '{op.name}'")
+            refuse_coroutine(result, f"the op of stage '{stage.name}'")
         except BaseException as error:  # noqa: BLE001 - raised to the consumer
             return epoch.failed(job, error)
-        return epoch.finished(job, results_of(result, op.kind))
+        return epoch.finished(job, results_of(result, stage.kind))
 
 
 def _run_generator(job: Job) -> Any:
     """Pass on a generator's results until the epoch has no space for more, or there are no more."""
     epoch = job.epoch
     if job.results is None:
-        job.results = iter(job.op.op(job.item))
+        job.results = iter(job.stage.op(job.item))
     for result in job.results:
         if not epoch.yielded(job, result):
             return None
@@ -279,7 +279,7 @@ class LoopExecutor(BackgroundThread):
             job = await self._serve(job)
 
     async def _serve(self, job: Job) -> Any:
-        epoch, lifecycle = job.epoch, job.op.lifecycle
+        epoch, lifecycle = job.epoch, job.stage.lifecycle
         context: tuple[object, ...] | None = None
         try:
             context = () if lifecycle is None else (await self._context_of(lifecycle),)
@@ -306,18 +306,18 @@ class LoopExecutor(BackgroundThread):
         return await asyncio.shield(setup)
 
     async def _execute(self, job: Job, context: tuple[object, ...]) -> Any:
-        op, epoch = job.op, job.epoch
+        stage, epoch = job.stage, job.epoch
         job.began_ns = time.monotonic_ns()
-        if op.kind is OpKind.ASYNC_GENERATOR:
-            async with contextlib.aclosing(op.op(job.item, *context)) as results:
+        if stage.kind is OpKind.ASYNC_GENERATOR:
+            async with contextlib.aclosing(stage.op(job.item, *context)) as results:
                 async for result in results:
                     if not epoch.yielded(job, result):
                         await self._suspend(job)
                     job.began_ns = time.monotonic_ns()
             return epoch.finished(job)
-        result = await op.op(job.item, *context)
-        refuse_coroutine(result, f"the op of stage '{op.name}'")
-        return epoch.finished(job, results_of(result, op.kind))
+        result = await stage.op(job.item, *context)
+        refuse_coroutine(result, f"the op of stage '{stage.name}'")
+        return epoch.finished(job, results_of(result, stage.kind))
 
     async def _suspend(self, job: Job) -> None:
         """Wait until the generator's result was passed on, and its job was put here again."""

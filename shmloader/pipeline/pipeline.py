@@ -138,10 +138,10 @@ class Pipeline:
                 "epoch has taken items from it: give add_source an iterable that can be iterated "
                 "again (an object with __iter__), or build a pipeline for each epoch"
             )
-        stage_ops = self._executors.make()
+        runners = self._executors.make()
         start = None if why_not_resumable(config) else self._next_start()
         reader = SourceReader(source, start, config.snapshot_every, is_resumed=is_resumed)
-        epoch = self._epoch = Epoch(config, stage_ops, self.failures, reader)
+        epoch = self._epoch = Epoch(config, runners, self.failures, reader)
         self._resume_at = None
         # Without a `teardown`, the interpreter's exit only parks the threads.
         if config.has_teardown and self._at_exit is None:

@@ -8,11 +8,12 @@ new threads. Worker processes persist in this case, too.
 import functools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from shmloader.device.device import Destination, DeviceStage
 from shmloader.pipeline.config import OpKind, PipelineConfig, RunsOn, StageConfig
-from shmloader.pipeline.epoch import StageOp
+from shmloader.pipeline.epoch import Runner
 from shmloader.pipeline.executors import ExecutorOp, LoopExecutor, ThreadExecutor
 from shmloader.pipeline.processes import ProcessExecutor
 from shmloader.pipeline.source import SourceReader
@@ -32,47 +33,49 @@ class Executors:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        # Those on processes are keyed by the index of their stage.
+        # Those on processes are keyed by the number of their stage, from 1 on.
         self._running: dict[object, Any] = {}
         # The devices of a transfer, which persist with their page locks.
         self._destination: Destination | None = None
 
-    def make(self) -> list[StageOp | None]:
-        """Make the executors that are missing. Returns how each stage is run, the source first.
+    def make(self) -> list[Runner]:
+        """Make the executors that are missing. Returns how the source and each stage are run.
 
         The caller calls :meth:`end` if this raises, or if another thread has called it meanwhile.
         """
-        stages = self._config.stages
+        stages, source = self._config.stages, self._config.source
         for stage in stages:
             if stage.device is not None and self._destination is None:
                 self._destination = Destination([stage.device])
         processes = self._make_processes()
-        if isinstance(self._config.source, Iterable):
-            executor = self._started("source", ThreadExecutor, "shmloader_source", 1)
-            source = StageOp("the source", SourceReader.iterate, OpKind.GENERATOR, executor)
-        else:
-            loop = self._started(RunsOn.LOOP, LoopExecutor, "shmloader_loop")
-            source = StageOp("the source", SourceReader.iterate_async, OpKind.ASYNC_GENERATOR, loop)
-        stage_ops: list[StageOp | None] = [source]
+        read: Any = SourceReader.iterate
+        runs_on, kind = RunsOn.SOURCE, OpKind.GENERATOR
+        if not isinstance(source, Iterable):
+            read = SourceReader.iterate_async
+            runs_on, kind = RunsOn.LOOP, OpKind.ASYNC_GENERATOR
         transfer: DeviceStage | None = None
-        for index, stage in enumerate(stages):
-            if stage.runs_on is RunsOn.FLOW:
-                stage_ops.append(None)
-                continue
-            executor, op = processes.get(index) or self._executor_of(stage), stage.op
+        runners: list[Runner] = []
+        for index, stage in enumerate((StageConfig("the source", runs_on, read, kind), *stages)):
+            executor, op, lifecycle = processes.get(index), stage.op, stage.lifecycle
+            if executor is not None:
+                lifecycle = None  # a worker process calls `setup` itself
+            else:
+                executor = self._executor_of(stage)
             if isinstance(executor, DeviceExecutor):
                 op, transfer = executor.copy, executor.stage
             elif transfer is not None:
                 op = AfterTransfer(op, stage.kind, transfer)
             if stage.executor is not None:
                 op = ExecutorOp(stage.executor, op, stage.kind)
-            # A worker process calls `setup` itself.
-            lifecycle = None if stage.runs_on is RunsOn.PROCESSES else stage.lifecycle
-            stage_ops.append(StageOp(stage.name, op, stage.kind, executor, lifecycle))
-        return stage_ops
+            runners.append((replace(stage, op=op, lifecycle=lifecycle), executor))
+        return runners
 
     def _executor_of(self, stage: StageConfig) -> Any:
         match stage.runs_on:
+            case RunsOn.FLOW:
+                return None
+            case RunsOn.SOURCE:
+                return self._started("source", ThreadExecutor, "shmloader_source", 1)
             case RunsOn.EXECUTOR:
                 return self._started(RunsOn.EXECUTOR, LoopExecutor, "shmloader_submit")
             case RunsOn.DEVICE:
@@ -95,7 +98,7 @@ class Executors:
     def _make_processes(self) -> dict[int, ProcessExecutor]:
         """Start the workers that are missing, all before the first thread of the pipeline."""
         stages = self._config.stages
-        used = [index for index, stage in enumerate(stages) if stage.runs_on is RunsOn.PROCESSES]
+        used = [at for at, stage in enumerate(stages, 1) if stage.runs_on is RunsOn.PROCESSES]
         made: dict[int, ProcessExecutor] = {
             index: self._running[index]
             for index in used
@@ -106,10 +109,10 @@ class Executors:
             self.end([key for key in self._running if key not in made])
         for index in missing:
             # A device reads results out of their slots, which are then page-locked.
-            is_read = any(stage.device for stage in stages[index + 1 : index + 2])
+            is_read = any(stage.device for stage in stages[index : index + 1])
             locks = self._destination.locks if is_read and self._destination else None
-            limit = self._config.lend_limit(index)
-            made[index] = ProcessExecutor(stages[index], limit, locks, len(used))
+            limit = self._config.lend_limit(index - 1)
+            made[index] = ProcessExecutor(stages[index - 1], limit, locks, len(used))
             self._running[index] = made[index]
         for index in missing:
             made[index].start()

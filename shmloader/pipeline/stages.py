@@ -58,6 +58,11 @@ class Checkpoint(NamedTuple):
     read: int
     results: tuple[tuple[int, int], ...] = ()
 
+    def upto(self, number: int) -> "Checkpoint":
+        """Return the position before the first item that stage ``number`` gets."""
+        results = tuple(pair for pair in self.results if pair[0] < number)
+        return Checkpoint(self.saved, self.read, results)
+
     def within(self, number: int, result_count: int) -> "Checkpoint":
         """Return the position after some results that a stage makes of the next item."""
         return Checkpoint(self.saved, self.read, (*self.results, (number, result_count)))
@@ -146,7 +151,7 @@ class Job:
         outputs: Results that wait for space in the queue.
         is_done: Whether no further result comes.
         epoch: The epoch that takes the results; it sets this when it hands the job out.
-        op: How the job is run; set with ``epoch``.
+        stage: The stage's configuration, and ``executor``: what runs the job; set with ``epoch``.
     """
 
     number: int
@@ -163,7 +168,8 @@ class Job:
     outputs: collections.deque[_Entry] = field(default_factory=collections.deque)
     is_done: bool = False
     epoch: Any = None
-    op: Any = None
+    stage: Any = None
+    executor: Any = None
 
     def after_result(self, count: int) -> Checkpoint | None:
         """Return the checkpoint after the job's first ``count`` results, if more may follow."""
@@ -238,13 +244,8 @@ class Stage:
         self.free = self.capacity
         self._list: list[object] = []
         # The checkpoint after the item that was taken in last.
-        self._newest = self.start
-        self._dropped = 0
-        if self.start is not None:
-            saved, read, results = self.start
-            self._dropped = dict(results).get(self.number, 0)
-            earlier = tuple(pair for pair in results if pair[0] < self.number)
-            self._newest = Checkpoint(saved, read, earlier)
+        self._newest = self.start and self.start.upto(self.number)
+        self._dropped = dict(self.start.results).get(self.number, 0) if self.start else 0
 
     def cut(self) -> None:
         """Start no further job, and drop the items that wait before the stage or still come."""

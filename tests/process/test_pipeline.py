@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -74,11 +73,6 @@ def test_each_item_is_worked_on_once_in_another_process(order):
     assert taken == list(range(60)) if order == "input" else sorted(taken) == list(range(60))
     assert os.getpid() not in pids
     assert 1 <= len(pids) <= 2
-
-
-def test_what_is_kept_stays_as_it_is():
-    tensors = list(on_processes(filled, range(100), output_order="input"))
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
 
 
 def test_items_of_any_size_reach_the_worker_and_none_is_left_out():
@@ -297,39 +291,6 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
         items = iter(pipeline)
         gate.open()
         assert list(items) == [(1, number) for number in range(5)]
-    gate.close()
-    reached.close()
-
-
-def test_what_waits_for_a_worker_when_an_epoch_is_left_is_not_begun():
-    gate, reached = Gate(), Gate()
-    epochs = multiprocessing.get_context("fork").Array("i", 3)
-
-    def op(item):
-        epoch, _ = item
-        epochs[epoch] += 1
-        if epoch == 0:
-            reached.open()
-            gate.pass_through()
-        return item
-
-    with on_processes(op, FiveAnEpoch(), concurrency=1).auto_stop() as pipeline:
-        items = iter(pipeline)
-        reached.wait_until_open()
-        executor = pipeline._executors._running[0]
-        wait_until(lambda: len(executor._tickets.sent) == 2)
-        for _ in range(2):
-            del items
-            items = pipeline.get_iterator(0.1)
-            with contextlib.suppress(TimeoutError):
-                next(items)
-        gate.open(2)  # one was in work, one on its way
-        taken = []
-        while len(taken) < 5:
-            with contextlib.suppress(TimeoutError):
-                taken.append(next(items))
-    assert taken == [(2, number) for number in range(5)]
-    assert list(epochs) == [2, 0, 5]
     gate.close()
     reached.close()
 

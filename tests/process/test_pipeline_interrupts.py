@@ -50,42 +50,6 @@ def executor() -> Iterator[Any]:
         yield pool, lambda item: item
 
 
-class Done(concurrent.futures.Future):
-    """Is done when it is asked, or not before somebody waits for it."""
-
-    is_late = False
-
-    def done(self) -> bool:
-        return not self.is_late and super().done()
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        self.is_late = False
-        super().add_done_callback(fn)
-
-
-class AtOnce(concurrent.futures.Executor):
-    """Does all that it is given within ``submit``."""
-
-    def __init__(self, is_late: bool) -> None:
-        self.is_late = is_late
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        future = Done()
-        future.is_late = self.is_late
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-@contextlib.contextmanager
-def at_once() -> Iterator[Any]:
-    yield AtOnce(is_late=False), lambda item: item
-
-
-@contextlib.contextmanager
-def while_added() -> Iterator[Any]:
-    yield AtOnce(is_late=True), lambda item: item
-
-
 @contextlib.contextmanager
 def device() -> Iterator[Any]:
     with switched_on():
@@ -97,8 +61,6 @@ KINDS_OF_PIPELINE: dict[str, tuple[Any, Callable[[PipelineBuilder, Any], Any], i
     "threads": (plain, lambda builder, _: builder.pipe(double, concurrency=2), 29),
     "loop": (plain, lambda builder, _: builder.pipe(double_soon, concurrency=2), 31),
     "executor": (executor, lambda builder, given: builder.pipe(double, executor=given), 37),
-    "at once": (at_once, lambda builder, given: builder.pipe(double, executor=given), 43),
-    "while added": (while_added, lambda builder, given: builder.pipe(double, executor=given), 47),
     "processes": (plain, lambda builder, _: builder.pipe(double, executor="process"), 151),
     "device": (device, lambda builder, given: builder.pipe(tensor).transfer(given), 41),
 }

@@ -17,8 +17,7 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
 from shmloader.pipeline import runtime
-from shmloader.pipeline.epoch import Epoch
-from tests.process.support import Program, stack_of, wait_until
+from tests.process.support import stack_of, wait_until
 from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
 
 # Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
@@ -153,18 +152,6 @@ def test_a_break_without_start_leaves_nothing(sink):
         if number == 4:
             break
     assert source.drawn < 10_000
-
-
-def test_an_iterator_that_is_dropped_ends_what_it_has_started():
-    pipeline = chain(range(10_000))
-    items = iter(pipeline)
-    assert next(items) == 0
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("shmloader")}
-    assert before
-    del items
-    for thread in before:
-        thread.join(SOON_S)
-        assert not thread.is_alive()
 
 
 class Trainer:
@@ -383,21 +370,6 @@ def test_what_a_handler_raises_while_the_loop_is_told_to_end_ends_it_nevertheles
     wait_until(lambda: "shmloader_loop" not in [thread.name for thread in threading.enumerate()])
 
 
-def test_a_stop_before_the_source_has_begun_is_told_as_any_other(monkeypatch):
-    pipeline = chain(range(3), abs)
-
-    class Stopped(Epoch):
-        def begin(self):
-            pipeline.stop()  # as another thread may
-            super().begin()
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shmloader.pipeline.pipeline.Epoch", Stopped)
-        with pytest.raises(ClosedLoaderError, match="stopped while it started"):
-            pipeline.start()
-    assert list(pipeline) == [0, 1, 2]
-
-
 def test_what_an_iterator_has_started_the_next_one_stops():
     pipeline = chain(range(3), abs)
     older = iter(pipeline)
@@ -439,44 +411,3 @@ def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert list(items) == list(range(1, 9))
-
-
-@pytest.mark.slow
-def test_the_interpreter_ends_quietly_and_waits_for_no_op_abandoned_or_not():
-    program = Program(
-        """
-        import threading, time
-        from shmloader import PipelineBuilder
-
-        def start_one():
-            reached = threading.Event()
-
-            def stuck(number):
-                reached.set()
-                time.sleep(60)
-
-            pipeline = PipelineBuilder().add_source(range(9)).pipe(stuck).add_sink().build()
-            pipeline.start()
-            reached.wait()
-            return pipeline
-
-        async def soon(number):
-            return number
-
-        def each(number):
-            yield number
-
-        builder = PipelineBuilder().add_source(range(10**9)).pipe(soon, concurrency=4)
-        builder.pipe(abs, executor="process", concurrency=2).pipe(each).pipe(abs)
-        in_use = iter(builder.add_sink().build())
-        assert len([next(in_use) for _ in range(9)]) == 9
-        pipeline = start_one()
-        start_one().stop()
-        print("the end", flush=True)
-        """
-    )
-    assert program.read_line() == "the end"
-    start = time.monotonic()
-    done = program.finish()
-    assert time.monotonic() - start < 20
-    done.assert_quiet()

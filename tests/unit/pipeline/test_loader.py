@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, PipelineDataLoader
-from tests.unit.pipeline.support import Gate, Squares
+from tests.unit.pipeline.support import Squares
 
 
 def half(number):
@@ -89,37 +89,6 @@ def test_an_executor_of_the_users_is_used():
         loader = load(preprocessor=lambda _: threading.current_thread().name, executor=pool)
         assert all(name.startswith("theirs") for name in loader)
         loader.close()
-
-
-def test_a_timeout_and_an_error_are_those_of_a_pipeline():
-    gate = Gate()
-
-    def op(number):
-        if number == 1:
-            gate.pass_through()
-        if number == 9:
-            raise ValueError("nine")
-        return number
-
-    with load(preprocessor=op, timeout=0.01, num_threads=1) as loader:
-        items = iter(loader)
-        taken = []
-        with pytest.raises(TimeoutError):
-            taken.extend(items)
-        gate.open()
-        while len(taken) < 3:
-            try:
-                taken.append(next(items))
-            except TimeoutError:
-                continue
-        assert taken == [0, 1, 4]
-        while True:
-            with pytest.raises((TimeoutError, ValueError)) as caught:
-                next(items)
-            if caught.type is ValueError:
-                break
-        assert "Stage 'op' failed for item 9." in caught.value.__notes__
-        assert loader.failures.total == 0
 
 
 def test_a_closed_loader_says_so():

@@ -140,48 +140,6 @@ def test_an_executor_of_the_users_runs_functions_and_generators():
         assert all(name.startswith("theirs") for name in names)
 
 
-class _Breaking(concurrent.futures.Executor):
-    """Fails its futures under the lock that submit() takes, as CPython's executors do.
-
-    That of threads does so if its initializer raises, that of processes from Python 3.12 on.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._futures = []
-        self._is_broken = False
-        self.is_busy = threading.Event()
-
-    def submit(self, fn, /, *args, **kwargs):
-        with self._lock:
-            if self._is_broken:
-                raise concurrent.futures.BrokenExecutor("broken")
-            self._futures.append(concurrent.futures.Future())
-            if len(self._futures) == 4:
-                self.is_busy.set()
-            return self._futures[-1]
-
-    def fail(self):
-        self.is_busy.wait(SOON_S)
-        with self._lock:
-            self._is_broken = True
-            for future in self._futures:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(concurrent.futures.BrokenExecutor("broken"))
-
-
-def test_an_executor_that_breaks_with_its_lock_held_ends_the_epoch():
-    pool = _Breaking()
-    builder = PipelineBuilder().add_source(range(30))
-    builder.pipe(double, executor=pool, concurrency=4, max_failures=1000)
-    thread = threading.Thread(target=pool.fail)
-    thread.start()
-    with pytest.raises(concurrent.futures.BrokenExecutor):
-        list(builder.add_sink(2).build(timeout=SOON_S))
-    thread.join(SOON_S)
-    assert not thread.is_alive()
-
-
 class Failing(concurrent.futures.Executor):
     """Fails what is submitted."""
 
@@ -210,20 +168,6 @@ def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
     builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool, max_failures=9)
     with pytest.raises(RuntimeError, match="after shutdown"):
         list(builder.add_sink(2).build(timeout=SOON_S))
-
-
-class AtOnce(concurrent.futures.Executor):
-    """Runs what is submitted at once."""
-
-    def submit(self, fn, /, *args, **kwargs):
-        future = concurrent.futures.Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def test_an_executor_that_runs_at_once_does_not_pile_up_calls():
-    builder = PipelineBuilder().add_source(range(3000)).pipe(double, executor=AtOnce())
-    assert sum(builder.add_sink(5000).build()) == 3000 * 2999
 
 
 # ---------------------------------------------------------------- order, concurrency
