@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shmloader.cli.target import Run, UsageError, find, make_loader, on_torch
+from shmloader.cli.target import Run, UsageError, make_loader, on_torch
 from shmloader.grammar import described_type, seconds
 from shmloader.insight.stats import LoaderStats
 from shmloader.loader.dataloader import DataLoader
@@ -25,13 +25,12 @@ def bench(options: argparse.Namespace) -> None:
         UsageError: If the arguments name no loader, or one that ``--vs`` cannot compare.
         KeyboardInterrupt: After a Ctrl-C. The measurements so far are printed before.
     """
-    make = find(options.target)
-    loader = make_loader(make, options.target)
+    loader = make_loader(options.target)
     if options.vs is None:
         stats, interrupted = _run("bench", loader, options)
         print(stats)
     elif isinstance(loader, DataLoader) and not isinstance(loader, ShardedDataLoader):
-        interrupted = _compare(make, loader, options)
+        interrupted = _compare(loader, options)
     else:
         raise UsageError(
             f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
@@ -41,9 +40,7 @@ def bench(options: argparse.Namespace) -> None:
         raise interrupted
 
 
-def _compare(
-    make: Callable[..., Any], loader: DataLoader[Any], options: argparse.Namespace
-) -> KeyboardInterrupt | None:
+def _compare(loader: DataLoader[Any], options: argparse.Namespace) -> KeyboardInterrupt | None:
     """Run the loader and torch's in turns, with new loaders in each round, and print the results.
 
     Within a round, both see the same state of the machine. Which one runs first alternates.
@@ -54,7 +51,7 @@ def _compare(
         number, is_second = divmod(turn, 2)
         name = list(measured)[is_second ^ number % 2]
         if number and not is_second:
-            loader = make_loader(make, options.target)
+            loader = make_loader(options.target)
         each = on_torch(loader) if name == "torch" else loader
         stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
         if interrupted is not None:

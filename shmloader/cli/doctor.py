@@ -9,7 +9,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import psutil
 import torch
 
 from shmloader.cli.diagnosis import Diagnosis, diagnose
-from shmloader.cli.target import call, find
+from shmloader.cli.target import call
 from shmloader.grammar import counted, seconds, size
 from shmloader.memory.limits import describe_address_space, free_memory, soft_limit
 from shmloader.memory.system_support import why_unsupported
@@ -62,7 +61,7 @@ def doctor(options: argparse.Namespace) -> int:
         for name, (value, meaning) in findings.items():
             _print(name, value, meaning)
         return 0
-    found = diagnose(call(find(options.target), options.target), options.target)
+    found = diagnose(call(options.target), options.target)
     if options.json:
         print(json.dumps({"target": options.target, **dataclasses.asdict(found)}, indent=2))
     else:
@@ -271,13 +270,6 @@ def _streaming() -> _Finding:
     return "not built", meaning
 
 
-def _threads() -> _Finding:
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return "free-threaded", "thread_pool=True loads on all cores."
-    meaning = "thread_pool=True helps if samples wait, or release the interpreter's lock."
-    return "with a global lock", meaning
-
-
 _CHECKS: dict[str, Callable[[], _Finding]] = {
     "cores": _cores,
     "memory": _memory,
@@ -289,5 +281,4 @@ _CHECKS: dict[str, Callable[[], _Finding]] = {
     "GPUs": _gpus,
     "locked pages": _locked_pages,
     "C function": _streaming,
-    "interpreter": _threads,
 }

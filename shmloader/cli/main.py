@@ -58,33 +58,30 @@ def make_parser() -> argparse.ArgumentParser:
     count = _number(1, int, "a whole number")
     duration = _number(0, float, "a number")
 
-    doctor_help = "show what this machine offers to a loader, or the problems of a loader"
-    command = commands.add_parser("doctor", help=doctor_help)
-    inspected_help = "a function that returns the loader or dataset to examine"
-    command.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help=inspected_help)
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.set_defaults(run=doctor)
+    def command(name: str, run: Callable[..., object], text: str) -> Callable[..., object]:
+        added = commands.add_parser(name, help=text)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    bench_help = "run a loader, and show where its time goes"
-    command = commands.add_parser("bench", help=bench_help)
-    loader_help = "a function that returns a loader"
-    command.add_argument("target", metavar="MODULE:FUNCTION", help=loader_help)
-    step_help = "duration of a simulated training step after each batch, in ms (%(default)s)"
-    command.add_argument("--step-ms", type=duration, default=0.0, help=step_help)
-    command.add_argument(
-        "--batches", type=count, default=200, help="number of batches to take (%(default)s)"
-    )
-    vs_help = "run torch's loader on the same dataset in turns, and print medians and ratios"
-    command.add_argument("--vs", choices=["torch"], help=vs_help)
-    rounds_help = "number of turns of each loader with --vs (%(default)s)"
-    command.add_argument("--rounds", type=count, default=5, help=rounds_help)
-    command.set_defaults(run=bench)
+    add = command("doctor", doctor, "show what this machine offers, or the problems of a loader")
+    text = "a function that returns the loader or dataset to examine"
+    add("target", metavar="MODULE:FUNCTION", nargs="?", help=text)
+    add("--json", action="store_true", help="print one JSON object")
 
-    command = commands.add_parser("report", help="write a web page that shows a trace")
-    command.add_argument("trace", type=Path, help="a file that loader.trace() has written")
-    output_help = "the page (default: the name of the trace with .html)"
-    command.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
-    command.set_defaults(run=report)
+    add = command("bench", bench, "run a loader, and show where its time goes")
+    add("target", metavar="MODULE:FUNCTION", help="a function that returns a loader")
+    text = "duration of a simulated training step after each batch, in ms (%(default)s)"
+    add("--step-ms", type=duration, default=0.0, help=text)
+    add("--batches", type=count, default=200, help="number of batches to take (%(default)s)")
+    text = "run torch's loader on the same dataset in turns, and print medians and ratios"
+    add("--vs", choices=["torch"], help=text)
+    text = "number of turns of each loader with --vs (%(default)s)"
+    add("--rounds", type=count, default=5, help=text)
+
+    add = command("report", report, "write a web page that shows a trace")
+    add("trace", type=Path, help="a file that loader.trace() has written")
+    text = "the page (default: the name of the trace with .html)"
+    add("-o", "--output", type=Path, metavar="FILE", help=text)
     return parser
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import os
+import pkgutil
 import sys
 import time
 import traceback
@@ -29,88 +30,44 @@ _WITHOUT_WORKERS = {
     "sample_timeout": None, "worker_restarts": 0,
 }  # fmt: skip
 
-_ABSENT = object()
-
 
 class UsageError(Exception):
     """Wrong arguments. The text is one line for the user."""
 
 
-def find(name: str) -> Callable[..., Any]:
-    """Return the function that ``pkg.module:function`` names.
+def call(name: str) -> Any:
+    """Return what the function returns that ``pkg.module:function`` names.
 
     Raises:
-        UsageError: If there is no such function, or importing its module fails.
+        UsageError: If there is no such function, or if it or its module raises.
     """
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
+    if not all(name.partition(":")):
         raise UsageError(f"{name!r} is not of the form pkg.module:make_loader")
-    _search_here()
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not (module_name + ".").startswith(error.name + "."):
-            raise _raised(module_name, error) from error
-        where = "here"
-        if sys.flags.safe_path:
-            where += "; the current directory is not searched, because of PYTHONSAFEPATH or -P"
-        raise UsageError(f"there is no module {error.name!r} {where}") from error
-    except Exception as error:
-        raise _raised(module_name, error) from error
-    for part in path.split("."):
-        found = probe(found, part, _ABSENT)
-        if found is _ABSENT:
-            raise UsageError(f"{module_name} has no {path!r}")
-    if not callable(found):
-        raise UsageError(
-            f"{name} is not a function that makes a loader, but {described_type(found)}"
-        )
-    make: Callable[..., Any] = found
-    return make
-
-
-def _search_here() -> None:
-    """Search the current directory for modules, as ``python -m`` does, unless told not to."""
-    if sys.flags.safe_path:
-        return
-    with contextlib.suppress(OSError):  # the directory may have been removed
+    with contextlib.suppress(OSError):  # the current directory may have been removed
         here = os.getcwd()  # noqa: PTH109 - sys.path holds strings
-        if here not in sys.path:
+        if here not in sys.path and not sys.flags.safe_path:
             sys.path.insert(0, here)
-
-
-def call(make: Callable[..., Any], name: str) -> Any:
-    """Return what the user's function returns.
-
-    Raises:
-        UsageError: If the function raises.
-    """
     try:
-        return make()
+        return pkgutil.resolve_name(name)()
     except Exception as error:
-        raise _raised(f"{name}()", error) from error
+        what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        own = (__file__, importlib.__file__, pkgutil.__file__, "<frozen ")
+        frames = traceback.extract_tb(error.__traceback__)
+        for frame in [one for one in frames if not one.filename.startswith(own)][:1]:
+            what += f" ({frame.filename}, line {frame.lineno})"
+        raise UsageError(what) from error
 
 
-def make_loader(make: Callable[..., Any], name: str) -> Any:
+def make_loader(name: str) -> Any:
     """Return the loader that the user's function makes.
 
     Raises:
         UsageError: If what it returns cannot be iterated, or the function raises.
     """
-    loader = call(make, name)
+    loader = call(name)
     if probe(loader, "__iter__") is None:
         raise UsageError(f"{name}() returned {described_type(loader)}, which is not a loader")
     return loader
-
-
-def _raised(name: str, error: Exception) -> UsageError:
-    """Describe in one line what the user's code has raised, and where."""
-    what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-    if not isinstance(error, SyntaxError):  # its message says where
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith((__file__, importlib.__file__, "<frozen ")):
-                return UsageError(f"{what} ({frame.filename}, line {frame.lineno})")
-    return UsageError(what)
 
 
 def without_workers(loader: Any) -> Any:
