@@ -244,7 +244,7 @@ class PipelineBuilder:
     def disaggregate(self) -> Self:
         """Add a stage that passes on the items of each list, or other iterable, one by one."""
         self._check_open("disaggregate")
-        return self.pipe(_take_apart, name="disaggregate")
+        return self.pipe(_each_item, name="disaggregate")
 
     def transfer(self, device: str | int | torch.device) -> Self:
         """Add a stage that copies batches to a device, on a thread and a stream of its own.
@@ -377,5 +377,5 @@ def _parse_lifecycle(
     return Lifecycle(stage, setup, teardown) if given else None
 
 
-def _take_apart(items: Iterable[Any]) -> Iterator[Any]:
+def _each_item(items: Iterable[Any]) -> Iterator[Any]:
     yield from items

@@ -171,7 +171,7 @@ class Epoch:
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            taken, _ = self._change(None, self._take_from)
+            taken, _ = self._change(None, self._pop_item)
             if taken is None and self.over_because:
                 _park_if_exiting()
                 return Raised(ClosedLoaderError(f"the pipeline was ended: {self.over_because}"))
@@ -191,7 +191,7 @@ class Epoch:
                 continue
             return opened(item)
 
-    def _take_from(self, flow: Flow) -> tuple[object]:
+    def _pop_item(self, flow: Flow) -> tuple[object]:
         item, clock = flow.take(), flow.clock
         if not clock.startup_ns and item is not NOTHING:
             clock.startup_ns = clock.waited_ns

@@ -190,7 +190,7 @@ class Flow:
             while True:
                 if stage.held and stage.pass_on(ready):
                     has_passed = True
-                if before.items and (stage.free or stage.is_cut) and stage.take_in(ready):
+                if before.items and (stage.free or stage.is_cut) and stage.accept(ready):
                     has_taken = True
                 elif before.is_ended and stage.end():
                     has_passed = True

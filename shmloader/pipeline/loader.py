@@ -63,10 +63,9 @@ class PipelineDataLoader(Pipeline):
     ) -> None:
         flag(drop_last, "drop_last")
         whole_number(num_threads, "num_threads", minimum=1)
-        given = {"aggregator": aggregator is not None, "drop_last": drop_last}
-        for name, is_given in given.items():
-            if is_given and batch_size is None:
-                raise ValueError(f"{name} needs batch_size: without it there are no batches")
+        if batch_size is None and (aggregator is not None or drop_last):
+            name = "drop_last" if aggregator is None else "aggregator"
+            raise ValueError(f"{name} needs batch_size: without it there are no batches")
         ops = {"preprocessor": preprocessor, "aggregator": aggregator, "transfer_fn": transfer_fn}
         for name, op in ops.items():
             if op is not None and not callable(op):

@@ -89,8 +89,8 @@ class Pipeline:
         self._is_started = False
         # Whether `start` was called. If not, the iterator that started the pipeline stops it.
         self._is_kept = False
-        # The iterator over the present epoch, if there is one.
-        self._reader: weakref.ref[PipelineIterator] | None = None
+        # Whether the present epoch has an iterator.
+        self._has_iterator = False
 
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
@@ -116,7 +116,7 @@ class Pipeline:
             self._begin()
 
     def _begin(self) -> Epoch:
-        self._reader = None
+        self._has_iterator = False
         self._is_started, self._pid = True, os.getpid()
         try:
             epoch = self._begin_epoch()
@@ -312,12 +312,11 @@ class Pipeline:
         epoch = self._epoch
         if epoch is None or epoch.is_over or not self._is_started:
             epoch = self._begin()
-        elif self._reader is not None:
+        elif self._has_iterator:
             self._leave_epoch("another iterator has begun")
             epoch = self._begin()
-        iterator = PipelineIterator(self, epoch, timeout)
-        self._reader = weakref.ref(iterator)
-        return iterator
+        self._has_iterator = True
+        return PipelineIterator(self, epoch, timeout)
 
     # Statistics and states ---------------------------------------------------------------
 

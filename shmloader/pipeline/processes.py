@@ -113,7 +113,7 @@ class _Tickets(Inbox):
     """
 
     def __init__(self, window: int) -> None:
-        super().__init__(_do_nothing)
+        super().__init__(lambda _: None)  # tickets come without a request
         self.jobs: collections.deque[Job] = collections.deque()
         self.sent: dict[int, Job] = {}
         self._window = window
@@ -137,10 +137,6 @@ class _Tickets(Inbox):
         self.sent.clear()
         self.jobs.clear()
         return jobs
-
-
-def _do_nothing(*_: object) -> None:
-    """Do nothing when the engine requests a ticket: tickets come without a request."""
 
 
 class ProcessExecutor(BackgroundThread):
@@ -196,7 +192,7 @@ class ProcessExecutor(BackgroundThread):
         )
         self._tickets = _Tickets(pipe.capacity)
         self._pool.enable_wake()
-        self._engine.attach(self._tickets, self._pause_or_stop, _call)
+        self._engine.attach(self._tickets, self._pause_or_stop, lambda call: call())
 
     def wake(self) -> None:
         """End the engine's wait."""
@@ -223,40 +219,34 @@ class ProcessExecutor(BackgroundThread):
 
     def _serve_one(self) -> bool:
         """Wait for a result and bring it to its epoch. Returns whether another one may come."""
-        engine, sent = self._engine, self._tickets.sent
+        engine, tickets = self._engine, self._tickets
+        result, error = None, None
         try:
             result = engine.next_batch()
         except _Stop:
             raise
         except BaseException as raised:  # noqa: BLE001 - raised to the consumer
             error = raised.error if isinstance(raised, Instead) else raised
-            delivery = engine.delivery
-            if delivery is None:
-                # The engine is closed, because a worker died or it cannot continue.
-                for job in self._tickets.clear():
-                    job.epoch.failed_for_good(job, error)
-                return False
-            job = sent.pop(delivery.seq)
-            self._continue_with(job.epoch.failed(job, error))
-            return not engine.is_closed
-        assert engine.delivery is not None
-        job = sent.pop(engine.delivery.seq)
-        if type(result) is FailedSetup:
+        delivery = engine.delivery
+        if delivery is None:
+            # The engine is closed, because a worker died or it cannot continue.
+            assert error is not None
+            for job in tickets.clear():
+                job.epoch.failed_for_good(job, error)
+            return False
+        job = tickets.sent.pop(delivery.seq)
+        if error is not None:
+            following = job.epoch.failed(job, error)
+        elif type(result) is FailedSetup:
             failed = result.error.rebuilt("It was raised in a worker process.")
-            self._continue_with(job.epoch.failed_for_good(job, failed, in_setup=True))
-            return True
-        if engine.delivery.times is not None:
-            job.op_ns = engine.delivery.times.work[1]  # in the dataset, which is the op
-        results = results_of(result, self._kind)
-        del result
-        following = job.epoch.finished(job, results)
-        del results, job  # this frame waits next, and must not pin the slot
-        self._continue_with(following)
-        return True
-
-    def _continue_with(self, job: Job | None) -> None:
-        if job is not None:
-            self._tickets.jobs.append(job)
+            following = job.epoch.failed_for_good(job, failed, in_setup=True)
+        else:
+            if delivery.times is not None:
+                job.op_ns = delivery.times.work[1]  # in the dataset, which is the op
+            following = job.epoch.finished(job, results_of(result, self._kind))
+        if following is not None:
+            tickets.jobs.append(following)
+        return not engine.is_closed
 
     @property
     def is_broken(self) -> bool:
@@ -292,7 +282,3 @@ class ProcessExecutor(BackgroundThread):
         self.close_what_it_uses()
         self._tickets.clear()
         return True
-
-
-def _call(function: Callable[[], None]) -> None:
-    function()

@@ -252,7 +252,7 @@ class Stage:
         self.is_cut = self.before.is_ended = True
         self.before.items.clear()
 
-    def take_in(self, ready: list[Job]) -> bool:
+    def accept(self, ready: list[Job]) -> bool:
         """Take items as far as capacity goes. Returns whether any was taken.
 
         Args:

@@ -55,10 +55,10 @@ class _Reader:
     def __init__(self, sequence: Sequence[Any], window: int, options: dict[str, Any]) -> None:
         self._sequence, self._window, self._options = sequence, window, options
         self._length = len(sequence)
-        self._begin_anew()
+        self._reset()
         self._make_loader()  # raises now if an argument is invalid
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._order = _OrderFrom(self._length)
         self._loader: _Loader | None = None
         self._items: Any = None
@@ -80,7 +80,7 @@ class _Reader:
     def read(self, index: int) -> Any:
         """Return an item."""
         if self._pid != os.getpid():
-            self._begin_anew()  # in a forked child, the loader still belongs to the parent
+            self._reset()  # in a forked child, the loader still belongs to the parent
         if self._loader is None:
             self._loader = self._make_loader()
         if index != self._next or self._items.is_closed:
@@ -95,7 +95,7 @@ class _Reader:
         """Stop the workers."""
         if self._loader is not None:
             self._loader.close()
-        self._begin_anew()
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the loader and its state."""
@@ -105,7 +105,7 @@ class _Reader:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_anew()
+        self._reset()
 
 
 class _Prefetched(LazySequence):
