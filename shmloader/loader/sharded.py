@@ -237,6 +237,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}"
             )
         _check_samplers(sampler, batch_sampler)
+        whole_number(seed, "seed", minimum=0)  # here None is refused, too
         if batch_sampler is None and batch_size is None:
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
