@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -35,6 +36,7 @@ from shmloader import (
     empty,
 )
 from shmloader.threads import fork_safety
+from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.bytecodes import interrupt
 from tests.process.interrupts import in_thread, interrupted
@@ -49,6 +51,7 @@ from tests.process.support import (
     only,
     run_program,
     stack_of,
+    wait_for_end,
     wait_until,
 )
 
@@ -61,14 +64,10 @@ def sample(index: int) -> torch.Tensor:
     return torch.full((17_000,), index, dtype=torch.int32)
 
 
-def identity(index: int) -> int:
-    return index
-
-
 def make(dataset: Any = 24, **options: Any) -> DataLoader:
     """A loader on two threads; of numbers, if only their count is given."""
     if isinstance(dataset, int):
-        dataset = Calls(identity, dataset)
+        dataset = Calls(int, dataset)
     return DataLoader(
         dataset, **{"num_workers": 2, "collate_fn": only, "thread_pool": True, **options}
     )
@@ -76,11 +75,8 @@ def make(dataset: Any = 24, **options: Any) -> DataLoader:
 
 def ours() -> list[str]:
     """Names of the worker threads that run."""
-    return sorted(
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith("shmloader_") and thread.name[10:].isdigit()
-    )
+    names = sorted(thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("shmloader_") and name[10:].isdigit()]
 
 
 def outcomes(batches: Any) -> list[object]:
@@ -106,7 +102,7 @@ class Held:
         seen: All indices, in the order in which they were begun.
     """
 
-    def __init__(self, *held: int, make: Any = identity) -> None:
+    def __init__(self, *held: int, make: Any = int) -> None:
         self.held = held
         self.make = make
         self.entered = threading.Event()
@@ -163,25 +159,20 @@ class Together(torch.utils.data.Dataset):
         return [torch.tensor([index, len(indices)]) for index in indices]
 
 
-def shuffled() -> dict[str, Any]:
-    return {"shuffle": True, "generator": torch.Generator().manual_seed(3), "batch_size": 4}
-
-
 CASES: dict[str, Any] = {
-    "by default": dict,
-    "batches": lambda: {"batch_size": 4},
-    "drop_last": lambda: {"batch_size": 4, "drop_last": True},
-    "shuffled": shuffled,
-    "no batching": lambda: {"batch_size": None},
-    "keys": lambda: {"sampler": [3, 1, 2, 3], "batch_size": 3},
-    "batch_sampler": lambda: {"batch_sampler": [[1, 2], [], [3]], "collate_fn": list},
-    "collate_fn": lambda: {"batch_size": 3, "collate_fn": lambda samples: samples[::-1]},
-    "together": lambda: {"dataset": Together(), "batch_size": 4},
-    "nothing": lambda: {"dataset": Calls(mixed, 0)},
+    "by default": {},
+    "drop_last": {"batch_size": 4, "drop_last": True},
+    "shuffled": {"shuffle": True, "batch_size": 4},
+    "no batching": {"batch_size": None},
+    "keys": {"sampler": [3, 1, 2, 3], "batch_size": 3},
+    "batch_sampler": {"batch_sampler": [[1, 2], [], [3]], "collate_fn": list},
+    "collate_fn": {"batch_size": 3, "collate_fn": lambda samples: samples[::-1]},
+    "together": {"dataset": Together(), "batch_size": 4},
+    "nothing": {"dataset": Calls(mixed, 0)},
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_torch_s_bit_for_bit(case, workers) -> None:
@@ -190,70 +181,17 @@ def test_batches_are_torch_s_bit_for_bit(case, workers) -> None:
         (DataLoader, {"num_workers": workers, "thread_pool": True}),
         (TorchLoader, {"num_workers": 0}),
     ):
-        loader = loader_type(**{"dataset": Calls(mixed, 10), **CASES[case](), **options})
+        options["generator"] = torch.Generator().manual_seed(3)
+        loader = loader_type(**{"dataset": Calls(mixed, 10), **CASES[case], **options})
         found.append([list(loader) for _ in range(2)])
         assert len(found[-1][0]) == len(loader)
     assert_same(found[0], found[1])
 
 
-class Drawn(torch.utils.data.Sampler):
-    """Draws each index from torch's global stream when it is asked for it; notes the thread."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.threads: list[threading.Thread] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Any:
-        for _ in range(self.length):
-            self.threads.append(threading.current_thread())
-            yield int(torch.randint(1000, ()))
-
-
-def trace(loader: Any, read: Any, *, epochs: int, take: int) -> list[Any]:
-    """What each next() gives, and torch's random state after it."""
-    found: list[Any] = []
-    for _ in range(epochs):
-        batches = iter(loader)
-        found.append(torch.get_rng_state().tolist())
-        for _ in range(take):
-            try:
-                batch = read(next(batches)).tolist()
-            except StopIteration:
-                batch = "end"
-            found.append((batch, torch.get_rng_state().tolist()))
-        del batches
-    return found
-
-
-STAGES = pytest.mark.parametrize("staged", [False, True], ids=["plain", "staged"])
-
-
-@pytest.mark.sampled(1)
-@STAGES
-@pytest.mark.parametrize("take", [4, 20], ids=["left", "to the end"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_each_next_gives_and_draws_what_torch_s_workers_do(kind, staged, take, persistent) -> None:
-    how = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
-    states = [random.getstate(), np.random.get_state()[1].tolist()]
-    found = []
-    samplers = []
-    for loader_type, options in (
-        (DataLoader, {"thread_pool": True, **(kind.options if staged else {})}),
-        (TorchLoader, {}),
-    ):
-        torch.manual_seed(5)
-        samplers.append(Drawn(30))
-        loader = loader_type(Calls(torch.tensor, 1000), sampler=samplers[-1], **how, **options)
-        read = kind.read if staged and options else lambda batch: batch
-        found.append(trace(loader, read, epochs=3, take=take))
-        del loader
-    assert found[0] == found[1]
-    assert {thread.name for thread in samplers[0].threads} == {"MainThread"}
-    # Nothing is seeded.
-    assert states == [random.getstate(), np.random.get_state()[1].tolist()]
+def test_nothing_is_seeded() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    assert len(list(make(8, shuffle=True))) == 8
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_batches_are_ordinary_memory_of_this_process(slots) -> None:
@@ -281,9 +219,6 @@ def test_batches_are_ordinary_memory_of_this_process(slots) -> None:
         assert not mine.is_shared()
         assert not theirs.is_shared()
     assert infos == [None] * 18
-
-
-def test_objects_come_as_they_are() -> None:
     things = [threading.Lock(), object(), lambda: 0, type("Local", (), {})]
     assert list(make(Calls(things.__getitem__, 4))) == things
 
@@ -326,6 +261,10 @@ def test_as_many_threads_load_as_were_asked_for() -> None:
     loader = make(Calls(meet, 10), num_workers=5)
     batches = iter(loader)
     assert {next(batches) for _ in range(5)} == {f"shmloader_{number}" for number in range(5)}
+    for thread in threading.enumerate():
+        if thread.name in ours():
+            comm = Path(f"/proc/self/task/{thread.native_id}/comm").read_text()
+            assert comm == f"{thread.name}\n"
     assert len(list(batches)) == 5
 
 
@@ -351,14 +290,19 @@ def test_out_of_order_the_ready_ones_come_first(held) -> None:
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
-    sampler = Drawn(40)
-    loader = make(1000, sampler=sampler, num_workers=3, prefetch_factor=4, in_order=in_order)
-    batches = iter(loader)
-    assert len(sampler.threads) == 12
+    drawn = []
+
+    def draw() -> Any:
+        for index in range(40):
+            drawn.append(threading.current_thread().name)
+            yield index
+
+    batches = iter(make(40, sampler=draw(), num_workers=3, prefetch_factor=4, in_order=in_order))
+    assert len(drawn) == 12
     for taken in range(1, 29):
         next(batches)
-        assert len(sampler.threads) == 12 + taken
-        assert len(batches._engine._scheduler.tickets) == 12
+        assert len(drawn) == 12 + taken
+    assert set(drawn) == {"MainThread"}
 
 
 # Errors in their places --------------------------------------------------------------------
@@ -429,43 +373,26 @@ def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(per
     assert sorted(called) == sorted([0, 1, 2] * (1 if persistent else 3))
     loader.close()
 
-
-def test_a_worker_init_fn_that_fails_is_told_by_each_batch() -> None:
-    def begin(worker_id: int) -> None:
+    def fail(worker_id: int) -> None:
         raise OSError(f"no connection for {worker_id + 7}")
 
-    found = outcomes(make(3, num_workers=1, worker_init_fn=begin))
+    found = outcomes(make(3, num_workers=1, worker_init_fn=fail))
     assert found == ["OSError OSError: no connection for 7"] * 3
 
 
 # Bad samples -------------------------------------------------------------------------------
 
 
-class Lists(Numbers):
-    """The same by ``__getitems__`` only."""
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [Numbers.__getitem__(self, index) for index in indices]
-
-    def __getitem__(self, index: int) -> int:
-        raise NotImplementedError
-
-
-@pytest.mark.sampled(6)
-@STAGES
-@pytest.mark.parametrize("numbers", [Numbers, Lists])
-def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
+def test_bad_samples_are_left_out_and_listed() -> None:
+    bad = (0, 5, 6, 7, 8, 9, *range(12, 36))
     loader = make(
-        numbers(40, 0, 5, 6, 7, 8, 9, *range(12, 36)), batch_size=4, num_workers=2,
-        collate_fn=None, on_error="skip", max_failures=30, persistent_workers=True,
-        **(kind.options if staged else {}),
+        Numbers(40, *bad), batch_size=4, collate_fn=list, on_error="skip", max_failures=30,
+        persistent_workers=True,
     )  # fmt: skip
     for epoch in range(1, 3):
-        batches = [batch if not staged else kind.read(batch) for batch in loader]
-        want = [[1, 2, 3], [4], [10, 11], [36, 37, 38, 39]]
-        assert [batch.tolist() for batch in batches] == want
+        assert list(loader) == [[1, 2, 3], [4], [10, 11], [36, 37, 38, 39]]
         assert loader.failures.total == 30 * epoch
-    assert [failed.index for failed in loader.failures][-3:] == [33, 34, 35]
+    assert [failed.index for failed in loader.failures] == [*bad, *bad]
     failed = loader.failures[-1]
     assert type(failed.error) is Bad
     assert failed.worker in (0, 1)
@@ -480,17 +407,12 @@ def test_bad_samples_are_left_out_and_listed(kind, numbers, staged) -> None:
 # Time --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
-@STAGES
-def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, staged) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{}, {"device": "late"}], ids=["plain", "staged"])
+def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options, late) -> None:
     third = held(4, 5, make=torch.tensor)
-    loader = make(
-        Calls(third, 12), timeout=0.2, batch_size=2, collate_fn=None,
-        **(kind.options if staged else {}),
-    )  # fmt: skip
-    batches = iter(loader)
-    read = kind.read if staged else lambda batch: batch
-    found = [read(next(batches)).tolist() for _ in range(2)]
+    batches = iter(make(Calls(third, 12), timeout=0.2, batch_size=2, collate_fn=None, **options))
+    found = [to_host(next(batches)).tolist() for _ in range(2)]
     wait_until(lambda: third.entered.is_set() and len(third.seen) > 8)
     for _ in range(2):
         with pytest.raises(LoaderTimeoutError) as caught:
@@ -514,7 +436,7 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(kind, held, st
         assert lines[-1].startswith(f"Worker thread {1 - int(worker)} has been idle for ")
         assert len(lines) == len(stack) + 2
     third.go.set()
-    found += [read(batch).tolist() for batch in islice(however_late(batches), 4)]
+    found += [to_host(batch).tolist() for batch in islice(however_late(batches), 4)]
     assert found == [[index, index + 1] for index in range(0, 12, 2)]
     with pytest.raises(StopIteration):
         next(batches)
@@ -557,15 +479,15 @@ def ctrl_c() -> Any:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_where(name: str) -> Any:
-    """Press Ctrl-C when the main thread is in a function of this name."""
+def once_main_is_in(name: str, act: Any) -> Any:
+    """Do something, on another thread, once the main thread is in a function of this name."""
     main = threading.main_thread().ident
 
-    def press() -> None:
+    def watch() -> None:
         wait_until(lambda: name in stack_of(main))
-        signal.pthread_kill(main, signal.SIGINT)
+        act()
 
-    return in_thread(press)
+    return in_thread(watch)
 
 
 FILES = {
@@ -598,64 +520,46 @@ def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> Non
     assert went_on > 3
 
 
-def test_a_ctrl_c_at_any_line_of_close_lets_the_next_one_end_all() -> None:
-    nth = 0
-    while True:
-        nth += 1
-        loader = make(8)
-        batches = iter(loader)
-        assert next(batches) == 0
-        if interrupted(loader.close, FILES, nth):
-            break
-        loader.close()
-        wait_until(lambda: not ours())
-        with pytest.raises(ClosedLoaderError):
-            next(batches)
-    assert ours() == []
-    assert nth > 20
-
-
-def test_what_a_handler_raises_inside_a_lock_of_threading_does_not_make_the_next_close_wait() -> (
-    None
-):
-    nth = 0
-    while True:
+@pytest.mark.parametrize("where", ["lines of ours", "instructions of threading"])
+def test_a_ctrl_c_anywhere_in_close_lets_the_next_one_end_all(where) -> None:
+    is_over, nth = False, 0
+    while not is_over:
         nth += 1
         loader = make(8, num_workers=1)
         batches = iter(loader)
         assert next(batches) == 0
-        outcome = interrupt(loader.close, nth, KeyboardInterrupt, (threading.__file__,))
+        if where == "lines of ours":
+            is_over = bool(interrupted(loader.close, FILES, nth))
+        else:
+            locks = (threading.__file__,)
+            is_over = interrupt(loader.close, nth, KeyboardInterrupt, locks).where is None
         with in_thread(loader.close):  # it has 20 s
             pass
         wait_until(lambda: not ours())
-        if outcome.where is None:
-            break
+        with pytest.raises(ClosedLoaderError):
+            next(batches)
     assert nth > 20
 
 
 # Epochs ------------------------------------------------------------------------------------
 
 
-@STAGES
-def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs(kind, staged) -> None:
+def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs() -> None:
     idents: list[int] = []
 
-    def note(index: int) -> torch.Tensor:
+    def note(index: int) -> int:
         idents.append(threading.get_ident())
-        return torch.tensor(index)
+        return index
 
-    options = {"num_workers": 1, **(kind.options if staged else {})}
-    read = kind.read if staged else lambda batch: batch
-    loader = make(Calls(note, 8), persistent_workers=True, **options)
+    loader = make(Calls(note, 8), num_workers=1, persistent_workers=True)
     for _ in range(3):
-        assert [int(read(batch)) for batch in loader] == list(range(8))
+        assert list(loader) == list(range(8))
         assert ours() == ["shmloader_0"]
     assert len(set(idents)) == 1
     loader.close()
     assert ours() == []
-    loader = make(Calls(note, 8), **options)
-    batches = iter(loader)
-    assert [int(read(batch)) for batch in batches] == list(range(8))
+    batches = iter(make(8))
+    assert list(batches) == list(range(8))
     assert ours() == []  # though the iterator lives
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -686,19 +590,12 @@ def test_a_sample_of_the_epoch_before_holds_up_nobody_and_reaches_nobody(held, i
 # Ends --------------------------------------------------------------------------------------
 
 
-def unanswered(batches: Any) -> int:
-    """Tickets that the threads have not answered."""
-    tickets = batches._engine._scheduler.tickets
-    return sum(ticket.answer is None for ticket in tickets) - len(batches._pool._post.answers)
-
-
-def test_closing_ends_the_threads_and_may_be_done_again(held) -> None:
+def test_closing_ends_the_threads_and_may_be_done_again() -> None:
     loader = make(100)
     first, second = iter(loader), iter(loader)
     assert [next(first), next(second), next(second)] == [0, 0, 1]
-    wait_until(lambda: unanswered(second) == 0)
     assert ours() == sorted(["shmloader_0", "shmloader_1"] * 2)
-    for _ in range(3):
+    for _ in range(2):
         loader.close()
         assert ours() == []
     for batches in (first, second):
@@ -710,9 +607,8 @@ def test_closing_ends_the_threads_and_may_be_done_again(held) -> None:
         iter(loader)
 
 
-@STAGES
-def test_dropping_the_iterator_ends_the_threads(kind, staged) -> None:
-    batches = iter(make(Calls(torch.tensor, 100), **(kind.options if staged else {})))
+def test_dropping_the_iterator_ends_the_threads() -> None:
+    batches = iter(make(100))
     next(batches)
     gc.disable()
     try:
@@ -722,22 +618,14 @@ def test_dropping_the_iterator_ends_the_threads(kind, staged) -> None:
         gc.enable()
 
 
-@pytest.mark.sampled(1)
-@STAGES
-@pytest.mark.parametrize("what", ["itself", "dataset", "collate_fn", "worker_init_fn"])
-def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("options", [{}, {"device": "late"}], ids=["plain", "staged"])
+@pytest.mark.parametrize("what", ["loader", "dataset", "other"])
+def test_what_holds_the_loader_holds_no_thread(late, options, what) -> None:
     """Persistent threads live until the loader is closed, or garbage."""
 
-    class Part:
+    class Part(Calls):
         """Something of the user's that knows its loader."""
-
-        loader: Any = None
-
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.tensor(index)
 
         def collate(self, samples: list[Any]) -> Any:
             return samples[0]
@@ -745,21 +633,15 @@ def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
         def begin(self, number: int) -> None:
             """Nothing to do."""
 
-    dataset, other = Part(), Part()
-    loader = make(
-        dataset, collate_fn=other.collate, worker_init_fn=other.begin, persistent_workers=True,
-        **(kind.options if staged else {}),
+    parts: dict[str, Any] = {name: Part(torch.tensor, 12) for name in ("dataset", "other")}
+    parts["loader"] = make(
+        parts["dataset"], collate_fn=parts["other"].collate, persistent_workers=True,
+        worker_init_fn=parts["other"].begin, **options,
     )  # fmt: skip
-    if what == "itself":
-        loader.loader = loader
-    elif what == "dataset":
-        dataset.loader = loader
-    else:
-        other.loader = loader
-    batches = iter(loader)
-    next(batches)
+    parts[what].loader = parts["loader"]
+    next(iter(parts["loader"]))
     assert len(ours()) == 2
-    del loader, dataset, other, batches
+    parts.clear()
 
     def collected() -> bool:
         gc.collect()
@@ -768,43 +650,18 @@ def test_what_holds_the_loader_holds_no_thread(kind, staged, what) -> None:
     wait_until(collected)
 
 
-def close_meanwhile(batches: Any, where: str, hold: Held) -> None:
-    """Close while the main thread waits in a function of this name for what is held alone."""
-    main = threading.main_thread().ident
-    wakeup = batches._pool._post.wakeup
-
-    def waits() -> bool:
-        return unanswered(batches) == 1 and wakeup._tokens.empty() and where in stack_of(main)
-
-    def close() -> None:
-        wait_until(waits)
-        batches.close()
-
-    began = time.monotonic()
-    with in_thread(close), pytest.raises(ClosedLoaderError):
-        next(batches)
-    assert time.monotonic() - began < 10  # what is held would give up later
-    hold.go.set()
-    wait_until(lambda: not ours())
-
-
 def test_closing_from_another_thread_ends_a_next_that_waits(held, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
     second = held(1)
     batches = iter(make(Calls(second, 8)))
     assert next(batches) == 0
-    close_meanwhile(batches, "wait", second)
-
-
-def open_where(name: str, hold: Held) -> Any:
-    """Let go when the main thread is in a function of this name."""
-    main = threading.main_thread().ident
-
-    def let_go() -> None:
-        wait_until(lambda: name in stack_of(main))
-        hold.go.set()
-
-    return in_thread(let_go)
+    wait_until(lambda: sorted(second.seen) == [0, 1, 2, 3, 4])
+    began = time.monotonic()
+    with once_main_is_in("wait", batches.close), pytest.raises(ClosedLoaderError):
+        next(batches)
+    assert time.monotonic() - began < 10  # what is held would give up later
+    second.go.set()
+    wait_until(lambda: not ours())
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -813,7 +670,7 @@ def test_closing_waits_for_a_sample_and_not_for_the_batch(held, on_error) -> Non
     loader = make(Calls(first, 1000), batch_size=1000, num_workers=1, on_error=on_error)
     batches = iter(loader)
     assert first.entered.wait(20)
-    with open_where("join", first):
+    with once_main_is_in("join", first.go.set):
         loader.close()
         assert ours() == []
     assert first.seen == [0]
@@ -848,7 +705,9 @@ def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c, monkeypatch) -
     batches = iter(loader)
     assert second.entered.wait(20)
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), interrupt_where("join"):
+    main = threading.main_thread().ident
+    press = functools.partial(signal.pthread_kill, main, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), once_main_is_in("join", press):
         loader.close()
     assert time.monotonic() - began < 20  # what is held would give up later
     second.go.set()
@@ -931,7 +790,6 @@ LIVE = """
 """
 
 ENDS = {
-    "at once": "kept = taken(0)",
     "soon": "kept = taken(5)",
     "pinning": """
     pins = not reason_to_skip()
@@ -1008,42 +866,33 @@ def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
 # Forks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
-@STAGES
-@pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "ready"])
-def test_a_forked_child_uses_no_iterator_of_its_parent(kind, staged, what, monkeypatch) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("end", ["drop", "close"])
+@pytest.mark.parametrize("options", [{}, {"device": "late"}], ids=["plain", "staged"])
+def test_a_forked_child_uses_no_iterator_of_its_parent(late, options, end, monkeypatch) -> None:
     # It waits for no thread, which it has not.
     monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)
-    options = kind.options if staged else {}
-    read = kind.read if staged else lambda batch: batch
     loader = make(Calls(torch.tensor, 24), persistent_workers=True, **options)
     batches = iter(loader)
-    assert int(read(next(batches))) == 0
-    if what == "ready" and not staged:
-        wait_until(lambda: unanswered(batches) == 0)
+    assert int(to_host(next(batches))) == 0
     with fork_safety.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                if what == "drop":
-                    del batches, loader
-                    gc.collect()
-                elif what == "close":
+                for use in (lambda: next(batches), lambda: iter(loader)):
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        use()
+                if end == "close":
                     loader.close()
-                elif what == "iter":
-                    with pytest.raises(ClosedLoaderError, match="process that made it"):
-                        iter(loader)
-                else:
-                    with pytest.raises(ClosedLoaderError, match="process that made it"):
-                        list(batches)
+                del use, batches, loader
+                gc.collect()
                 code = 0
             finally:
                 os._exit(code)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 20)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert [int(read(batch)) for batch in batches] == list(range(1, 24))
+    wait_for_end(pid, 20)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [int(to_host(batch)) for batch in batches] == list(range(1, 24))
     loader.close()
 
 
@@ -1053,7 +902,7 @@ def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
     batches = iter(make(Calls(first, 8), num_workers=1))
     assert first.entered.wait(20)
     began = time.monotonic()
-    assert list(make(Calls(identity, 3), thread_pool=False)) == [0, 1, 2]
+    assert list(make(3, thread_pool=False)) == [0, 1, 2]
     assert time.monotonic() - began < 20  # what is held would give up later
     first.go.set()
     assert list(batches) == list(range(8))
@@ -1100,14 +949,6 @@ def test_threads_compute_on_one_core_each_and_others_as_before() -> None:
         torch.set_num_threads(here)
 
 
-def test_a_thread_has_a_name_for_the_system() -> None:
-    loader = make(4, num_workers=1)
-    batches = iter(loader)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "shmloader_0"]
-    assert Path(f"/proc/self/task/{thread.native_id}/comm").read_text() == "shmloader_0\n"
-    del batches
-
-
 @pytest.mark.slow
 def test_it_works_where_there_is_neither_memfd_nor_pidfd() -> None:
     done = run_program("""
@@ -1137,41 +978,32 @@ def test_it_works_where_there_is_neither_memfd_nor_pidfd() -> None:
 # Stages ------------------------------------------------------------------------------------
 
 
-def test_a_stage_takes_what_threads_load(kind) -> None:
+def test_a_stage_takes_what_threads_load(kind, late) -> None:
     def fail(index: int) -> torch.Tensor:
         if index == 5:
             raise ValueError("sample 5")
         return sample(index)
 
-    loader = make(Calls(fail, 24), **kind.options)
-    assert [
-        batch if isinstance(batch, str) else set(kind.read(batch).tolist())
-        for batch in outcomes(loader)
-    ] == [
-        *({index} for index in range(5)), "ValueError ValueError: sample 5",
-        *({index} for index in range(6, 24)),
-    ]  # fmt: skip
-
-
-def test_a_device_copies_from_ordinary_memory_and_transforms_there(late) -> None:
-    names = set()
-
     def double(batch: torch.Tensor) -> torch.Tensor:
-        names.add(threading.current_thread().name)
+        names.append(threading.current_thread().name)
         return 2 * batch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader = make(Calls(sample, 12), device="late", device_transform=double)
-        assert [int(batch[0]) for batch in loader] == list(range(0, 24, 2))
-    assert names == {"shmloader_device"}
-    assert late.count("registered") == 0
+    names: list[str] = []
+    options = kind.options
+    if "device" in options:
+        options["device_transform"] = double
+    found = outcomes(make(Calls(fail, 12), **options))
+    error, found[5] = found[5], torch.tensor([10 if names else 5])
+    assert error == "ValueError ValueError: sample 5"
+    firsts = [int(kind.read(batch)[0]) for batch in found]
+    assert firsts == [index * (2 if names else 1) for index in range(12)]
+    assert set(names) == ({"shmloader_device"} if "device" in options else set())
+    assert late.count("registered") == 0  # it copies from ordinary memory
 
 
 def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
-    loader = make(
-        4, device="cpu", device_transform=lambda batch: (batch, threading.current_thread().name)
-    )
+    transform = lambda batch: (batch, threading.current_thread().name)  # noqa: E731
+    loader = make(4, device="cpu", device_transform=transform)
     assert list(loader) == [(index, "MainThread") for index in range(4)]
 
 
