@@ -56,10 +56,11 @@ def drawing_collate(samples: list[Any]) -> tuple[list[Any], list[int]]:
     return samples, draws()
 
 
-def loader_of(**options: Any) -> DataLoader[Any]:
+def loader_of(dataset: Any = augmented, kind: Any = DataLoader, **options: Any) -> Any:
+    """A loader; of the samples that a function makes, if one is given."""
     options = {"batch_size": 8, "shuffle": True, "seed": 5, **options}
     options.setdefault("collate_fn", drawing_collate)
-    return DataLoader(Calls(augmented, LENGTH), **options)
+    return kind(Calls(dataset, LENGTH) if callable(dataset) else dataset, **options)
 
 
 def epochs_of(loader: Any, count: int = 2) -> list[list[Any]]:
@@ -102,10 +103,13 @@ def test_two_epochs_differ_in_order_and_draws(in_process) -> None:
         {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
         {"num_workers": 2, "on_error": "skip"},
         {"on_error": "skip"},
-        {"timeout": 60, "num_workers": 1},
+        {},
     ],
 )
 def test_the_same_batches_come_whoever_loads_them(options, in_process) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     assert epochs_of(loader_of(**options)) == in_process
 
 
@@ -115,21 +119,11 @@ def test_the_same_batches_come_out_of_order(in_process) -> None:
         assert sorted(seen) == sorted(expected)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_streams_of_the_process_have_no_part_in_it(workers, in_process) -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    assert epochs_of(loader_of(num_workers=workers)) == in_process
-
-
 def test_another_seed_is_another_run(in_process) -> None:
-    other = epochs_of(loader_of(seed=6))
-    assert all(mine != theirs for mine, theirs in zip(other, in_process, strict=True))
-
-
-def test_seed_0_is_a_seed() -> None:
-    assert epochs_of(loader_of(seed=0)) == epochs_of(loader_of(seed=0, num_workers=1))
+    for seed in (0, 6):
+        other = epochs_of(loader_of(seed=seed))
+        assert all(mine != theirs for mine, theirs in zip(other, in_process, strict=True))
+        assert epochs_of(loader_of(seed=seed, num_workers=1)) == other
 
 
 def test_a_batch_whose_worker_died_is_made_the_same_again(in_process) -> None:
@@ -142,16 +136,7 @@ def test_a_batch_whose_worker_died_is_made_the_same_again(in_process) -> None:
             os._exit(3)
         return made
 
-    loader = DataLoader(
-        Calls(sample, LENGTH),
-        8,
-        shuffle=True,
-        seed=5,
-        collate_fn=drawing_collate,
-        num_workers=2,
-        worker_restarts=1,
-    )
-    assert epochs_of(loader) == in_process
+    assert epochs_of(loader_of(sample, num_workers=2, worker_restarts=1)) == in_process
     assert not alive
 
 
@@ -163,10 +148,7 @@ def test_bad_samples_move_no_other_s_streams(workers, on_error, in_process) -> N
             raise ValueError(index)
         return augmented(index)
 
-    loader = DataLoader(
-        Calls(sample, LENGTH), 8, shuffle=True, seed=5, num_workers=workers, on_error=on_error,
-        collate_fn=drawing_collate,
-    )  # fmt: skip
+    loader = loader_of(sample, num_workers=workers, on_error=on_error)
     (epoch,) = epochs_of(loader, 1)
     for (samples, collated), (whole, whole_collated) in zip(epoch, in_process[0], strict=True):
         assert collated == whole_collated
@@ -180,15 +162,9 @@ def test_bad_samples_move_no_other_s_streams(workers, on_error, in_process) -> N
 
 
 def sharded(world_size: int = 1, rank: int = 0, shards: int = 0, **options: Any) -> Any:
-    options = {"shuffle": True, "seed": 5, "collate_fn": list, **options}
-    return ShardedDataLoader(
-        Calls(augmented, LENGTH),
-        12 // world_size // max(1, shards),
-        num_shards=shards or None,
-        rank=rank,
-        world_size=world_size,
-        **options,
-    )
+    options = {"batch_size": 12 // world_size // max(1, shards), "collate_fn": list, **options}
+    ranks = {"num_shards": shards or None, "rank": rank, "world_size": world_size}
+    return loader_of(kind=ShardedDataLoader, **ranks, **options)
 
 
 def joined(steps: Any) -> list[Any]:
@@ -223,25 +199,17 @@ def test_the_seed_of_a_sharded_loader_is_0_and_orders_as_that_of_a_plain_one() -
 
 
 def test_whole_batches_are_dealt_with_their_streams() -> None:
-    batches = BucketBatchSampler([index % 7 for index in range(LENGTH)], 5, shuffle=True)
-    made = {
-        ranks: [
-            epochs_of(
-                ShardedDataLoader(
-                    Calls(augmented, LENGTH),
-                    batch_sampler=copy.deepcopy(batches),
-                    collate_fn=drawing_collate,
-                    rank=rank,
-                    world_size=ranks,
-                ),
+    def made(world_size: int, rank: int) -> list[Any]:
+        batches = BucketBatchSampler([index % 7 for index in range(LENGTH)], 5, shuffle=True)
+        return epochs_of(
+            ShardedDataLoader(
+                Calls(augmented, LENGTH), batch_sampler=batches, collate_fn=drawing_collate,
+                rank=rank, world_size=world_size,
             )
-            for rank in range(ranks)
-        ]
-        for ranks in (1, 2)
-    }
-    for number in range(2):
-        pairs = zip(*(rank[number] for rank in made[2]), strict=True)
-        dealt, alone = [*itertools.chain(*pairs)], made[1][0][number]
+        )  # fmt: skip
+
+    for alone, *ranks in zip(made(1, 0), made(2, 0), made(2, 1), strict=True):
+        dealt = [*itertools.chain(*zip(*ranks, strict=True))]
         assert dealt[: len(alone)] == alone
         assert len(alone) >= 10
 
@@ -261,19 +229,19 @@ class Counting(SequentialSampler):
 
 
 SAMPLERS: dict[str, Any] = {
-    "random": lambda: {"sampler": RandomSampler(range(LENGTH))},
-    "with replacement": lambda: {"sampler": RandomSampler(range(LENGTH), replacement=True)},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 30)},
-    "distributed": lambda: {"sampler": DistributedSampler(range(LENGTH), 3, 1)},
-    "batches": lambda: {
+    "random": {"sampler": RandomSampler(range(LENGTH))},
+    "with replacement": {"sampler": RandomSampler(range(LENGTH), replacement=True)},
+    "weighted": {"sampler": WeightedRandomSampler([1.0] * LENGTH, 30)},
+    "distributed": {"sampler": DistributedSampler(range(LENGTH), 3, 1)},
+    "batches": {
         "batch_sampler": BatchSampler(RandomSampler(range(LENGTH)), 6, drop_last=True),
         "batch_size": 1,
     },
-    "no batching": lambda: {"batch_size": None, "shuffle": True},
-    "no batching, sampler": lambda: {"batch_size": None, "sampler": RandomSampler(range(LENGTH))},
-    "whole": lambda: {"drop_last": True, "shuffle": True},
-    "discard": lambda: {"last_batch": "discard", "shuffle": True},
-    "in order": lambda: {"shuffle": False},
+    "no batching": {"batch_size": None, "shuffle": True},
+    "no batching, sampler": {"batch_size": None, "sampler": RandomSampler(range(LENGTH))},
+    "whole": {"drop_last": True, "shuffle": True},
+    "discard": {"last_batch": "discard", "shuffle": True},
+    "in order": {"shuffle": False},
 }
 
 
@@ -281,7 +249,8 @@ SAMPLERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_any_sampler_gives_the_same_run_in_workers_and_the_length_is_torch_s(kind) -> None:
     def loader(**options: Any) -> DataLoader[Any]:
-        return loader_of(**{"shuffle": None, **SAMPLERS[kind](), **options})
+        parts = copy.deepcopy(SAMPLERS[kind])
+        return loader_of(**{"shuffle": None, **parts, **options})
 
     here = loader()
     unseeded = loader(seed=None)
@@ -329,14 +298,10 @@ def test_a_dataset_that_draws_nothing_is_collated_under_the_same_streams(options
         generators = [] if "thread_pool" in options else [*global_draws()]
         return samples, [*generators, int(sample_rng().integers(2**30))]
 
-    def batches_of(dataset: Any) -> Any:
-        kind = ShardedDataLoader if "num_shards" in options else DataLoader
-        arguments = {"batch_size": 8, "shuffle": True, "seed": 5, **options}
-        return epochs_of(kind(dataset, collate_fn=collate, **arguments))
-
+    kind = ShardedDataLoader if "num_shards" in options else DataLoader
     held = [[number] for number in range(LENGTH)]  # lists, as batches are
-    found = batches_of(held)
-    assert found == batches_of(Calls(held.__getitem__, LENGTH))
+    found = epochs_of(loader_of(held, kind, collate_fn=collate, **options))
+    assert found == epochs_of(loader_of(held.__getitem__, kind, collate_fn=collate, **options))
 
 
 class Copied(dict[str, Any]):
@@ -383,10 +348,7 @@ def test_batches_are_fetched_one_by_one_whatever_getitems_there_is(workers, in_p
             assert len(indices) == 1
             return [augmented(index) for index in indices]
 
-    loader = DataLoader(
-        Lists(), 8, shuffle=True, seed=5, num_workers=workers, collate_fn=drawing_collate
-    )
-    assert epochs_of(loader) == in_process
+    assert epochs_of(loader_of(Lists(), num_workers=workers)) == in_process
 
 
 # ---------------------------------------------------------------- epochs
@@ -405,13 +367,8 @@ def test_an_epoch_that_is_named_is_the_one_that_comes(persistent) -> None:
         assert list(loader) == four[3]
         loader.set_epoch(1)
         assert list(loader) == four[1]
-
-
-def test_an_epoch_left_early_counts() -> None:
-    second = epochs_of(loader_of())[1]
-    with loader_of(num_workers=2, persistent_workers=True) as loader:
-        next(iter(loader))
-        assert list(loader) == second
+        next(iter(loader))  # an epoch that is left early counts
+        assert list(loader) == four[3]
 
 
 def test_iterators_that_live_at_once_keep_their_epochs() -> None:
@@ -439,9 +396,8 @@ def test_a_sampler_is_told_the_epoch(wrap, seed) -> None:
 
 
 def test_a_sampler_s_own_set_epoch_names_the_epoch() -> None:
-    dataset = Calls(augmented, 8)
     by_loader, by_sampler = (
-        DataLoader(dataset, 2, seed=3, collate_fn=drawing_collate, sampler=sampler)
+        DataLoader(Calls(augmented, 8), 2, seed=3, collate_fn=drawing_collate, sampler=sampler)
         for sampler in (distributed(), distributed())
     )
     sampler = by_sampler.sampler
@@ -450,14 +406,13 @@ def test_a_sampler_s_own_set_epoch_names_the_epoch() -> None:
         sampler.set_epoch(epoch)
         assert list(by_sampler) == list(by_loader)
         assert by_sampler.epoch == epoch + 1
-    by_sampler.set_epoch(2)  # the loader's, called last, counts
-    by_loader.set_epoch(2)
-    assert list(by_sampler) == list(by_loader)
-    assert list(by_sampler) == list(by_loader)  # and nobody names epoch 3
-    sampler.set_epoch(7)
-    by_sampler.set_epoch(2)
-    by_loader.set_epoch(2)
-    assert list(by_sampler) == list(by_loader)
+    for of_sampler in (None, 7):
+        if of_sampler is not None:
+            sampler.set_epoch(of_sampler)
+        by_sampler.set_epoch(2)  # the loader's, called last, counts
+        by_loader.set_epoch(2)
+        assert list(by_sampler) == list(by_loader)
+        assert list(by_sampler) == list(by_loader)  # and nobody names epoch 3
 
 
 def of_rank(rank: int, wrap: str = "sampler", **options: Any) -> DataLoader[Any]:
@@ -474,15 +429,9 @@ def of_rank(rank: int, wrap: str = "sampler", **options: Any) -> DataLoader[Any]
 @pytest.mark.parametrize("wrap", ["sampler", "batch_sampler"])
 def test_ranks_with_the_same_seed_draw_other_numbers_at_the_same_position(wrap) -> None:
     ranks = [epochs_of(of_rank(rank, wrap)) for rank in range(3)]
-    numbers = [
-        tuple(drawn)
-        for epochs in ranks
-        for batches in epochs
-        for samples, of_collate in batches
-        for drawn in (*samples, of_collate)
-    ]
+    batches = itertools.chain(*itertools.chain(*ranks))
+    numbers = [tuple(drawn) for samples, of_collate in batches for drawn in (*samples, of_collate)]
     assert len(set(numbers)) == len(numbers) > LENGTH
-    assert ranks[1] == epochs_of(of_rank(1, wrap))
     assert ranks[1] == epochs_of(of_rank(1, wrap, num_workers=2))
     assert ranks[1] != epochs_of(of_rank(1, wrap, seed=6))
 
@@ -492,20 +441,17 @@ def test_ranks_share_an_order_that_is_drawn_from_the_seed() -> None:
         """Draws from torch's global generator, as all ranks have to."""
 
         num_replicas = 2
-
-        def __init__(self, rank: int) -> None:
-            super().__init__(range(LENGTH))
-            self.rank = rank
+        rank = 0
 
         def __iter__(self) -> Any:
             return iter(list(super().__iter__())[self.rank :: 2])
 
-    dataset = Calls(lambda index: index, LENGTH)
-    ranks = [
-        list(DataLoader(dataset, None, sampler=Cut(rank), seed=5, collate_fn=int))
-        for rank in range(2)
-    ]
-    assert sorted(ranks[0] + ranks[1]) == list(range(LENGTH))
+    seen = []
+    for rank in range(2):
+        sampler = Cut(range(LENGTH))
+        sampler.rank = rank
+        seen += list(DataLoader(range(LENGTH), None, sampler=sampler, seed=5))
+    assert sorted(seen) == list(range(LENGTH))
 
 
 def test_a_state_of_one_rank_continues_any_rank_with_its_own_numbers() -> None:
@@ -525,52 +471,50 @@ def distributed() -> DistributedSampler[Any]:
     return DistributedSampler(range(8), num_replicas=1, rank=0)
 
 
-class CountsEpochs(list[int]):
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle by the epoch."""
+PLAIN_REMEDY = "Give seed=."
 
 
 @pytest.mark.parametrize(
-    ("make", "remedy"),
+    ("dataset", "options", "remedy"),
     [
-        (lambda: DataLoader(range(4), 2, shuffle=True), "Give seed=."),
-        (lambda: DataLoader(range(4), batch_size=None), "Give seed=."),
-        (lambda: DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), "Give seed=."),
-        (lambda: DataLoader(Streams(lambda: iter(range(4))), 2), "Give seed=."),
-        (
-            lambda: DataLoader(range(4), shuffle=True, generator=torch.Generator()),
-            "Give seed= in place of generator=.",
-        ),
-        (
-            lambda: DataLoader(IterableWrapper([1, 2])),
-            "Set the epoch in the data pipe itself.",
-        ),
+        (range(4), {"batch_size": 2, "shuffle": True}, PLAIN_REMEDY),
+        (range(4), {"batch_size": None}, PLAIN_REMEDY),
+        (range(4), {"batch_sampler": [[0, 1], [2, 3]]}, PLAIN_REMEDY),
+        (Streams(lambda: iter(range(4))), {"batch_size": 2}, PLAIN_REMEDY),
+        (range(4), {"generator": torch.Generator()}, "Give seed= in place of generator=."),
+        (IterableWrapper([1, 2]), {}, "Set the epoch in the data pipe itself."),
     ],
 )
-def test_an_epoch_that_nothing_depends_on_is_warned_of_once(make, remedy) -> None:
+def test_an_epoch_that_nothing_depends_on_is_warned_of_once(dataset, options, remedy) -> None:
     text = (
         "set_epoch(2) changes neither the order nor the random numbers of this loader: it has no "
         f"seed, and no sampler or dataset with set_epoch. {remedy}"
     )
-    loader = make()
     for _ in range(2):  # each loader for itself
+        loader = DataLoader(dataset, **options)
         with pytest.warns(UserWarning, match="set_epoch") as caught:
             loader.set_epoch(2)
         assert [str(warning.message) for warning in caught] == [text]
         assert caught[0].filename == __file__
         loader.set_epoch(3)
         assert loader.epoch == 3
-        loader = make()
 
 
 def test_an_epoch_that_a_seed_or_a_sampler_depends_on_is_not_warned_of() -> None:
+    class CountsEpochs(list[int]):
+        def set_epoch(self, epoch: int) -> None:
+            """Shuffle by the epoch."""
+
     DataLoader(CountsEpochs()).set_epoch(1)
-    DataLoader(range(4), seed=0).set_epoch(1)
-    DataLoader(range(4), sampler=distributed()).set_epoch(1)
-    DataLoader(range(4), batch_size=None, sampler=distributed()).set_epoch(1)
     batches = BatchSampler(distributed(), 2, drop_last=False)
-    DataLoader(range(4), batch_sampler=batches).set_epoch(1)
-    DataLoader(range(4), 2, sampler=distributed(), last_batch="rollover").set_epoch(1)
+    for options in (
+        {"seed": 0},
+        {"sampler": distributed()},
+        {"sampler": distributed(), "batch_size": None},
+        {"sampler": distributed(), "batch_size": 2, "last_batch": "rollover"},
+        {"batch_sampler": batches},
+    ):
+        DataLoader(range(4), **options).set_epoch(1)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
@@ -593,7 +537,10 @@ def test_a_subclass_may_have_an_epoch_and_a_plan_of_its_own() -> None:
 # ---------------------------------------------------------------- threads
 
 
-def test_with_threads_the_sample_s_own_generator_holds() -> None:
+@pytest.mark.parametrize(
+    "options", [{"thread_pool": True, "on_error": "skip"}, {"thread_pool": True}, {}]
+)
+def test_with_threads_the_sample_s_own_generator_holds(options) -> None:
     def sample(index: int) -> tuple[int, int]:
         for _ in range(index % 3):
             sample_rng().random()
@@ -602,24 +549,9 @@ def test_with_threads_the_sample_s_own_generator_holds() -> None:
     def collate(samples: list[Any]) -> Any:
         return samples, int(sample_rng().integers(2**30))
 
-    def epochs(**options: Any) -> Any:
-        dataset = Calls(sample, LENGTH)
-        return epochs_of(
-            DataLoader(dataset, 8, shuffle=True, seed=5, collate_fn=collate, **options)
-        )
-
-    here = epochs()
-    assert epochs(num_workers=3, thread_pool=True) == here
-    assert epochs(num_workers=3, thread_pool=True, on_error="skip") == here
-    assert epochs(num_workers=2) == here
-
-
-def test_with_threads_the_process_s_streams_are_left_alone() -> None:
-    random.seed(1)
-    np.random.seed(1)
+    here = epochs_of(loader_of(sample, collate_fn=collate))
     before = states()
-    dataset = Calls(lambda _: int(sample_rng().integers(2**30)), LENGTH)
-    epochs_of(DataLoader(dataset, 8, shuffle=True, seed=5, num_workers=2, thread_pool=True))
+    assert epochs_of(loader_of(sample, collate_fn=collate, num_workers=3, **options)) == here
     assert states()[:2] == before[:2]
 
 
@@ -634,9 +566,8 @@ def numbered() -> Any:
     return ((index, opened, draws()) for index in range(first, 20, step))
 
 
-def stream_of(**options: Any) -> DataLoader[Any]:
-    options = {"batch_size": 3, "seed": 5, "collate_fn": drawing_collate, **options}
-    return DataLoader(Streams(numbered), **options)
+def stream_of(function: Any = numbered, **options: Any) -> DataLoader[Any]:
+    return loader_of(Streams(function), **{"batch_size": 3, "shuffle": None, **options})
 
 
 def by_index(epoch: list[Any]) -> dict[int, Any]:
@@ -673,11 +604,8 @@ def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
                 os._exit(3)
             yield sample
 
-    loader = DataLoader(
-        Streams(lambda: dying(numbered())), 3, seed=5, collate_fn=drawing_collate, num_workers=2,
-        worker_restarts=1, prefetch_factor=1,
-    )  # fmt: skip
-    assert epochs_of(loader, 1) == unbroken
+    options = {"num_workers": 2, "worker_restarts": 1, "prefetch_factor": 1}
+    assert epochs_of(stream_of(lambda: dying(numbered()), **options), 1) == unbroken
     assert not alive
 
 
@@ -685,12 +613,10 @@ def test_an_iterable_dataset_that_cannot_be_iterated_says_so_at_each_batch() -> 
     def failing() -> Any:
         raise LookupError("no such file")
 
-    loader = DataLoader(Streams(failing), 3, seed=5, num_workers=1)
-    with loader:
-        batches = iter(loader)
-        for _ in range(2):
-            with pytest.raises(LookupError, match="no such file"):
-                next(batches)
+    batches = iter(stream_of(failing, num_workers=1))
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no such file"):
+            next(batches)
 
 
 # ---------------------------------------------------------------- workers
@@ -732,7 +658,7 @@ def test_workers_are_seeded_by_the_seed_and_the_epoch(workers) -> None:
     }
 
 
-def test_a_generator_is_refused_and_torch_s_draw_stays() -> None:
+def test_torch_s_draw_stays() -> None:
     torch.manual_seed(0)
     list(DataLoader(range(4), seed=5, shuffle=True))
     after = torch.get_rng_state()
@@ -744,12 +670,17 @@ def test_a_generator_is_refused_and_torch_s_draw_stays() -> None:
 # ---------------------------------------------------------------- in this process
 
 
-def test_the_process_s_streams_are_put_back_after_each_batch() -> None:
-    loader = loader_of()
-    batches = iter(loader)
-    before = states()
+@pytest.mark.parametrize("make", [loader_of, stream_of])
+def test_the_process_s_streams_are_put_back_after_each_batch_and_the_end(make) -> None:
+    torch.manual_seed(0)
+    list(DataLoader([], seed=5))
+    before = states()  # the base seed is drawn, and no more
+    torch.manual_seed(0)
+    batches = iter(make())
+    assert states() == before
     for _ in batches:
         assert states() == before
+    assert states() == before
 
 
 def test_they_are_put_back_when_a_sample_raises() -> None:
@@ -766,26 +697,16 @@ def test_they_are_put_back_when_a_sample_raises() -> None:
         sample_rng()
 
 
-def test_they_are_put_back_after_iter_of_a_dataset_and_its_end() -> None:
-    torch.manual_seed(0)
-    list(DataLoader([], seed=5))
-    expected = states()
-    torch.manual_seed(0)
-    list(stream_of())
-    assert states()[2] == expected[2]
-    assert states() == expected
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_within_a_sample_leaves_that_sample_s_streams(workers) -> None:
     inner = DataLoader(Calls(augmented, 4), 2, seed=9, collate_fn=drawing_collate)
-    expected = epochs_of(DataLoader(Calls(augmented, 4), 2, seed=9, collate_fn=drawing_collate), 1)
+    expected = list(inner)
 
     def nested(index: int) -> Any:
         before = draws()
         inner.set_epoch(0)
-        batches = list(inner)
-        return index, before, batches, draws()
+        assert list(inner) == expected
+        return index, before, draws()
 
     def flat(index: int) -> Any:
         before = draws()
@@ -793,10 +714,8 @@ def test_a_loader_within_a_sample_leaves_that_sample_s_streams(workers) -> None:
         return index, before, draws()
 
     options: dict[str, Any] = {"seed": 5, "collate_fn": list, "num_workers": workers}
-    (with_inner,) = epochs_of(DataLoader(Calls(nested, 3), 3, **options), 1)
-    (without,) = epochs_of(DataLoader(Calls(flat, 3), 3, **options), 1)
-    assert [(index, before, after) for index, before, _, after in with_inner[0]] == without[0]
-    assert [batches for _, _, batches, _ in with_inner[0]] == expected * 3
+    loaders = [DataLoader(Calls(sample, 3), 3, **options) for sample in (nested, flat)]
+    assert list(loaders[0]) == list(loaders[1])
 
 
 def test_outside_of_a_seeded_loader_there_is_no_generator() -> None:
@@ -828,16 +747,14 @@ def test_a_copy_of_a_loader_in_work_gives_the_epoch_that_comes() -> None:
     assert given[0] == given[1] == given[2]
 
 
-@pytest.mark.parametrize("seed", [-1, 1.0, True, "5"])
+@pytest.mark.parametrize("seed", [-1, 1.0, True, "5", None])
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 def test_what_is_no_seed_is_refused(seed, kind) -> None:
+    if seed is None and kind is DataLoader:
+        kind(range(4), 2, seed=seed)
+        return
     with pytest.raises((TypeError, ValueError), match=r"seed should be .*seed="):
         kind(range(4), 2, seed=seed)
-
-
-def test_a_sharded_loader_has_a_seed_always() -> None:
-    with pytest.raises(TypeError, match="seed should be an int, but got seed=None"):
-        ShardedDataLoader(range(4), 2, seed=None)
 
 
 def test_what_does_not_go_with_a_seed_is_refused() -> None:
@@ -851,15 +768,8 @@ def test_what_does_not_go_with_a_seed_is_refused() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_seed_of_torchs_generator_fits_a_tensor(workers) -> None:
     """As torch's own seeds do: a dataset may return torch.initial_seed()."""
-
-    class Seeds(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, index: int) -> int:
-            return torch.initial_seed()
-
-    with DataLoader(Seeds(), batch_size=64, seed=0, num_workers=workers) as loader:
+    seeds = Calls(lambda _: torch.initial_seed(), 64)
+    with DataLoader(seeds, batch_size=64, seed=0, num_workers=workers) as loader:
         (batch,) = loader
     assert batch.dtype is torch.int64
     assert len(set(batch.tolist())) == 64
@@ -963,17 +873,20 @@ def test_after_an_error_of_its_own_a_batch_sampler_goes_on_as_with_torch(workers
         assert load(DataLoader, seed=0, thread_pool=True) == expected
 
 
-def test_an_error_of_a_sampler_costs_no_sample_of_the_batch_that_it_interrupts() -> None:
-    loader = DataLoader(range(10), 2, sampler=Failing(False), collate_fn=list, seed=0)
-    assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", [6, 8], [9]]
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_nor_does_it_where_what_is_left_rolls_over(seed) -> None:
-    options: dict[str, Any] = {"last_batch": "rollover", "collate_fn": list, "seed": seed}
-    loader = DataLoader(range(10), 2, sampler=Failing(False), **options)
-    assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", [6, 8]]
-    assert steps(iter(loader))[0] == [9, 0]
+@pytest.mark.parametrize(
+    ("options", "rest", "second"),
+    [
+        ({"seed": 0}, [[6, 8], [9]], [0, 1]),
+        ({"seed": 0, "last_batch": "rollover"}, [[6, 8]], [9, 0]),
+        ({"last_batch": "rollover"}, [[6, 8]], [9, 0]),
+    ],
+)
+def test_an_error_of_a_sampler_costs_no_sample_of_the_batch_that_it_interrupts(
+    options, rest, second
+) -> None:
+    loader = DataLoader(range(10), 2, sampler=Failing(False), collate_fn=list, **options)
+    assert steps(iter(loader)) == [[0, 1], [2, 3], [4, 5], "error", *rest]
+    assert steps(iter(loader))[0] == second
 
 
 def test_an_error_of_a_batch_sampler_takes_the_same_from_all_ranks() -> None:
@@ -990,55 +903,42 @@ def test_an_error_of_a_batch_sampler_takes_the_same_from_all_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", [None, 0])
-def test_a_resumed_epoch_goes_on_after_an_error_of_the_sampler_as_well(seed) -> None:
+@pytest.mark.parametrize(
+    ("seed", "taken", "rest"),
+    [
+        (None, 2, [[2], [3], [4], [5], [6], "error", [8], [9]]),
+        (0, 2, [[2], [3], [4], [5], [6], "error", [8], [9]]),
+        (0, 9, ["error", [9]]),  # it repeats nothing of what it passes over
+    ],
+)
+def test_a_resumed_epoch_goes_on_after_an_error_of_the_sampler_as_well(seed, taken, rest) -> None:
     def load() -> DataLoader:
         return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list, seed=seed)
 
     loader = load()
     batches = iter(loader)
-    assert [next(batches) for _ in range(2)] == [[0], [1]]
-    state = loader.state_dict()
-    del batches
+    for step in [[0], [1], [2], [3], [4], [5], [6], "error", [8]][:taken]:
+        with pytest.raises(LookupError) if step == "error" else contextlib.nullcontext():
+            assert next(batches) == step
     again = load()
-    again.load_state_dict(state)
-    assert steps(iter(again)) == [[2], [3], [4], [5], [6], "error", [8], [9]]
-
-
-def test_an_error_while_a_resumed_epoch_passes_over_what_was_delivered_repeats_nothing() -> None:
-    def load() -> DataLoader:
-        return DataLoader(range(10), batch_sampler=Failing(True), collate_fn=list, seed=0)
-
-    loader = load()
-    batches = iter(loader)
-    delivered = [next(batches) for _ in range(7)]
-    with pytest.raises(LookupError):
-        next(batches)
-    assert next(batches) == [8]
-    state = loader.state_dict()
-    again = load()
-    again.load_state_dict(state)
-    assert steps(iter(again)) == ["error", [9]]
-    assert delivered == [[number] for number in range(7)]
-
-
-class Late:
-    """A sampler that cannot be iterated yet in its second epoch."""
-
-    def __init__(self) -> None:
-        self.iterated = 0
-
-    def __len__(self) -> int:
-        return 7
-
-    def __iter__(self) -> Iterator[int]:
-        self.iterated += 1
-        if self.iterated == 2:
-            raise LookupError("not there yet")
-        return iter(range(7))
+    again.load_state_dict(loader.state_dict())
+    assert steps(iter(again)) == rest
 
 
 def test_a_sampler_that_cannot_be_iterated_yet_costs_no_sample_that_was_carried_over() -> None:
-    loader = DataLoader(range(7), 4, sampler=Late(), seed=0, last_batch="rollover", collate_fn=list)
+    class Late(SequentialSampler):
+        is_late = False
+
+        def __iter__(self) -> Iterator[int]:
+            if self.is_late:
+                self.is_late = False
+                raise LookupError("not there yet")
+            return super().__iter__()
+
+    sampler = Late(range(7))
+    loader = DataLoader(
+        range(7), 4, sampler=sampler, seed=0, last_batch="rollover", collate_fn=list
+    )
     assert steps(iter(loader)) == [[0, 1, 2, 3]]
+    sampler.is_late = True
     assert steps(iter(loader)) == ["error", [4, 5, 6, 0], [1, 2, 3, 4]]
