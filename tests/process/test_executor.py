@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 import shmloader
 from shmloader import (
@@ -41,7 +41,18 @@ from shmloader.insight.verdict import Finding
 from shmloader.pools.executor_task import make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
-from tests.process.support import Bad, Calls, Gate, only, run_program, wait_until
+from tests.process.interrupts import in_thread
+from tests.process.support import (
+    Bad,
+    Calls,
+    Gate,
+    Numbers,
+    Streams,
+    however_late,
+    only,
+    run_program,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -55,11 +66,44 @@ def forked(count: int) -> Pool:
     return Pool(count, multiprocessing.get_context("fork"))
 
 
+@pytest.fixture
+def futures() -> Iterator[Futures]:
+    executor = Futures()
+    yield executor
+    end(executor)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.close()
+
+
+arrived = gate  # a second one
+
+
 def end(executor: Pool) -> None:
     """Shut an executor down, whatever its processes are at."""
     for process in list((executor._processes or {}).values()):
         process.kill()
     executor.shutdown()
+
+
+class Futures(Pool):
+    """Forked processes; the futures of all tasks are kept."""
+
+    def __init__(self, count: int = 2, initializer: Any = None) -> None:
+        super().__init__(count, multiprocessing.get_context("fork"), initializer)
+        self.futures: list[concurrent.futures.Future[Any]] = []
+
+    def pending(self) -> list[concurrent.futures.Future[Any]]:
+        return [future for future in self.futures if not future.done()]
+
+    def submit(self, function: Any, *task: Any) -> Any:
+        future = super().submit(function, *task)
+        self.futures.append(future)
+        return future
 
 
 @pytest.fixture
@@ -96,9 +140,18 @@ def ragged(samples: list[Any]) -> list[Any]:
     return [sample["image"][:, : index + 1] for index, sample in enumerate(samples)]
 
 
-def numbers(executor: Any, function: Any = lambda index: index, length: int = 24, **options: Any):
+def numbers(executor: Any, function: Any = int, length: int = 24, **options: Any):
     given = {"num_workers": 3, "collate_fn": only, **options}
     return DataLoader(Calls(function, length), executor=executor, **given)
+
+
+def failing_at(index: int, fail: Any) -> Any:
+    """Numbers, in place of one of which something is done."""
+    return lambda number: fail() if number == index else number
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # Batches -----------------------------------------------------------------------------------
@@ -154,10 +207,9 @@ def test_batches_are_those_of_local_workers_to_the_bit(pool, options) -> None:
 @pytest.mark.parametrize("options", [{"pin_memory": True}, {"device": "late"}], ids=str)
 def test_batches_are_pinned_and_reach_a_device(late, pool, options) -> None:
     given = {"batch_size": 4, "seed": 11, **options}
-    with DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there:
-        batches = list(there)
-    with DataLoader(Mixed(), num_workers=2, **given) as local:
-        assert_same([to_host(one) for one in batches], [to_host(one) for one in local])
+    local = list(map(to_host, DataLoader(Mixed(), num_workers=2, **given)))
+    batches = list(DataLoader(Mixed(), num_workers=4, executor=pool, **given))
+    assert_same(list(map(to_host, batches)), local)
     assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
 
 
@@ -195,36 +247,25 @@ def test_a_state_goes_from_local_workers_to_the_executor_and_back(pool) -> None:
 def test_a_process_is_a_worker_while_it_makes_a_batch(pool) -> None:
     def look(index: int) -> tuple[Any, ...]:
         info = get_worker_info()
-        return os.getpid(), info.id, info.num_workers, type(info.dataset).__name__, called
+        assert called == [info.id]
+        return os.getpid(), info.id, info.num_workers, type(info.dataset).__name__
 
-    called: list[int] = []
+    called: list[int] = []  # a copy of each process's own
     loader = numbers(pool, look, worker_init_fn=called.append)
-    found = [*loader, *loader]  # `called` is a copy of each process's own
-    assert {one[2:4] for one in found} == {(3, "Calls")}
-    ids = {pid: {one[1] for one in found if one[0] == pid} for pid in {one[0] for one in found}}
-    assert os.getpid() not in ids
-    assert all(len(one) == 1 for one in ids.values()), "a process keeps its number"
-    assert len(set.union(*ids.values())) == len(ids), "no two processes have one"
+    pids, ids, *rest = zip(*loader, *loader, strict=True)
+    assert [set(one) for one in rest] == [{3}, {"Calls"}]
+    assert os.getpid() not in pids
+    # A process keeps its number, and no two processes have one.
+    assert len({*pids}) == len({*ids}) == len({*zip(pids, ids, strict=True)})
     assert pool.submit(get_worker_info).result() is None
 
 
-def test_worker_init_fn_is_called_once_in_each_process(pool) -> None:
-    calls = Gate()
-    loader = numbers(pool, lambda index: os.getpid(), worker_init_fn=lambda _: calls.open())
-    pids = {*loader, *loader}  # each call comes before a batch
-    for _ in pids:
-        calls.wait_until_open(0)
-    with pytest.raises(AssertionError):
-        calls.wait_until_open(0)
-    calls.close()
-
-
-def test_the_process_s_own_state_is_as_before_a_batch(pool) -> None:
-    one = forked(1)
-    before = one.submit(_own_state).result()
-    list(DataLoader(Mixed(), 4, num_workers=2, seed=1, executor=one))
-    assert one.submit(_own_state).result() == before
-    end(one)
+def test_the_process_s_own_state_is_as_before_a_batch() -> None:
+    executor = forked(1)
+    before = executor.submit(_own_state).result()
+    list(DataLoader(Mixed(), 4, num_workers=2, seed=1, executor=executor))
+    assert executor.submit(_own_state).result() == before
+    end(executor)
 
 
 def _own_state() -> Any:
@@ -245,185 +286,115 @@ def test_without_a_seed_processes_draw_different_numbers(pool) -> None:
 # In flight ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}])
-def test_no_more_than_the_window_is_in_flight(options) -> None:
-    executor = _Counting(2)
-    loader = numbers(executor, **options)
-    window = 3 * options.get("prefetch_factor", 1)
-    iterator = iter(loader)
+@pytest.mark.parametrize(("options", "window"), [({}, 3), ({"prefetch_factor": 2}, 6)])
+def test_no_more_than_the_window_is_in_flight(futures, options, window) -> None:
+    iterator = iter(numbers(futures, **options))
     for taken in range(5):
         next(iterator)
-        wait_until(lambda: executor.done == executor.count)
-        assert executor.count == window + taken + 1
-    loader.close()
-    end(executor)
+        wait_until(lambda: not futures.pending())
+        assert len(futures.futures) == window + taken + 1
 
 
-class _Counting(Pool):
-    """Counts what is submitted, and what is done."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count, multiprocessing.get_context("fork"))
-        self.count = self.done = 0
-
-    def submit(self, *args: Any, **named: Any) -> Any:
-        self.count += 1
-        future = super().submit(*args, **named)
-        future.add_done_callback(self._note)
-        return future
-
-    def _note(self, _: Any) -> None:
-        self.done += 1
-
-
-def test_closing_cancels_what_is_pending_and_leaves_the_executor(pool) -> None:
-    gate, made = Gate(), Gate()
-
-    def make(index: int) -> int:
-        made.open()
-        gate.pass_through()
-        return index
-
-    loader = numbers(pool, make, num_workers=20)
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_an_end_cancels_what_is_pending_and_leaves_the_executor(
+    futures, gate, arrived, how
+) -> None:
+    make = lambda index: arrived.open() or gate.pass_through() or index  # noqa: E731
+    loader = numbers(futures, make, num_workers=20)
     iterator = iter(loader)
-    made.wait_until_open()
+    arrived.wait_until_open()
     began = time.monotonic()
-    loader.close()
-    assert time.monotonic() - began < 10
-    gate.open(20)
-    assert pool.submit(abs, -3).result() == 3
-    with pytest.raises(shmloader.ClosedLoaderError):
-        next(iterator)
-    for each in (gate, made):
-        each.close()
-
-
-def test_a_dropped_iterator_cancels_what_is_pending(pool) -> None:
-    gate = Gate()
-    iterator = iter(numbers(pool, lambda index: gate.pass_through() or index, num_workers=20))
-    submitted = list(iterator._pool._tasks.values())
+    if how == "closed":
+        loader.close()
+        with pytest.raises(shmloader.ClosedLoaderError):
+            next(iterator)
     del iterator
-    wait_until(lambda: any(sent.future.cancelled() for sent in submitted))
+    assert time.monotonic() - began < 10
+    wait_until(lambda: any(future.cancelled() for future in futures.futures))
     gate.open(20)
-    assert pool.submit(abs, -3).result() == 3
-    gate.close()
+    assert futures.submit(abs, -3).result() == 3
 
 
-def test_an_epoch_that_is_left_is_not_waited_for(pool) -> None:
-    gate = Gate()
-
-    def make(index: int) -> int:
-        if index == 2:
-            gate.pass_through()
-        return index
-
-    loader = numbers(pool, make, num_workers=3, persistent_workers=True)
+def test_an_epoch_that_is_left_is_not_waited_for(pool, gate) -> None:
+    make = failing_at(2, gate.pass_through)
+    loader = numbers(pool, make, persistent_workers=True)
     assert next(iter(loader)) == 0
     iterator = iter(loader)  # while a process is in batch 2
     assert next(iterator) == 0
     gate.open(4)
-    assert list(iterator) == list(range(1, 24))
+    assert list(iterator) == [1, None, *range(3, 24)]
     loader.close()
-    gate.close()
 
 
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(persistent_workers) -> None:
-    gate, arrived = Gate(), Gate()
-    executor = _Keeping(2, multiprocessing.get_context("fork"))
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(
+    futures, gate, arrived, persistent
+) -> None:
     running = 2 + 3  # one in each process, and those that a process pool sends ahead
-    loader = numbers(
-        executor,
-        lambda index: arrived.open() or gate.pass_through() or index,
-        num_workers=20,
-        persistent_workers=persistent_workers,
-    )
+    make = lambda index: arrived.open() or gate.pass_through() or index  # noqa: E731
+    loader = numbers(futures, make, num_workers=20, persistent_workers=persistent)
     iterator = iter(loader)
     arrived.pass_through()  # a task that has not come as far fails if its epoch is left
     for _ in range(4):
         del iterator
         iterator = iter(loader)
-        wait_until(lambda: len(executor.pending()) <= 20 + running)
-    left = [future for future in executor.futures[:-20] if not future.done()]
+        wait_until(lambda: len(futures.pending()) <= 20 + running)
+    left = [future for future in futures.futures[:-20] if not future.done()]
     assert 0 < len(left) <= running
     gate.open(len(left) + 24)
     assert list(iterator) == list(range(24))
-    assert len(executor.futures) == 4 * 20 + 24
+    assert len(futures.futures) == 4 * 20 + 24
     loader.close()
-    gate.close()
-    arrived.close()
-    end(executor)
 
 
-def test_a_process_whose_first_task_was_given_up_keeps_its_worker_number(tmp_path) -> None:
-    gate, arrived, seen = Gate(), Gate(), tmp_path / "seen"
+def test_a_process_whose_first_task_was_given_up_keeps_its_worker_number(
+    futures, gate, arrived, tmp_path
+) -> None:
+    seen = tmp_path / "seen"
 
     def number(_: int) -> int:
         if not seen.exists():
             seen.touch()
             arrived.open()
             gate.pass_through()
-        return torch.utils.data.get_worker_info().id
+        return get_worker_info().id
 
-    executor = forked(3)
-    loader = numbers(executor, number, 2, num_workers=1)
+    loader = numbers(futures, number, 2, num_workers=1)
     iterator = iter(loader)
     arrived.pass_through()
     del iterator  # the process stays in the sample, and has taken number 0
     assert 0 not in list(loader)
     gate.open()
-    end(executor)
-    for each in (gate, arrived):
-        each.close()
 
 
-class _Keeping(Pool):
-    """Keeps the futures of what is submitted."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.futures: list[concurrent.futures.Future[Any]] = []
-
-    def pending(self) -> list[concurrent.futures.Future[Any]]:
-        return [future for future in self.futures if not future.done()]
-
-    def submit(self, *args: Any, **named: Any) -> Any:
-        future = super().submit(*args, **named)
-        self.futures.append(future)
-        return future
-
-
-def test_a_late_batch_is_named_and_not_lost(pool) -> None:
-    gate = Gate()
-    loader = numbers(pool, lambda index: gate.pass_through() or index, length=3, timeout=0.2)
-    iterator = iter(loader)
+def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
+    make = lambda index: gate.pass_through() or index  # noqa: E731
+    iterator = iter(numbers(pool, make, length=3, timeout=0.2))
     with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
         next(iterator)
-    assert "is with worker 0 (of the executor)" in str(caught.value)
-    assert "Worker 2 (of the executor) has been loading batch 2 (index 2) for" in str(caught.value)
-    assert "raise timeout=" in str(caught.value)
-    assert "sample_timeout" not in str(caught.value), "it is refused with executor="
+    text = str(caught.value)
+    assert "is with worker 0 (of the executor)" in text
+    assert "Worker 2 (of the executor) has been loading batch 2 (index 2) for" in text
+    assert "raise timeout=" in text
+    assert "sample_timeout" not in text, "it is refused with executor="
     gate.open(3)
-    while True:
-        try:
-            assert next(iterator) == 0
-            break
-        except LoaderTimeoutError:
-            continue
-    loader.close()
-    gate.close()
+    assert list(however_late(iterator)) == [0, 1, 2]
 
 
 # Errors of the user's code -----------------------------------------------------------------
 
 
-def test_a_bad_sample_raises_in_its_place_with_where_it_was_made(pool) -> None:
-    def make(index: int) -> int:
-        if index == 2:
-            raise Bad("no 2")
-        return index
+def _raise_bad(_: object = None) -> Any:
+    raise Bad("no 2")
 
-    iterator = iter(numbers(pool, make, length=4))
+
+class _Unloadable(Numbers):
+    def __reduce__(self) -> Any:
+        return _raise_bad, ()
+
+
+def test_a_bad_sample_raises_in_its_place_with_where_it_was_made(pool) -> None:
+    iterator = iter(numbers(pool, failing_at(2, _raise_bad), length=4))
     assert [next(iterator), next(iterator)] == [0, 1]
     with pytest.raises(Bad, match="no 2") as caught:
         next(iterator)
@@ -433,47 +404,24 @@ def test_a_bad_sample_raises_in_its_place_with_where_it_was_made(pool) -> None:
 
 
 def test_bad_samples_are_skipped_replaced_and_counted(pool) -> None:
-    def make(index: int) -> int:
-        if index % 5 == 1:
-            raise Bad(f"no {index}")
-        return index
+    def loader(**how: Any) -> DataLoader:
+        options = {"collate_fn": list, "batch_size": 3, "num_workers": 3, "executor": pool, **how}
+        return DataLoader(Numbers(12, 1, 6, 11), **options)
 
-    options: dict[str, Any] = {"length": 12, "collate_fn": list, "batch_size": 3}
-    local = DataLoader(Calls(make, 12), 3, num_workers=2, collate_fn=list, on_error="skip")
-    there = numbers(pool, make, on_error="skip", **options)
-    assert list(there) == list(local)
-    assert there.failures.total == local.failures.total == 3
-    replaced = numbers(pool, make, on_error=lambda index, _: -index, **options)
-    assert next(iter(replaced)) == [0, -1, 2]
+    there = loader(on_error="skip")
+    assert list(there) == list(loader(on_error="skip", executor=None))
+    assert there.failures.total == 3
+    assert next(iter(loader(on_error=lambda index, _: -index))) == [0, -1, 2]
     with pytest.raises(TooManyFailures):
-        list(numbers(pool, make, on_error="skip", max_failures=1, **options))
+        list(loader(on_error="skip", max_failures=1))
 
 
-@pytest.mark.parametrize("part", ["worker_init_fn", "loading"])
-def test_what_fails_while_a_process_gets_ready_is_raised(pool, part) -> None:
-    function: Any = lambda index: index  # noqa: E731 - or an object that cannot be loaded
-    init_fn = _raise_bad if part == "worker_init_fn" else None
-    dataset = Calls(function, 3) if init_fn else _Unloadable()
-    loader = DataLoader(dataset, num_workers=2, worker_init_fn=init_fn, executor=pool)
-    iterator = iter(loader)
+@pytest.mark.parametrize("options", [{"worker_init_fn": _raise_bad}, {"dataset": _Unloadable(3)}])
+def test_what_fails_while_a_process_gets_ready_is_raised(pool, options) -> None:
+    iterator = iter(DataLoader(**{"dataset": range(3), "num_workers": 2, **options}, executor=pool))
     for _ in range(2):
         with pytest.raises(Bad):
             next(iterator)
-
-
-def _raise_bad(_: object = None) -> Any:
-    raise Bad("not here")
-
-
-class _Unloadable:
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __reduce__(self) -> Any:
-        return _raise_bad, ()
 
 
 def test_a_dataset_that_cannot_be_pickled_names_the_part(pool) -> None:
@@ -492,108 +440,82 @@ def test_without_ray_its_executor_says_what_to_install(monkeypatch) -> None:
     assert "pip install 'shmloader[ray]'" in caught.value.__notes__[0]
 
 
-def test_a_killed_process_is_one_clear_error(pool) -> None:
-    def make(index: int) -> int:
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-    iterator = iter(numbers(pool, make))
-    found: list[int] = []
-    with pytest.raises(WorkerDiedError) as caught:
-        found.extend(iterator)
-    assert found == list(range(len(found)))
-    assert "the executor lost its task (BrokenProcessPool: " in str(caught.value)
-    assert "was loading batch" in str(caught.value)
-    with pytest.raises(shmloader.ClosedLoaderError):
-        next(iterator)
-
-
-def test_after_such_an_error_the_state_has_all_the_rest(pool, tmp_path) -> None:
+def test_a_killed_process_is_one_clear_error_and_the_state_has_all_the_rest(
+    pool, futures, tmp_path
+) -> None:
     killed = tmp_path / "killed"
 
-    def make(index: int) -> int:
-        if index == 15 and not killed.exists():
+    def kill_once() -> int:
+        if not killed.exists():
             killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
+            kill_this_process()
+        return 15
 
-    loader, found = numbers(pool, make, shuffle=True, seed=2), []
-    with pytest.raises(WorkerDiedError):
-        found.extend(loader)
-    state, again = loader.state_dict(), forked(2)
-    try:
-        resumed = numbers(again, make, shuffle=True, seed=2)
-        resumed.load_state_dict(state)
-        found += resumed
-    finally:
-        end(again)
-    assert sorted(found) == list(range(24))
-    assert found == list(numbers(None, make, shuffle=True, seed=2, num_workers=0))
+    options: dict[str, Any] = {"shuffle": True, "seed": 2}
+    make, found = failing_at(15, kill_once), []
+    loader = numbers(pool, make, **options)
+    iterator = iter(loader)
+    with pytest.raises(WorkerDiedError, match="was loading batch") as caught:
+        found.extend(iterator)
+    assert "the executor lost its task (BrokenProcessPool: " in str(caught.value)
+    with pytest.raises(shmloader.ClosedLoaderError):
+        next(iterator)
+    resumed = numbers(futures, make, **options)
+    resumed.load_state_dict(loader.state_dict())
+    found += resumed
+    assert found == list(numbers(None, num_workers=0, **options))
 
 
 def test_a_broken_executor_ends_the_epoch_in_spite_of_restarts(pool, caplog) -> None:
-    def make(index: int) -> int:
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
     with pytest.raises(WorkerDiedError, match="BrokenProcessPool"):
-        list(numbers(pool, make, worker_restarts=1000))
+        list(numbers(pool, failing_at(5, kill_this_process), worker_restarts=1000))
     assert len(caplog.records) <= 3, "it is not submitted a thousand times"
 
 
-class _Losing(Pool):
+class _Losing(Futures):
     """Loses some batches' first tasks, as a cluster does whose node is lost."""
 
-    lost: tuple[int, ...] = ()
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: list[int] = []
+    def __init__(self, *losses: int) -> None:
+        super().__init__()
+        self.losses = [*losses]
         self.numbers: dict[bytes, int] = {}
 
     def submit(self, function: Any, *task: Any) -> Any:
         future = super().submit(function, *task)
         # Each batch has other indices.
         seq = self.numbers.setdefault(task[4], len(self.numbers))
-        if self.seen.count(seq) == self.lost.count(seq):
+        if seq not in self.losses:
             return future
-        self.seen.append(seq)
+        self.losses.remove(seq)
         outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.add_done_callback(lambda _: outer.set_exception(ConnectionError("node 7 is gone")))
         return outer
 
 
 def test_lost_tasks_are_made_again_in_order(caplog) -> None:
-    executor = _Losing(2, multiprocessing.get_context("fork"))
-    executor.lost = (3, 4, 11)
+    executor = _Losing(3, 4, 11)
     loader = DataLoader(Mixed(), 2, num_workers=3, seed=3, executor=executor, worker_restarts=3)
     assert_same(list(loader), list(DataLoader(Mixed(), 2, num_workers=2, seed=3)))
     assert caplog.text.count("ConnectionError: node 7 is gone") == 3
     assert "Batches are made again: 3." in caplog.text
-    end(executor)
-
-
-def test_a_batch_that_is_lost_twice_is_made_again_while_restarts_are_left() -> None:
-    executor = _Losing(2, multiprocessing.get_context("fork"))
-    executor.lost = (4, 4, 4, 7)
+    executor.losses = [4, 4, 4, 7]
+    executor.numbers.clear()
     assert list(numbers(executor, worker_restarts=4)) == list(range(24))
-    executor.seen.clear()
-    iterator = iter(numbers(executor, worker_restarts=2))
-    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
-    text = r"batch 4 .* No restart is left in this epoch \(worker_restarts=2\)"
-    with pytest.raises(WorkerDiedError, match=text):
-        next(iterator)
     end(executor)
 
 
-def test_a_lost_task_without_restarts_names_its_batch() -> None:
-    executor = _Losing(2, multiprocessing.get_context("fork"))
-    executor.lost = (4,)
-    iterator = iter(numbers(executor))
+@pytest.mark.parametrize(
+    ("restarts", "text"),
+    [
+        (0, r"node 7 is gone.*was loading batch 4 \(index 4\)"),
+        (2, r"batch 4 .* No restart is left in this epoch \(worker_restarts=2\)"),
+    ],
+)
+def test_a_lost_task_without_restarts_left_names_its_batch(restarts, text) -> None:
+    executor = _Losing(4, 4, 4)
+    iterator = iter(numbers(executor, worker_restarts=restarts))
     assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(WorkerDiedError, match=r"node 7 is gone.*was loading batch 4 \(index 4\)"):
+    with pytest.raises(WorkerDiedError, match=text):
         next(iterator)
     end(executor)
 
@@ -605,21 +527,23 @@ def test_an_executor_that_was_shut_down_says_so_at_the_first_batch(pool) -> None
         next(iter(loader))
 
 
+class _Hides(concurrent.futures.Executor):
+    """Answers by a function, and does not tell what it is."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with in_thread(lambda: future.set_result(self.answer(function, args))):
+            pass
+        return future
+
+
 def test_an_executor_of_threads_says_so_at_the_first_batch() -> None:
-    class Threads(concurrent.futures.Executor):
-        def __init__(self) -> None:
-            self._own = concurrent.futures.ThreadPoolExecutor(1)
-
-        def submit(self, *args: Any, **named: Any) -> Any:
-            return self._own.submit(*args, **named)
-
-        def shutdown(self, *args: Any, **named: Any) -> None:
-            self._own.shutdown()
-
-    executor = Threads()
+    executor = _Hides(lambda function, args: function(*args))
     with pytest.raises(WorkerDiedError, match="use thread_pool=True"):
         next(iter(numbers(executor)))
-    executor.shutdown()
 
 
 def test_another_version_there_is_named(pool, monkeypatch) -> None:
@@ -628,20 +552,9 @@ def test_another_version_there_is_named(pool, monkeypatch) -> None:
         next(iter(numbers(pool)))
 
 
-class _Answering(concurrent.futures.Executor):
-    """Answers each call at once."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_result(self.answer)
-        return future
-
-
 def test_the_refusal_of_another_version_is_read_whatever_follows_it() -> None:
-    executor = _Answering((b"a process", "shmloader 9 is installed there", {}, "more", 7, 8, 9, 10))
+    answer = (b"a process", "shmloader 9 is installed there", {}, "more", 7, 8, 9, 10)
+    executor = _Hides(lambda *_: answer)
     with pytest.raises(WorkerDiedError, match="shmloader 9 is installed there"):
         next(iter(numbers(executor)))
 
@@ -704,17 +617,17 @@ def test_the_dataset_is_loaded_once_in_each_process_and_again_when_it_changes(po
     assert {value for *_, value in loader} == {2}
 
 
-class _Far(Pool):
+class _Far(Futures):
     """Its processes cannot open this process's memory, as on another machine."""
 
     def __init__(self) -> None:
-        super().__init__(2, multiprocessing.get_context("fork"), _make_far)
+        super().__init__(initializer=_make_far)
         self.carried = 0
 
-    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
+    def submit(self, function: Any, *args: Any) -> Any:
         if function is make_batch:
             self.carried += args[5] is not None
-        return super().submit(function, *args, **named)
+        return super().submit(function, *args)
 
 
 def _make_far() -> None:
@@ -737,19 +650,15 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
 
 
 def test_a_task_that_cannot_be_sent_again_with_the_payload_is_lost() -> None:
-    executor = _Far()
-    loader = DataLoader(range(8), 2, num_workers=1, executor=executor)
-    submit, calls = executor.submit, []
+    class FarOnce(_Far):
+        def submit(self, *call: Any) -> Any:
+            if self.futures:
+                raise RuntimeError("no further task")
+            return super().submit(*call)
 
-    def refuse_the_second(*call: Any) -> Any:
-        calls.append(call)
-        if len(calls) > 1:
-            raise RuntimeError("no further task")
-        return submit(*call)
-
-    executor.submit = refuse_the_second
+    executor = FarOnce()
     with pytest.raises(WorkerDiedError, match="no further task"):
-        next(iter(loader))
+        next(iter(DataLoader(range(8), 2, num_workers=1, executor=executor)))
     end(executor)
 
 
@@ -783,17 +692,15 @@ def test_a_memory_map_whose_file_is_missing_there_is_told(tmp_path) -> None:
     file, away = tmp_path / "rows.npy", tmp_path / "away.npy"
     np.save(file, np.arange(40))
 
-    class Elsewhere(Pool):
+    class Elsewhere(Futures):
         """The file is gone when the first task reaches a process."""
 
-        def submit(self, *args: Any, **named: Any) -> Any:
-            if file.exists() and not self.has_file:
+        def submit(self, *task: Any) -> Any:
+            if not self.futures:
                 file.rename(away)
-            return super().submit(*args, **named)
+            return super().submit(*task)
 
-        has_file = False
-
-    executor = Elsewhere(2, multiprocessing.get_context("fork"))
+    executor = Elsewhere()
     loader = DataLoader(np.load(file, mmap_mode="r"), 4, num_workers=2, executor=executor)
     with pytest.raises(FileNotFoundError) as caught:
         next(iter(loader))
@@ -802,7 +709,6 @@ def test_a_memory_map_whose_file_is_missing_there_is_told(tmp_path) -> None:
     assert str(file) in text
     assert "it has to exist on each machine that makes batches" in text
     away.rename(file)
-    executor.has_file = True
     assert torch.cat(list(loader)).tolist() == list(range(40))
     loader.close()
     end(executor)
@@ -847,11 +753,6 @@ print([one.value for one in batches])
 # Arguments ---------------------------------------------------------------------------------
 
 
-class _Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 class _Client:
     def get_executor(self) -> None: ...
 
@@ -863,7 +764,7 @@ class _Client:
         ({"executor": _Client()}, TypeError, r"give its get_executor\(\)"),
         ({"num_workers": 0}, ValueError, "needs num_workers > 0"),
         ({"num_workers": "auto"}, ValueError, "'auto' cannot be combined with executor"),
-        ({"dataset": _Stream()}, ValueError, "needs a map-style dataset"),
+        ({"dataset": Streams(list)}, ValueError, "needs a map-style dataset"),
         ({"thread_pool": True}, ValueError, "cannot be combined with thread_pool"),
         ({"sample_timeout": 3}, ValueError, "cannot be combined with sample_timeout"),
         ({"shm_size": "64MiB"}, ValueError, "cannot be combined with shm_size"),
