@@ -40,34 +40,6 @@ _SHORT_BYTES = 512
 _SHOWN = 8
 
 
-def describe_bad_index(index: object) -> str:
-    """Return the note for a sample that was loaded by its index."""
-    return f"The sample of index {describe_index(index)} failed."
-
-
-def describe_bad_replacement(index: object) -> str:
-    """Return the note for an exception that ``on_error`` raised."""
-    return f"It was raised by on_error for the sample of index {describe_index(index)}."
-
-
-def describe_bad_list(indices: object) -> str:
-    """Return the note for samples that were loaded together."""
-    return f"One call of __getitems__ for {describe_indices(indices)} failed."
-
-
-def describe_bad_number(number: int, *, is_resumed: bool, is_here: bool) -> str:
-    """Return the note for a sample of an iterable dataset.
-
-    Args:
-        number: How many samples the iterator had yielded before.
-        is_resumed: Whether the dataset had loaded a state.
-        is_here: Whether this is the main process rather than a worker.
-    """
-    where = "" if is_here else " in this worker"
-    since = "its state was loaded" if is_resumed else "the epoch began"
-    return f"The dataset's iterator failed at sample {number}, counted from 0{where} since {since}."
-
-
 @dataclass(frozen=True, slots=True)
 class BadSample:
     """A sample that could not be loaded.
@@ -125,7 +97,7 @@ class SampleReport:
     failed_count: int = 0
     newest: tuple[BadSample, ...] = ()
 
-    def note(self, bad: BadSample) -> None:
+    def add(self, bad: BadSample) -> None:
         """Add a failed sample."""
         self.failed_count += 1
         self.newest = (*self.newest, bad)[-LISTED:]

@@ -5,9 +5,10 @@ map-style dataset that fail are skipped or replaced.
 """
 
 import copy
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -17,20 +18,16 @@ from shmloader.batch.failures import (
     BadSample,
     OnError,
     SampleReport,
-    describe_bad_index,
-    describe_bad_list,
-    describe_bad_number,
-    describe_bad_replacement,
     describe_index,
+    describe_indices,
 )
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 from shmloader.batch.remote_error import note_sample
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.batch.samples import list_loader, one_by_one
+from shmloader.batch.samples import Get, Wrapper, list_loader, one_by_one, one_of
 from shmloader.errors import SampleTimeoutError
 from shmloader.forked_child import end_if_forked
-from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.sampling.steps import is_sharded
 
@@ -56,6 +53,7 @@ class MapFetcher:
         where: Where this runs, in words, for the texts of failures.
         concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
             the other.
+        wrappers: Load the samples, the last one first, by what the dataset has.
         begins: With ``concurrent_fetcher``: functions that are called for each sample, in order, in
             the sample's context, for instance to seed its generators.
     """
@@ -68,14 +66,21 @@ class MapFetcher:
         on_error: OnError = "raise",
         where: str = "in the main process",
         concurrent_fetcher: ConcurrentFetcher | None = None,
+        wrappers: Sequence[Wrapper] = (),
         begins: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._config, self._dataset, self._collate = config, dataset, collate
-        self._on_error, self._where = on_error, where
-        self._is_strict = on_error == "raise"
+        self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
         self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
         self._report = SampleReport()
         self._pid = os.getpid()
+        self._get = one_by_one(dataset)
+        for load, _ in wrappers:
+            self._get = functools.partial(load, self._get)
+        self._wrappers = wrappers
+        self._takes_lists = concurrent_fetcher is None and all(
+            load_list is not None for _, load_list in wrappers
+        )
 
     def take_report(self) -> SampleReport | None:
         """Return the report on the samples since the last call, whether or not fetching raised.
@@ -100,31 +105,10 @@ class MapFetcher:
         """
         if not self._is_strict:
             self._pid = os.getpid()
-        if self._config.may_shard and is_sharded(index):
-            return self._fetch_shards(index)
-        return self._fetch_batch(index)
-
-    def _fetch_batch(self, index: Any) -> Any:
-        if not self._config.auto_collation:
-            return self._collate(self._without_skipped(self._load_each([index]))[0], [index])
-        if not self._is_strict and isinstance(index, Iterator):
-            index = list(index)  # it may be read twice
-        getitems = None
-        # Asked for each batch, as torch does.
-        if self._concurrent_fetcher is None and getattr(self._dataset, "__getitems__", None):
-            getitems = list_loader(self._dataset)
-        samples = self._load_each(index) if getitems is None else self._load_list(getitems, index)
-        if self._report.failed_count and type(samples) is list:
-            good = self._without_skipped(samples)
-            if len(good) < len(samples):
-                index = [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
-            samples = good
-        return self._collate(samples, index)
-
-    def _fetch_shards(self, shards: Iterable[Any]) -> list[Any]:
-        """Return the batches of the shards of which at least one sample is left."""
+        if not (self._config.may_shard and is_sharded(index)):
+            return self._fetch_batch(index)
         batches = []
-        for shard in shards:
+        for shard in index:
             try:
                 batches.append(self._fetch_batch(shard))
             except EmptyBatchError:
@@ -134,30 +118,47 @@ class MapFetcher:
             raise EmptyBatchError
         return batches
 
-    def _load_list(self, getitems: Callable[[Any], Any], indices: Any) -> Any:
+    def _fetch_batch(self, index: Any) -> Any:
+        if not self._config.auto_collation:
+            (sample,) = self._without_skipped(self._load_each(self._get, [index]))
+            return self._collate(sample, [index])
+        if not self._is_strict and isinstance(index, Iterator):
+            index = list(index)  # it may be read twice
+        # Asked for each batch, as torch does.
+        getitems = list_loader(self._dataset) if self._takes_lists else None
+        if getitems is None:
+            samples = self._load_each(self._get, index)
+        else:
+            samples = self._load_list(getitems, index)
+        if self._report.failed_count and type(samples) is list:
+            good = self._without_skipped(samples)
+            if len(good) < len(samples):
+                index = [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
+            samples = good
+        return self._collate(samples, index)
+
+    def _load_list(self, getitems: Get, indices: Any) -> Any:
         """Load all samples by one call. If that fails and bad samples are tolerated, load each."""
+        for _, load_list in self._wrappers:
+            assert load_list is not None
+            getitems = functools.partial(load_list, getitems)
         try:
             samples = getitems(indices)
         except BaseException as error:
             if is_from_outside(error):
                 raise
             if self._is_strict or not isinstance(error, Exception):
-                note_sample(error, describe_bad_list(indices))
+                what = describe_indices(indices)
+                note_sample(error, f"One call of __getitems__ for {what} failed.")
                 raise
             end_if_forked(self._pid)
-            # Loading them one by one shows which sample failed.
         else:
             self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
             return samples
-        each = self._load_each(indices, _ByLists(getitems))
-        return [_only_one(one.samples) if type(one) is _Listed else one for one in each]
+        # This shows which sample failed.
+        return self._load_each(functools.partial(one_of, getitems), indices)
 
-    def _counted(self, indices: Iterable[Any]) -> Iterator[Any]:
-        for index in indices:
-            self._report.sample_count += 1
-            yield index
-
-    def _load_each(self, indices: Iterable[Any], dataset: Any = None) -> list[Any]:
+    def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
         try:
             keys = iter(indices)
@@ -166,34 +167,28 @@ class MapFetcher:
                 f"{error}: batch_sampler should yield lists of indices, but it yielded "
                 f"{describe_index(indices)}"
             ) from None
-        if self._concurrent_fetcher is not None:
-            return self._load_at_once(self._concurrent_fetcher, keys)
-        if not self._is_strict:
-            keys = self._counted(keys)
         samples: list[Any] = []
-        add = samples.append
-        dataset = self._dataset if dataset is None else dataset
+        report, add, fetcher = self._report, samples.append, self._concurrent_fetcher
+        if fetcher is not None:
+            for result in fetcher.load(get, keys, self._begins, wants_all=not self._is_strict):
+                report.sample_count += 1
+                try:
+                    sample = result.take()
+                except BaseException as error:
+                    if not self._is_bad(result.index, error):
+                        raise
+                    sample = result.context.run(self._replacement, result.index, error)
+                add(sample)
+            return samples
         for index in keys:
+            report.sample_count += 1
             try:
-                sample = dataset[index]
+                sample = get(index)
             except BaseException as error:
                 if not self._is_bad(index, error):
                     raise
                 sample = self._replacement(index, error)
             add(sample)
-        return samples
-
-    def _load_at_once(self, fetcher: ConcurrentFetcher, indices: Iterable[Any]) -> list[Any]:
-        get, samples = one_by_one(self._dataset), []
-        for result in fetcher.load(get, indices, self._begins, wants_all=not self._is_strict):
-            self._report.sample_count += 1
-            try:
-                sample = result.take()
-            except BaseException as error:
-                if not self._is_bad(result.index, error):
-                    raise
-                sample = result.context.run(self._replacement, result.index, error)
-            samples.append(sample)
         return samples
 
     def _is_bad(self, index: Any, error: BaseException) -> bool:
@@ -202,23 +197,24 @@ class MapFetcher:
             return False
         if not self._is_strict and isinstance(error, Exception):
             return True
-        note_sample(error, describe_bad_index(index))
+        note_sample(error, f"The sample of index {describe_index(index)} failed.")
         return False
 
     def _replacement(self, index: Any, error: Any) -> Any:
-        """Note a bad sample, and return its replacement or ``_SKIPPED``.
+        """Record a bad sample, and return its replacement or ``_SKIPPED``.
 
         Called while the sample's exception is being handled.
         """
         end_if_forked(self._pid)
-        self._report.note(BadSample.caught(index, self._where))
+        self._report.add(BadSample.caught(index, self._where))
         if not callable(self._on_error):
             return _SKIPPED
         try:
             return self._on_error(index, error)
         except BaseException as raised:
             if not is_from_outside(raised):
-                note_sample(raised, describe_bad_replacement(index))
+                what = f"the sample of index {describe_index(index)}"
+                note_sample(raised, f"It was raised by on_error for {what}.")
             raise
 
     def _without_skipped(self, samples: list[Any]) -> list[Any]:
@@ -237,37 +233,6 @@ class MapFetcher:
         if not self._config.keep_size:
             return good
         return [_copy(good[0]) if sample is _SKIPPED else sample for sample in samples]
-
-
-class _Listed(NamedTuple):
-    """What ``__getitems__`` returned for one index."""
-
-    samples: Any
-
-
-class _ByLists:
-    """Loads each sample by a call of ``__getitems__`` of its own."""
-
-    def __init__(self, getitems: Callable[[Any], Any]) -> None:
-        self._getitems = getitems
-
-    def __getitem__(self, index: Any) -> _Listed:
-        return _Listed(self._getitems([index]))
-
-
-def _only_one(samples: Any) -> Any:
-    """Return the one sample that ``__getitems__`` returned for one index.
-
-    Raises:
-        TypeError: If ``samples`` is not a sequence of one sample.
-    """
-    if isinstance(samples, Mapping) or not isinstance(samples, Sized) or len(samples) != 1:
-        raise TypeError(
-            "__getitems__ failed for a batch, and for one index of it returned "
-            f"{described_type(samples)} instead of a list of one sample, so the bad samples cannot "
-            "be identified"
-        )
-    return samples[0]  # type: ignore[index]
 
 
 def _copy(sample: Any) -> Any:
@@ -346,9 +311,13 @@ class StreamFetcher:
         except BaseException as error:
             self._has_hung = isinstance(error, SampleTimeoutError)
             if not is_from_outside(error):
-                number, is_here = self._count + len(samples), get_worker_info() is None
-                note = describe_bad_number(number, is_resumed=self.is_resumed, is_here=is_here)
-                note_sample(error, note)
+                number, where = self._count + len(samples), " in this worker"
+                note_sample(
+                    error,
+                    f"The dataset's iterator failed at sample {number}, counted from 0"
+                    f"{where if get_worker_info() is not None else ''} since "
+                    f"{'its state was loaded' if self.is_resumed else 'the epoch began'}.",
+                )
             raise
         finally:
             self._count += len(samples)

@@ -19,7 +19,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import MapFetcher, StreamFetcher
 from shmloader.batch.sample_rng import SampleRng, SeededIterator
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.batch.samples import WrappedSamples
+from shmloader.batch.samples import Load, Wrapper
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
 from shmloader.memory.packer import RowGatherer
@@ -54,8 +54,8 @@ class BatchMaker:
         concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
             the other.
         sample_watch: Watches how long samples take; None if they may take any time.
-        watch_samples: A function that wraps the dataset after all other wrappers. The fetcher loads
-            samples from its result. None for no such wrapper.
+        load: Called for each sample, or list of samples, with a function that loads it and the
+            index. None to call that function directly.
         writer: In a worker process, the writer of its slots; else None.
     """
 
@@ -76,7 +76,7 @@ class BatchMaker:
         find_gatherer: Callable[[], RowGatherer | None] = no_gatherer,
         concurrent_fetcher: ConcurrentFetcher | None = None,
         sample_watch: SampleWatch | None = None,
-        watch_samples: Callable[[Any], Any] | None = None,
+        load: Load | None = None,
         writer: SlotWriter | None = None,
     ) -> None:
         self.timer = timer
@@ -108,7 +108,8 @@ class BatchMaker:
             source = iter(dataset) if rng is None else SeededIterator(rng, dataset)
             self.fetcher = StreamFetcher(config, dataset, source, collator, sample_watch)
             return
-        begins = []
+        begins: list[Callable[[], None]] = []
+        wrappers: list[Wrapper] = []
         if rng is not None:
             begins.append(rng.begin_sample)
             if concurrent_fetcher is None:
@@ -116,13 +117,15 @@ class BatchMaker:
                 # Samples that are skipped do not reach the collate function.
                 collator.counts_samples = rng.draws_nothing and on_error == "raise"
                 if not collator.counts_samples:
-                    dataset = WrappedSamples(dataset, rng.load)
+                    wrappers.append((rng.load, None))
         if sample_watch is not None:
             begins.append(sample_watch.begin_sample)
-            dataset = WrappedSamples(dataset, sample_watch.load, sample_watch.load_list)
-        if watch_samples is not None:
-            dataset = watch_samples(dataset)
-        fetcher = MapFetcher(config, dataset, collator, on_error, where, concurrent_fetcher, begins)
+            wrappers.append((sample_watch.load, sample_watch.load_list))
+        if load is not None:
+            wrappers.append((load, load))
+        fetcher = MapFetcher(
+            config, dataset, collator, on_error, where, concurrent_fetcher, wrappers, begins
+        )
         self.fetcher, self._take_report = fetcher, fetcher.take_report
         if config.takes_arrays:
             self.fetcher = ArrayFetcher(find_gatherer, fetcher, timer, may_shard=config.may_shard)

@@ -26,12 +26,13 @@ from shmloader.batch.payload import (
     reducers_of_multiprocessing,
     spawning,
 )
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import OutOfBand, Pickler
-from shmloader.memory.segment import BULK_BYTES, TOKEN_BYTES, Segment, write_buffers
+from shmloader.memory.segment import BULK_BYTES, TOKEN_BYTES, Segment
 
-_PLAIN = frozenset({int, float, bool, type(None), bytes, tuple, list, dict})
 _DIGEST_BYTES = 16
+
+_EMPTY_CELL = types.CellType()
 
 
 def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, bytes], ...]:
@@ -41,10 +42,8 @@ def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, byte
     """
     parts = {"worker_init_fn": worker_init_fn, "dataset": dataset}
     kind: Any = type(dataset)
-    is_plain = all(
-        getattr(kind, name) is getattr(object, name)
-        for name in ("__reduce_ex__", "__reduce__", "__getstate__")
-    )
+    names = ("__reduce_ex__", "__reduce__", "__getstate__")
+    is_plain = all(getattr(kind, name) is getattr(object, name) for name in names)
     if is_plain and hasattr(dataset, "__dict__") and not hasattr(kind, "__slots__"):
         parts["dataset"] = kind
         parts |= {f"dataset.{name}": value for name, value in vars(dataset).items()}
@@ -52,17 +51,26 @@ def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, byte
 
 
 def mark_common(shared: object) -> None:
-    """Note of the shared memory of an object that all ranks of this host map the same pages."""
-    pickler = _Digester()
-    pickler.try_dump(shared)
-    for segment in pickler.segments:
+    """Mark the shared memory of an object as memory that all ranks of this host map."""
+    for segment in _digested(shared).segments:
         segment.is_common = True
 
 
 def _digest(value: object) -> bytes:
-    pickler = _Digester()
-    pickler.try_dump(value)
-    return pickler.hasher.digest()[:_DIGEST_BYTES]
+    return _digested(value).hasher.digest()[:_DIGEST_BYTES]
+
+
+def _digested(value: object) -> "_Digester":
+    """Pickle a value into a hash, as far as it can be pickled."""
+    digester = _Digester()
+    with spawning(Recorder()):
+        outcome = attempt(digester.dump, value)
+    if isinstance(outcome, Caught):
+        # The rank that sends the dataset raises this, with an explanation.
+        digester.write(type(outcome.error).__name__.encode())
+    else:
+        digester.parts.write(digester.write_memory)
+    return digester
 
 
 class _Digester(Pickler):
@@ -71,66 +79,50 @@ class _Digester(Pickler):
     Attributes:
         hasher: The hash.
         segments: The shared memory that was found.
+        parts: What lies outside the pickle.
     """
 
     def __init__(self) -> None:
         self.hasher = hashlib.sha256()
-        self.segments: list[Segment] = []
         self.write = self.hasher.update
+        self.segments: list[Segment] = []
+        self.parts = OutOfBand(BULK_BYTES)
         self._functions: set[int] = set()
         self._names: dict[str, int] = {}
-        parts = OutOfBand(BULK_BYTES)
         reducers = reducers_of_multiprocessing()
-        super().__init__(self, reduce_bulk, parts, reducers, by_value=True)
+        super().__init__(self, reduce_bulk, self.parts, reducers, by_value=True)
 
-    def try_dump(self, value: object) -> None:
-        """Pickle a value. What cannot be pickled is hashed as far as it can be."""
-        try:
-            with spawning(Recorder()):
-                self.dump(value)
-            write_buffers(self._parts, self)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            # The rank that sends the dataset raises this, with an explanation.
-            self.write(type(error).__name__.encode())
-
-    def append(self, raw: Any) -> int:
-        """Hash a buffer."""
-        self.write(raw)
-        return 0
-
-    def append_memory(self, address: int, nbytes: int) -> int:
+    def write_memory(self, address: int, nbytes: int) -> int:
         """Hash bytes of this process's memory."""
         self.write((ctypes.c_char * nbytes).from_address(address))
         return 0
 
     def persistent_id(self, value: Any) -> Any:
         """Return what is pickled instead of a value; None for the value itself."""
-        found: Any = None
         kind = type(value)
-        if kind is str:
-            found = self._names.get(value)
-            if found is None and value.isidentifier():
+        found: Any = None
+        if kind is str and value.isidentifier():
+            if value not in self._names:
                 self.write(value.encode())
-                found = self._names[value] = len(self._names)
-        elif kind in _PLAIN:
-            pass
+            found = self._names.setdefault(value, len(self._names))
         elif kind in (set, frozenset):
-            has_text = all(map(_is_told_by_repr, value))
-            found = "set", sorted(map(repr, value)) if has_text else sorted(map(_digest, value))
+            found = "set", sorted(map(_digest, value))
         elif kind is types.FunctionType:
             found = self._function(value)
         elif isinstance(value, type):
             found = "class", _name(value)
         elif isinstance(value, Segment):
             found = self._segment(value)
-        elif _is_in_shared_memory(value):
-            found = "shared tensor", value.detach().clone()
+        elif isinstance(value, torch.Tensor):
+            is_plain = value.layout is torch.strided and value.device.type == "cpu"
+            found = ("shared", value.detach().clone()) if is_plain and value.is_shared() else None
         return found
 
     def _function(self, value: types.FunctionType) -> Any:
-        if _is_importable(value) or id(value) in self._functions:
+        here: object = sys.modules.get(value.__module__)
+        for name in value.__qualname__.split("."):
+            here = getattr(here, name, None)
+        if here is value or id(value) in self._functions:
             return "function", _name(value)
         self._functions.add(id(value))
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
@@ -141,37 +133,13 @@ class _Digester(Pickler):
         if value.is_common:
             self.segments.append(value)
             return "common", value.token
-        if not any(value is one for one in self.segments):
+        known = [number for number, one in enumerate(self.segments) if one is value]
+        if not known:
             self.write(memoryview(value)[TOKEN_BYTES:])
             self.segments.append(value)
-        return "segment", next(n for n, one in enumerate(self.segments) if one is value)
-
-
-def _is_told_by_repr(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_told_by_repr, value))
-    return type(value) in (str, bytes, int, float, bool, type(None))
-
-
-def _is_in_shared_memory(value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and value.is_shared()
-    )
-
-
-_EMPTY_CELL = types.CellType()
+        return "segment", known[0] if known else len(self.segments) - 1
 
 
 def _name(value: Any) -> str:
     module = "__main__" if value.__module__ == "__mp_main__" else value.__module__
     return f"{module}.{value.__qualname__}"
-
-
-def _is_importable(value: types.FunctionType) -> bool:
-    found: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value

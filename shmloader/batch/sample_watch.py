@@ -71,9 +71,9 @@ class SampleWatch:
 
         Called in the sample's context.
         """
-        _NUMBER.set(self._take_number())
+        _NUMBER.set(self._next_number())
 
-    def load(self, get: Callable[[Any], Any], index: Any, count: int | None = None) -> Any:
+    def load(self, get: Callable[[Any], Any], index: Any, count: int = 1, what: str = "") -> Any:
         """Call ``get(index)``, watch it, and return its result.
 
         If the result is a coroutine, awaiting it is watched, too.
@@ -81,19 +81,23 @@ class SampleWatch:
         Args:
             get: Loads the sample.
             index: The sample's index, or the indices of one call of ``__getitems__``.
-            count: How many samples one call of ``__getitems__`` loads; None for a single sample.
+            count: How many samples the call loads.
+            what: What is loaded, in words; "" for a sample by its index.
 
         Raises:
             SampleTimeoutError: If the sample hung before.
         """
         number = _NUMBER.get()
         if number is None:
-            number = self._take_number()
+            number = self._next_number()
         text = self._hung.get(number)
         if text is not None:
-            what = f"sample {index!r}" if count is None else f"__getitems__ of {count} samples"
-            raise self._error(what, text, count)
-        self._begin_work(number, count or 1)
+            limit = f"sample_timeout={self._timeout_s:g} s"
+            limit = f"{count} × {limit}" if what.startswith("__getitems__") else limit
+            raise SampleTimeoutError(
+                f"{what or f'sample {index!r}'} took longer than {limit}. {text}"
+            )
+        self._begin_work(number, count)
         try:
             sample = get(index)
             if inspect.iscoroutine(sample):
@@ -104,19 +108,12 @@ class SampleWatch:
 
     def load_list(self, get: Callable[[Any], Any], indices: Any) -> Any:
         """Call ``get(indices)``, which loads several samples, watch it, and return its result."""
-        return self.load(get, indices, len(indices) if isinstance(indices, Sized) else 1)
+        count = len(indices) if isinstance(indices, Sized) else 1
+        return self.load(get, indices, count, f"__getitems__ of {count} samples")
 
     def load_next(self, iterator: Iterator[Any]) -> Any:
         """Call ``next(iterator)``, watch it, and return its result. Raises as :meth:`load` does."""
-        number = self._take_number()
-        text = self._hung.get(number)
-        if text is not None:
-            raise self._error("the next sample of the dataset's iterator", text)
-        self._begin_work(number, 1)
-        try:
-            return next(iterator)
-        finally:
-            self._end_work(number)
+        return self.load(next, iterator, what="the next sample of the dataset's iterator")
 
     async def _awaited(self, number: int, sample: Coroutine[Any, Any, Any]) -> Any:
         self._begin_work(number, 1)
@@ -125,7 +122,7 @@ class SampleWatch:
         finally:
             self._end_work(number)
 
-    def _take_number(self) -> int:
+    def _next_number(self) -> int:
         number = self._next
         self._next += self._step
         return number
@@ -149,9 +146,3 @@ class SampleWatch:
             return
         number = min(self._deadlines, key=self._deadlines.__getitem__)
         self._publish(number, self._deadlines[number])
-
-    def _error(self, what: str, text: str, count: int | None = None) -> SampleTimeoutError:
-        times = "" if count is None else f"{count} × "
-        return SampleTimeoutError(
-            f"{what} took longer than {times}sample_timeout={self._timeout_s:g} s. {text}"
-        )

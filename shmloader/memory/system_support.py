@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 
-from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, MEMFD_NAME, SEALS
+from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile
 
 # Errors that mean that a resource is used up, not that the call is refused.
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
@@ -23,19 +23,17 @@ def why_unsupported() -> str | None:
 
     Each system call is tried, since a sandbox may refuse any of them, with any error.
     """
-    call = ""
+    call, needs = "", "it needs Linux 5.3 or newer"
     with contextlib.ExitStack() as stack:
         try:
             for call in _tried(stack):  # noqa: B007 - it is read below
                 pass
         except AttributeError:
-            return f"{call} is missing in this Python: it needs Linux 5.3 or newer"
+            return f"{call} is missing in this Python: {needs}"
         except OSError as error:
             if error.errno == errno.ENOSYS:
-                return (
-                    f"{call} is missing ({error.strerror}): it needs Linux 5.3 or newer, and a "
-                    "sandbox that allows it"
-                )
+                sandbox = "and a sandbox that allows it"
+                return f"{call} is missing ({error.strerror}): {needs}, {sandbox}"
             # What is used up is reported when it is needed.
             return None if error.errno in _USED_UP else f"{call} is refused ({error.strerror})"
     return None
@@ -44,14 +42,13 @@ def why_unsupported() -> str | None:
 def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
     """Yield the name of each system call, and then try it. The stack closes what was opened."""
     yield "memfd_create"
-    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    stack.callback(os.close, fd)
+    file = stack.enter_context(MemoryFile())
     yield "ftruncate"
-    os.ftruncate(fd, mmap.PAGESIZE)
+    os.ftruncate(file.fileno(), mmap.PAGESIZE)
     yield "fcntl(F_ADD_SEALS)"
-    fcntl.fcntl(fd, ADD_SEALS, SEALS)
+    fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
     yield "mmap"
-    mmap.mmap(fd, mmap.PAGESIZE, **MAPPING_OPTIONS).close()
+    mmap.mmap(file.fileno(), mmap.PAGESIZE, **MAPPING_OPTIONS).close()
     yield "pidfd_open"
     pidfd = os.pidfd_open(os.getpid())
     stack.callback(os.close, pidfd)
@@ -62,9 +59,9 @@ def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
     yield "poll"
     select.poll().poll(0)
     yield "socketpair"
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        stack.enter_context(end).setblocking(False)
+    ours, theirs = map(
+        stack.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
     yield "sendto"
     ours.send(b"-")
     yield "recvfrom"

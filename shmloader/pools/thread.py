@@ -50,7 +50,6 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
-from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, core_time_here, core_time_of
@@ -124,10 +123,6 @@ class _Task:
         if self.is_dropped:
             raise _Dropped
         return get(index)
-
-    def watched(self, dataset: Any) -> WrappedSamples:
-        """Return the dataset, which gives no more samples once the batch is not needed."""
-        return WrappedSamples(dataset, self.load, self.load)
 
 
 class _Dropped(BaseException):
@@ -309,7 +304,7 @@ class _Worker(BackgroundThread):
             find_gatherer=config.find_gatherer,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=watch,
-            watch_samples=task.watched,
+            load=task.load,
         )
         return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
 

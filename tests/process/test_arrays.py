@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,20 +287,6 @@ def test_any_indices_give_torch_s_batch(indices, name):
     assert_same(batch, Plain(DATASETS[name]).fetch(indices))
 
 
-def test_a_run_of_indices_is_one_copy(arena, monkeypatch):
-    def unwanted(*_: Any, **__: Any) -> None:
-        raise AssertionError("taken row by row")
-
-    for module, name in ((torch, "index_select"), (packer_module, "_copy_rows")):
-        monkeypatch.setattr(module, name, unwanted)
-    subset = Subset(ROWS, range(3, 20))
-    for dataset, indices in ((ROWS, range(2, 9)), (ROWS.T.copy().T, [4, 5, 6]), (subset, [1, 2])):
-        batch, _ = fetched(dataset, indices, arena)
-        assert_same(batch, Plain(dataset).fetch(list(indices)))
-    with pytest.raises(AssertionError, match="row by row"):
-        fetched(ROWS, [1, 3, 2], arena)
-
-
 def test_a_worker_takes_no_memory_of_its_own_for_a_memory_map(tmp_path):
     path, row = tmp_path / "rows", 1_024
     with path.open("wb") as file:
@@ -351,32 +336,6 @@ def test_a_plan_of_arrays_is_torch_s_and_draws_as_torch_s(size, drop_last, has_g
     assert steps(True) == steps(False)
     in_order = BatchSampler(SequentialSampler(range(LENGTH)), size, drop_last)
     assert [as_list(one) for one in array_batches(in_order, iter(in_order))] == list(in_order)
-
-
-def test_samplers_of_other_kinds_have_no_plan_of_arrays():
-    class Own(RandomSampler):
-        pass
-
-    class OwnBatches(BatchSampler):
-        pass
-
-    data = range(LENGTH)
-    for outer in (
-        BatchSampler(Own(data), 2, False),
-        BatchSampler(RandomSampler(data, replacement=True), 2, False),
-        OwnBatches(RandomSampler(data), 2, False),
-        [[1, 2]],
-    ):
-        assert array_batches(outer, iter(outer)) is None
-    elsewhere = RandomSampler(data)
-    elsewhere.generator = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
-    outer = BatchSampler(elsewhere, 2, False)
-    assert array_batches(outer, iter(outer)) is None
-    more = BatchSampler(RandomSampler(data, num_samples=30), 4, False)
-    torch.manual_seed(1)
-    expected = list(more)
-    torch.manual_seed(1)
-    assert list(array_batches(more, iter(more))) == expected
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
 import re
@@ -14,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, DistributedSampler, get_worker_info
 from torch.utils.data.datapipes import iter as torch_iter
 from torch.utils.data.datapipes import map as torch_map
 
-from shmloader import ClosedLoaderError, DataLoader, TooManyFailures, empty
+from shmloader import ClosedLoaderError, DataLoader, TooManyFailures
 from tests.process.support import Bad, Calls, Gate, Numbers, Streams, Switch
 
 pytestmark = pytest.mark.timeout(40)
@@ -166,15 +165,6 @@ def test_without_batching_what_fails_is_left_out_or_replaced(workers, on_error, 
     loader = load(Numbers(8, 0, 3, 4), workers, **options)
     assert list(loader) == batches
     assert listed(loader) == [0, 3, 4]
-
-
-@BOTH
-def test_without_batching_a_sample_may_be_a_batch_of_the_datasets_own(workers):
-    dataset = Calls(lambda keys: torch.tensor([10 // (key - 5) for key in keys]), 10)
-    sampler = BatchSampler(SequentialSampler(range(10)), 4, drop_last=False)
-    loader = load(dataset, workers, batch_size=None, sampler=sampler, collate_fn=None)
-    assert [batch.tolist() for batch in loader] == [[-2, -3, -4, -5], [3, 2]]
-    assert listed(loader) == [[4, 5, 6, 7]]
 
 
 @BOTH
@@ -346,11 +336,6 @@ def test_by_default_bad_samples_are_raised_and_not_counted(workers):
     assert loader.failures.total == 0
 
 
-@BOTH
-def test_an_empty_dataset_has_not_failed(workers):
-    assert list(load(Numbers(0), workers, max_failures=0)) == []
-
-
 # ---------------------------------------------------------------- the list
 
 
@@ -421,20 +406,6 @@ def test_an_epoch_left_early_counts_what_was_handed_over():
     assert next(iter(loader)) == [0, 2]
     assert listed(loader) == [1, 3, 1, 3]
     loader.close()
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "other", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_a_copy_of_a_loader_starts_with_none(other):
-    loader = load(Numbers(4, 1), max_failures=Fraction(1, 2))
-    list(loader)
-    twin = other(loader)
-    assert (list(twin.failures), twin.failures.total) == ([], 0)
-    assert (twin.on_error, twin.max_failures) == ("skip", Fraction(1, 2))
-    assert list(twin) == [[0, 2, 3]]
-    assert (twin.failures.total, loader.failures.total) == (1, 1)
 
 
 class Locks:
@@ -587,23 +558,6 @@ def test_failures_that_do_not_fit_beside_the_batch_are_counted_all_the_same(size
     assert "m" * 100 in str(loader.failures[-1].error)
 
 
-def test_memory_of_a_slot_that_a_bad_sample_leaves_behind_is_not_filled_again():
-    kept: list[tuple[int, torch.Tensor]] = []
-
-    def batch(index: int) -> torch.Tensor:
-        if any((tensor != n).any() for n, tensor in kept):
-            raise ZeroDivisionError(f"batch {index} lies where another was kept")
-        made = empty((20_000,)).fill_(index)
-        if index % 5 == 1:
-            kept.append((index, made))
-            raise Bad
-        return made
-
-    loader = load(Calls(batch, 40), 1, batch_size=None, collate_fn=None)
-    assert [int(batch[9]) for batch in loader] == [n for n in range(40) if n % 5 != 1]
-    assert {type(failed.error) for failed in loader.failures} == {Bad}
-
-
 def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):
     loader = load(Numbers(20, 5, 6, 17), persistent_workers=True)
     with caplog.at_level(logging.DEBUG, "shmloader"):
@@ -691,15 +645,6 @@ def test_an_epoch_in_which_all_failed_raises(workers, in_order, batch_size, most
     if in_order:
         assert "no 29" in str(caught.value.__cause__)
     assert loader.failures.total == 30
-
-
-@BOTH
-def test_an_epoch_whose_good_samples_were_lost_in_collate_has_not_all_failed(workers):
-    def collate(samples: list[int]) -> None:
-        raise ZeroDivisionError
-
-    loader = load(Numbers(4, 0, 1, 2), workers, collate_fn=collate)
-    assert [type(step) for step in steps(loader)] == [ZeroDivisionError]
 
 
 def test_failures_of_a_batch_that_cannot_be_sent_are_counted():

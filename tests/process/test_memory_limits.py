@@ -152,30 +152,6 @@ def test_a_list_of_keys_that_does_not_fit_is_told_by_the_main_process(tmp_path) 
             next(batches)
 
 
-def test_a_slot_that_is_as_large_as_its_batch_reads_no_file(tmp_path) -> None:
-    system = make_system(tmp_path, 50_000_000)
-    gate, told = Gate(), Gate()
-
-    def sample(index: int) -> torch.Tensor:
-        if index == 20:
-            told.open()
-            gate.pass_through()
-        return of_bytes(10**6)
-
-    loader = Limited(system, Calls(sample, 40), batch_size=None, num_workers=1)
-    batches = iter(loader)
-    for _ in range(20):
-        next(batches)
-    told.wait_until_open()
-    # From here on nothing at all is free, but nothing is asked for, either.
-    system.set_available(0)
-    gate.open()
-    for _ in range(20):
-        next(batches)
-    gate.close()
-    told.close()
-
-
 def test_what_a_batch_that_failed_has_touched_is_not_asked_for_again(tmp_path) -> None:
     system = make_system(tmp_path, 50_000_000)
     told, gate = Gate(), Gate()
@@ -200,41 +176,6 @@ def test_what_a_batch_that_failed_has_touched_is_not_asked_for_again(tmp_path) -
     system.set_available(0)
     gate.open()
     next(batches)
-    gate.close()
-    told.close()
-
-
-def test_a_slot_that_was_trimmed_is_asked_for_again(tmp_path, slots) -> None:
-    system = make_system(tmp_path, 300_000_000)
-    large, small = [40_000_000] * 6, [1000] * 300
-    sizes = [*large, *small, *large]
-    gate, told = Gate(), Gate()
-
-    def sample(index: int) -> torch.Tensor:
-        if index == 306:
-            told.open()
-            gate.pass_through()
-        return of_bytes(sizes[index])
-
-    loader = Limited(system, Calls(sample, len(sizes)), batch_size=None, num_workers=1)
-    batches = iter(loader)
-    kept = [next(batches) for _ in large]
-    assert sum(slots.files().values()) >= 5 * 40_000_000
-    kept.clear()
-    for _ in small:
-        next(batches)
-    told.wait_until_open()
-    system.set_available(0)
-    gate.open()
-    refused = []
-    for _ in large:
-        try:
-            kept.append(next(batches))
-        except SharedMemoryError as error:
-            refused.append(str(error))
-    assert len(kept) == 2, "two slots were never free when it was time to trim"
-    assert len(refused) == 4
-    assert all("0 bytes is free (MemAvailable;" in text for text in refused)
     gate.close()
     told.close()
 

@@ -38,7 +38,7 @@ class Shy(FailsToPickle):
 def test_a_report_comes_out_as_it_went_in():
     report = SampleReport(7)
     for index in (0, "a", (1, 2)):
-        report.note(bad(index, LookupError(f"no {index}")))
+        report.add(bad(index, LookupError(f"no {index}")))
     arrived = crossed(report)
     assert arrived == report
     assert (arrived.sample_count, arrived.failed_count) == (7, 3)
@@ -51,12 +51,12 @@ def test_a_report_comes_out_as_it_went_in():
 def test_a_report_names_the_newest_and_counts_all():
     report = SampleReport(300)
     for index in range(250):
-        report.note(bad(index, ValueError("bad")))
+        report.add(bad(index, ValueError("bad")))
     assert len(report.newest) == LISTED
     arrived = crossed(report)
     assert (arrived.failed_count, len(arrived.newest)) == (250, LISTED)
     assert [one.index for one in arrived.newest] == list(range(150, 250))
-    arrived.note(bad(250, ValueError("bad")))
+    arrived.add(bad(250, ValueError("bad")))
     assert len(arrived.newest) == LISTED
 
 
@@ -73,7 +73,7 @@ def test_a_shortened_report_has_the_counts_and_the_last_failure():
 
     report = SampleReport(300)
     for index in range(200):
-        report.note(bad("€" * 1300 + str(index), Local("€" * 100_000)))
+        report.add(bad("€" * 1300 + str(index), Local("€" * 100_000)))
     assert len(pickle.dumps(report)) > 64 * 1024
     short = report.shortened()
     assert len(pickle.dumps(short)) <= INLINE_BYTES // 4
@@ -87,7 +87,7 @@ def test_a_shortened_report_has_the_counts_and_the_last_failure():
 
 def test_a_shortened_report_keeps_a_short_key_and_class():
     report = SampleReport(300)
-    report.note(bad((1, "two"), LookupError("x" * 100_000)))
+    report.add(bad((1, "two"), LookupError("x" * 100_000)))
     (one,) = crossed(report.shortened()).newest
     assert one.index == (1, "two")
     assert type(one.error.rebuilt("")) is LookupError

@@ -15,7 +15,6 @@ from shmloader.batch.collator import Collator
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import MapFetcher, StreamFetcher
 from shmloader.batch.sample_rng import SampleRng, SeededIterator
-from shmloader.batch.samples import WrappedSamples
 from shmloader.batch.seeds import base_seed, seed_of_rank
 from shmloader.batch.timer import Timer
 from shmloader.sampling.indices import PositionedIndices
@@ -66,7 +65,7 @@ def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
     collate = Collator(collate_fn, Timer(), takes_list=is_list, rng=streams, begin=begin)
     if is_stream:
         return StreamFetcher(plan, dataset, SeededIterator(streams, dataset), collate)
-    return MapFetcher(plan, WrappedSamples(dataset, streams.load), collate, **options)
+    return MapFetcher(plan, dataset, collate, wrappers=[(streams.load, None)], **options)
 
 
 def load(placed, dataset=None, seed=7, collate_fn=list, **options):

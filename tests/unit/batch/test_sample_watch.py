@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import functools
 import threading
 import time
 
@@ -9,7 +10,6 @@ import pytest
 
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
-from shmloader.batch.samples import WrappedSamples
 from shmloader.errors import SampleTimeoutError
 from tests.process.support import wait_until
 
@@ -31,10 +31,6 @@ class Shown:
         return (self.log[-1][1] - time.monotonic_ns()) / 1e9
 
 
-def watched(watch, dataset) -> WrappedSamples:
-    return WrappedSamples(dataset, watch.load, watch.load_list)
-
-
 def watch_of(timeout_s=10.0) -> tuple[SampleWatch, Shown]:
     shown = Shown()
     watch = SampleWatch(timeout_s, shown)
@@ -46,13 +42,11 @@ def test_each_sample_in_work_is_shown_with_its_deadline():
     watch, shown = watch_of()
     left = []
 
-    class Data:
-        def __getitem__(self, index):
-            left.append(shown.left_s())
-            return index
+    def get(index):
+        left.append(shown.left_s())
+        return index
 
-    samples = watched(watch, Data())
-    assert [samples[index] for index in (7, 8)] == [7, 8]
+    assert [watch.load(get, index) for index in (7, 8)] == [7, 8]
     assert shown.numbers == [0, NO_SAMPLE, 1, NO_SAMPLE]
     assert all(9 < one <= 10 for one in left)
 
@@ -61,12 +55,11 @@ def test_one_call_for_many_samples_has_as_many_times_the_limit():
     watch, shown = watch_of()
     left = []
 
-    class Data:
-        def __getitems__(self, indices):
-            left.append(shown.left_s())
-            return indices
+    def get(indices):
+        left.append(shown.left_s())
+        return indices
 
-    assert watched(watch, Data()).__getitems__([4, 5, 6]) == [4, 5, 6]
+    assert watch.load_list(get, [4, 5, 6]) == [4, 5, 6]
     assert 29 < left[0] <= 30
     assert shown.numbers == [0, NO_SAMPLE]
 
@@ -89,23 +82,21 @@ def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_s
     watch, shown = watch_of()
     both_begun, first_may_end, second_may_end = (threading.Event() for _ in range(3))
 
-    class Data:
-        def __getitem__(self, index):
-            if index == 0:
-                assert both_begun.wait(10)
-                assert first_may_end.wait(10)
-            else:
-                both_begun.set()
-                assert second_may_end.wait(10)
-            return index
+    def get(index):
+        if index == 0:
+            assert both_begun.wait(10)
+            assert first_may_end.wait(10)
+        else:
+            both_begun.set()
+            assert second_may_end.wait(10)
+        return index
 
-    samples = watched(watch, Data())
     found = []
 
     def load(index: int) -> None:
         context = contextvars.copy_context()
         context.run(watch.begin_sample)
-        thread = threading.Thread(target=lambda: found.append(context.run(lambda: samples[index])))
+        thread = threading.Thread(target=lambda: found.append(context.run(watch.load, get, index)))
         thread.start()
         threads.append(thread)
 
@@ -129,23 +120,16 @@ def test_samples_that_are_loaded_at_once_keep_their_numbers(is_async):
     """Whatever thread or task takes a sample first: the same one raises in each try."""
     watch, shown = watch_of()
 
-    class Data:
-        def __getitem__(self, index):
-            return index
+    async def get_later(index):
+        await asyncio.sleep(0)
+        return index
 
-    class Async:
-        async def __getitem__(self, index):
-            await asyncio.sleep(0)
-            return index
-
-    samples = watched(watch, Async() if is_async else Data())
+    get = functools.partial(watch.load, get_later if is_async else lambda index: index)
     fetcher = ConcurrentFetcher(3)
     try:
         for _ in range(50):
             watch.begin({4: "It hung."})
-            results = fetcher.load(
-                samples.__getitem__, range(10, 20), [watch.begin_sample], wants_all=True
-            )
+            results = fetcher.load(get, range(10, 20), [watch.begin_sample], wants_all=True)
             failed = [one.index for one in results if one.error is not None]
             assert failed == [14]
             assert [one.value for one in results if one.error is None] == [

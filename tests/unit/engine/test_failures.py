@@ -106,7 +106,7 @@ def bad(index: object, error: Exception | None = None) -> BadSample:
 def report(sample_count: int, *indices: object) -> SampleReport:
     made = SampleReport(sample_count)
     for index in indices:
-        made.note(bad(index))
+        made.add(bad(index))
     return made
 
 

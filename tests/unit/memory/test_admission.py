@@ -115,21 +115,6 @@ def test_a_growth_that_others_come_before_is_undone_and_told(system, arena, monk
     assert bytes(arena.slots[0].memory[2 * MIB - 1 : 2 * MIB + 1]) == b"x\0"
 
 
-def test_a_step_takes_no_more_than_a_worker_s_part(system, arena, monkeypatch):
-    steps = []
-    record = lambda _, start, end: steps.append(end - start) or True  # noqa: E731
-    monkeypatch.setattr(admission_module, "populate", record)
-    Looks(monkeypatch, 16, 12, 9, 7, *range(6, 0, -1), *[1] * 40)
-    grow(make_admission(system, 0, worker_count=4), arena, 0, 10 * MIB - 1)
-    assert steps[:4] == [4 * MIB, 3 * MIB, 9 * MIB // 4, 10 * MIB - 1 - 37 * MIB // 4]
-    assert sum(steps) == 10 * MIB - 1
-
-
-def test_where_there_is_plenty_small_parts_are_not_asked_for_one_by_one(system, arena):
-    assert grow(make_admission(system, 100 * MIB), arena, 0, 1) == MIB
-    assert grow(make_admission(system, 19 * MIB), arena, 0, 1) == 1
-
-
 def test_all_slots_are_added_up_at_the_second_batch(system, arena):
     admission = make_admission(system, 60 * 10**6, prefetch_factor=2, worker_count=8)
     grow(admission, arena, 0, 10**7)
@@ -192,12 +177,6 @@ def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
     # Six slots, and as much for the samples of two workers.
     admission = make_admission(system, free_mib * MIB)
     assert admission.is_short(present_mib * MIB, 10 * MIB) == is_short
-
-
-def test_for_little_memory_free_memory_is_not_read(system):
-    admission = make_admission(system, 0)
-    assert not admission.is_short(0, 2 * MIB)
-    assert admission.is_short(0, 3 * MIB)
 
 
 def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):

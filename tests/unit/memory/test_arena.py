@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import mmap
 import os
 import pickle
 import resource
@@ -15,8 +14,8 @@ import pytest
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import memfd
-from shmloader.memory.arena import ALIGNMENT, Arena, align, uncapped_slot_bytes
-from shmloader.memory.memfd import make_private, populate
+from shmloader.memory.arena import Arena
+from shmloader.memory.memfd import populate
 from shmloader.pools.starting import close_inherited
 from tests.process.bytecodes import KINDS, interrupt
 from tests.unit.memory.support import MIB, in_a_child, names_in
@@ -43,33 +42,6 @@ def resident_bytes(arena: Arena) -> int:
 def is_mapped(inode: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     return any("memfd:" in line and line.split()[4] == str(inode) for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "aligned"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (10**9, 10**9)]
-)
-def test_align_rounds_up_to_a_cache_line(nbytes, aligned):
-    assert ALIGNMENT == 64
-    assert align(nbytes) == aligned
-
-
-def test_without_a_cap_a_slot_may_hold_all_memory_but_not_more():
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < uncapped_slot_bytes() <= memory
-
-
-@pytest.mark.parametrize(("asked", "got"), [(1, PAGESIZE), (PAGESIZE + 1, 2 * PAGESIZE)])
-def test_a_slot_is_whole_pages(asked, got):
-    arena = Arena.create(asked, 3)
-    assert arena.slot_bytes == got
-    assert os.fstat(arena.fileno()).st_size == 3 * got
-    arena.close()
-
-
-def test_a_slot_begins_at_a_page_and_knows_its_address(slot):
-    assert slot.address % PAGESIZE == 0
-    slot.memory[:3] = b"abc"
-    assert ctypes.string_at(slot.address, 3) == b"abc"
 
 
 def test_huge_slots_cost_nothing_until_they_are_written():
@@ -100,33 +72,6 @@ def test_what_is_given_back_reads_as_zeros_and_takes_no_memory(arena, slot):
     assert resident_bytes(arena) == MIB + PAGESIZE
     assert slot.memory[: 4 * MIB] == b"x" * MIB + bytes(3 * MIB)
     assert other.memory[0] == ord("y")
-
-
-def test_what_is_not_mapped_is_given_back_too(arena, slot):
-    slot.memory[: 4 * MIB] = b"x" * (4 * MIB)
-    slot.unmap()
-    assert arena.give_back(slot, 0)
-    assert resident_bytes(arena) == 0
-
-
-def test_giving_back_keeps_the_page_that_is_partly_needed(arena, slot):
-    slot.memory[: 2 * PAGESIZE] = b"x" * (2 * PAGESIZE)
-    arena.give_back(slot, 1)
-    assert slot.memory[: 2 * PAGESIZE] == b"x" * PAGESIZE + bytes(PAGESIZE)
-
-
-@pytest.mark.parametrize("from_byte", [8 * MIB - 1, 8 * MIB, 9 * MIB])
-def test_giving_back_nothing_is_no_error(arena, slot, from_byte):
-    slot.memory[-1] = 7
-    assert arena.give_back(slot, from_byte)
-    assert slot.memory[-1] == 7
-
-
-def test_pages_that_are_refused_to_be_given_back_are_still_counted(arena, slot):
-    slot.touched_bytes = 100
-    arena.close()
-    assert not arena.give_back(slot, 0)
-    assert slot.touched_bytes == 100
 
 
 def test_an_arena_without_an_owner_leaves_nothing():
@@ -336,50 +281,6 @@ def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
     assert populate(mapping, 0, PAGESIZE)
     assert not populate(mapping, 0, 2 * PAGESIZE)
     os.close(fd)
-
-
-@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
-def test_a_range_that_is_made_private_keeps_its_bytes_and_is_written_by_no_other(
-    arena, slot, kernel, monkeypatch
-):
-    if kernel != "this":
-        monkeypatch.setattr(memfd, "_POPULATE_WRITE", 9999)
-    other = memfd.map_range(arena.fileno(), 0, MIB)
-    used = 3 * PAGESIZE + 1
-    slot.memory[:used] = b"x" * used
-    view = slot.array()
-    make_private(view, used, arena.fileno(), 0)
-    memoryview(other).cast("B")[:used] = bytes(used)
-    assert view[:used] == b"x" * used
-    view[0] = b"y"
-    assert other[0] == b"\0"
-
-
-def test_a_range_that_cannot_be_made_private_is_as_it_was(arena, slot):
-    slot.memory[:3] = b"abc"
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        make_private(slot.array(), 3, -1, 0)
-    slot.memory[:3] = b"xyz"
-    assert ctypes.string_at(slot.address, 3) == b"xyz"
-
-
-def refuse(*_: object) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-class _NoAdvice(mmap.mmap):
-    """A mapping of which nothing can be said to the kernel."""
-
-    def madvise(self, *_: object) -> None:
-        refuse()
-
-
-def test_where_the_kernel_takes_no_advice_a_slot_works_all_the_same(arena, monkeypatch):
-    monkeypatch.setattr(mmap, "mmap", _NoAdvice)
-    slot = arena.slots[1]
-    arena.reach(slot, 10 * PAGESIZE)
-    populate(slot.mapping, 0, 10 * PAGESIZE)
-    assert resident_bytes(arena) == 10 * PAGESIZE
 
 
 # Interruptions -----------------------------------------------------------------------------

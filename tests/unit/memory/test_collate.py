@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils import collate as torch_collate
 
 from shmloader.batch.collator import Collator
 from shmloader.batch.timer import Timer
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.collate import empty, install
+from shmloader.memory.collate import empty
 from shmloader.memory.layout import FlatLayout
 from shmloader.memory.writer import SlotWriter
 from tests.unit.memory.support import installed, is_in, open_bench
@@ -103,12 +102,6 @@ def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(benc
     with pytest.raises(ZeroDivisionError):
         Collator(lambda samples: 1 / 0, Timer(), writer=bench.writer)(SAMPLES)
     assert not is_in(bench.slot, default_collate(SAMPLES)), "a failed collate still runs"
-
-
-def test_installing_twice_is_installing_once(bench):
-    before = torch_collate.default_collate_fn_map[torch.Tensor]
-    install(bench.writer)
-    assert torch_collate.default_collate_fn_map[torch.Tensor] is before
 
 
 def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():

@@ -10,7 +10,7 @@ import torch
 
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.layout import checksum, is_debugging
+from shmloader.memory.layout import is_debugging
 
 MIB = 1 << 20
 SLOT_ID = 5
@@ -113,13 +113,6 @@ def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
         gc.enable()
 
 
-def test_slots_come_back_in_the_order_in_which_they_were_dropped(book, arena):
-    leases = {number: book.open(arena.slots[number]) for number in range(4)}
-    for number in (2, 0, 3, 1):
-        del leases[number]
-    assert book.collect() == [2, 0, 3, 1]
-
-
 def fork_and_wait() -> None:
     pid = os.fork()
     if pid == 0:
@@ -146,21 +139,6 @@ def test_a_slot_that_was_lent_during_a_fork_is_filled_again_beside_its_old_views
     assert book.collect() == [SLOT_ID]
     again = lend(book, slot)
     assert (again == 1).all()
-
-
-def test_what_a_thread_writes_during_a_fork_is_not_lost(book, arena, slot, monkeypatch):
-    tensor = lend(book, slot)
-    really = arena_module.make_private
-
-    def write_meanwhile(*arguments) -> None:
-        tensor[0] = 2
-        really(*arguments)
-        tensor[1] = 3
-
-    monkeypatch.setattr(arena_module, "make_private", write_meanwhile)
-    fork_and_wait()
-    fill_anew(arena, slot)
-    assert tensor[:3].tolist() == [2, 3, 1]
 
 
 def test_a_slot_whose_views_cannot_be_parted_is_not_filled_again(book, slot, monkeypatch):
@@ -211,16 +189,6 @@ def test_an_arena_may_die_before_its_leases(book):
 
 
 # The check of SHMLOADER_DEBUG -------------------------------------------------------------
-
-
-def test_a_checksum_is_that_of_the_used_bytes_and_no_others(slot):
-    slot.memory[:1000] = bytes(range(250)) * 4
-    before = checksum(slot, 1000)
-    slot.memory[1000] = 7
-    assert checksum(slot, 1000) == before
-    slot.memory[999] ^= 1
-    assert checksum(slot, 1000) != before
-    assert checksum(slot, 0) == 0
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,6 @@ def test_the_commit_limit_counts_only_where_it_is_kept(system, mode, expected):
     assert found.nbytes == (100 * MIB if mode == "2" else 300 * MIB)
 
 
-def test_more_committed_than_the_limit_leaves_nothing(system):
-    system.write("proc/sys/vm/overcommit_memory", "2\n")
-    system.set_available(300 * MIB, "CommitLimit: 1 kB", "Committed_AS: 2 kB")
-    assert free(system) == Free(0, COMMIT)
-
-
 def test_the_least_limit_on_the_way_up_counts_v2(system):
     system.set_available(10_000 * MIB)
     system.join_v2("/user.slice/job/worker")
@@ -96,18 +90,6 @@ def test_page_cache_is_free_v1_and_counted_with_the_groups_below(system):
     assert free(system).nbytes == 401 * MIB
 
 
-def test_more_cache_than_use_is_no_more_than_the_limit(system):
-    system.join_v2("/job")
-    system.group_v2("/job", 500 * MIB, 10 * MIB, inactive_file=400 * MIB)
-    assert free(system).nbytes == 500 * MIB
-
-
-def test_more_use_than_the_limit_leaves_nothing(system):
-    system.join_v2("/job")
-    system.group_v2("/job", 500 * MIB, 600 * MIB)
-    assert free(system).nbytes == 0
-
-
 @pytest.mark.parametrize("name", ["memory.max", "memory.current"])
 def test_a_group_without_one_of_its_files_sets_no_limit(system, name):
     system.set_available(300 * MIB)
@@ -118,13 +100,6 @@ def test_a_group_without_one_of_its_files_sets_no_limit(system, name):
     assert free(system) == Free(300 * MIB, "MemAvailable")
     system.write(f"sys/fs/cgroup/job/{name}", "")
     assert free(system) == Free(300 * MIB, "MemAvailable")
-
-
-def test_a_group_without_its_statistics_has_no_cache(system):
-    system.join_v2("/job")
-    system.group_v2("/job", 100 * MIB, 50 * MIB, inactive_file=50 * MIB)
-    (system.root / "sys/fs/cgroup/job/memory.stat").unlink()
-    assert free(system).nbytes == 50 * MIB
 
 
 def test_both_hierarchies_count_where_both_are_mounted(system):

@@ -39,12 +39,6 @@ def test_allocations_are_aligned_and_do_not_overlap(sizes):
             assert end <= bench.writer.used_bytes < end + 64
 
 
-def test_a_slot_can_be_filled_to_its_last_byte(writer):
-    writer.allocate(MIB - 64)
-    assert writer.allocate(64) == MIB - 64
-    assert writer.allocate(0) == MIB
-
-
 def test_exhaustion_names_need_limit_and_remedy_and_takes_nothing(writer):
     writer.allocate(1000)
     with pytest.raises(SharedMemoryError) as caught:
@@ -58,18 +52,6 @@ def test_exhaustion_names_need_limit_and_remedy_and_takes_nothing(writer):
     assert writer.allocate(1) == 1024
 
 
-def test_bytes_that_were_put_are_not_held(writer):
-    writer.put(b"x" * 100)
-    assert writer.slot.memory[:100] == b"x" * 100
-    assert not writer.part()
-
-
-def test_memory_is_copied_in_by_its_address(bench):
-    source = ctypes.create_string_buffer(b"hello")
-    offset = bench.writer.put_memory(ctypes.addressof(source), 5)
-    assert bench.slot.memory[offset : offset + 5] == b"hello"
-
-
 def test_bytes_are_found_where_they_lie_already_and_only_there(bench):
     writer = bench.writer
     address = writer.empty((100,), torch.uint8).data_ptr()
@@ -79,24 +61,6 @@ def test_bytes_are_found_where_they_lie_already_and_only_there(bench):
     assert writer.offset_of(address - 1, 1) is None
     elsewhere = ctypes.create_string_buffer(10)
     assert writer.offset_of(ctypes.addressof(elsewhere), 10) is None
-
-
-def test_a_rewound_writer_begins_at_the_front(writer):
-    writer.allocate(1000)
-    writer.rewind()
-    assert writer.used_bytes == 0
-    assert writer.allocate(1) == 0
-
-
-def test_a_slot_is_offered_for_one_task_and_only_if_that_is_said(bench):
-    slot, writer = bench.slot, bench.writer
-    writer.open(slot)
-    assert writer.slot is slot
-    assert not writer.is_offered
-    writer.open(slot, is_offered=True)
-    assert writer.is_offered
-    writer.part()
-    assert not writer.is_offered
 
 
 class Admission:
@@ -128,46 +92,6 @@ def test_memory_is_admitted_only_beyond_what_was_touched_or_granted(bench):
     writer.open(bench.slot)
     writer.empty((7000,), torch.uint8)
     assert len(admission.asked) == 2, "the slot is as large as it was"
-
-
-def test_without_memory_nothing_is_taken_and_smaller_fields_may_follow(bench):
-    writer = SlotWriter(bench.arena, Admission(10_000))
-    writer.open(bench.slot)
-    writer.allocate(5000)
-    with pytest.raises(SharedMemoryError, match="no memory"):
-        writer.allocate(6000)
-    assert writer.used_bytes == 5056
-    writer.allocate(4000)
-
-
-def test_a_share_that_is_too_small_is_told_before_memory_is_admitted(bench):
-    admission = Admission(0)
-    writer = SlotWriter(bench.arena, admission)
-    writer.open(bench.slot)
-    with pytest.raises(SharedMemoryError, match="shm_size"):
-        writer.allocate(MIB + 1)
-    assert admission.asked == []
-
-
-def test_what_was_touched_counts_what_was_rewound(writer):
-    writer.allocate(10_000)
-    writer.rewind()
-    writer.allocate(100)
-    writer.rewind()
-    assert writer.touched_bytes == 10_048
-    writer.allocate(20_000)
-    assert writer.touched_bytes == 20_032
-    writer.open(writer.slot)
-    assert writer.touched_bytes == 0
-
-
-@pytest.mark.parametrize("used", [0, 1000])
-def test_place_is_where_a_tensor_fits_to_the_last_byte(writer, used):
-    writer.allocate(used)
-    left = (MIB - writer.used_bytes) // 4
-    assert writer.fits((left,), torch.float32)
-    assert not writer.fits((left + 1,), torch.float32)
-    assert writer.fits((0, 10**9), torch.float32)
 
 
 # A slot that is mapped further in the midst of a task ---------------------------------------------

@@ -1,17 +1,14 @@
 """Flat batches out of their slot: what is lent, what is copied out, and how it lies."""
 
-import gc
-
 import pytest
 import torch
 
-from shmloader.memory.layout import COPY_OUT_BYTES, FlatReader
+from shmloader.memory.layout import FlatReader
 from shmloader.memory.packer import FlatPacker
 from tests.unit.memory.support import (
     LARGE,
     collated_by_torch,
     is_in,
-    tensors_of,
 )
 
 both_ways = pytest.mark.parametrize("lent", [False, True], ids=["copied", "lent"])
@@ -60,16 +57,6 @@ def test_large_fields_are_views_of_the_slot_and_small_ones_are_not(bench, packer
     }
 
 
-def test_a_batch_of_small_fields_is_not_lent(packer):
-    assert not FlatReader(packer.pack([(torch.zeros(3), 1)] * 2)).lends
-
-
-@pytest.mark.parametrize(("nbytes", "is_lent"), [(COPY_OUT_BYTES, False), (LARGE, True)])
-def test_the_limit_of_copying_out_counts_bytes_of_the_batch(packer, nbytes, is_lent):
-    layout = packer.pack([torch.zeros(nbytes // 2, dtype=torch.uint8)] * 2)
-    assert FlatReader(layout).lends == is_lent
-
-
 def test_a_kept_label_holds_no_slot_and_a_kept_image_does(bench, packer):
     arrived = bench.read(packer.pack(large_and_small()), lent=True)
     image, label = arrived["image"][1:2], arrived["label"]
@@ -100,14 +87,3 @@ def test_the_user_may_write_into_every_field_without_touching_another(bench, pac
         tensor.fill_(number)
     assert [tensor.unique().tolist() for tensor in arrived] == [[0], [1], [2], [3]]
     assert all(tensor.eq(1).all() for tensor in samples[0][:3])
-
-
-@pytest.mark.slow
-def test_fields_that_are_dropped_leave_nothing_behind(bench, packer):
-    for _ in range(3):
-        arrived = bench.read(packer.pack(large_and_small()), lent=True)
-        assert len(tensors_of(arrived)) == 3
-        del arrived
-        gc.collect()
-        assert len(bench.ended) == 1
-        bench.ended.clear()
