@@ -1,27 +1,24 @@
-"""The driver functions that torch does not offer: page locks, and the mode of graph capture.
+"""CUDA's driver functions that torch does not offer: page locks, and the mode of graph capture.
 
-No other module names a driver. `DRIVERS` lists the kinds of device that have one. Batches for other
-kinds go through torch's pinned memory.
+No other module names the driver. `DRIVERS` lists the kinds of device that have one. Batches for
+other kinds, and for ROCm, go through torch's pinned memory.
 
-On CUDA the functions are the driver's, not the runtime's: the runtime would keep the error of a
-refused call, and the user's next call would report it. HIP has one library for both, and its last
-error is reset after a refusal.
+The functions are the driver's, not the runtime's: the runtime would keep the error of a refused
+call, and the user's next call would report it.
 """
 
 import contextlib
 import ctypes
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-# These numbers are the same in <cuda.h> and <hip/hip_runtime_api.h>.
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: for all devices
-_CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL, hipStreamCaptureModeGlobal: the default
-_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, hipErrorHostMemoryNotRegistered
-_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
+# Numbers of <cuda.h>.
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all devices
+_CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL: the default
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaDriver:
@@ -33,22 +30,16 @@ class CudaDriver:
 
     def __init__(self, library: Any = None) -> None:
         library = library or ctypes.CDLL("libcuda.so.1")
-        self._set_functions(
-            library.cuMemHostRegister_v2,
-            library.cuMemHostUnregister,
-            library.cuThreadExchangeStreamCaptureMode,
-        )
+        self._register = library.cuMemHostRegister_v2
+        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._unregister = library.cuMemHostUnregister
+        self._unregister.argtypes = [ctypes.c_void_p]
+        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
+        self._exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
         self._current_context = library.cuCtxGetCurrent
         self._current_context.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
         self._error_name = library.cuGetErrorName
         self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-
-    def _set_functions(self, register: Any, unregister: Any, exchange_mode: Any) -> None:
-        register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        unregister.argtypes = [ctypes.c_void_p]
-        exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
-        self._register, self._unregister = register, unregister
-        self._exchange_mode = exchange_mode
 
     def register(self, address: int, nbytes: int) -> str:
         """Page-lock memory for all devices. Returns why that failed, or an empty string."""
@@ -57,8 +48,7 @@ class CudaDriver:
     def unregister(self, address: int) -> str:
         """Undo :meth:`register`, if it was done. Returns why that failed, or an empty string."""
         error = self._unregister(address)
-        why = self._describe(error)
-        return "" if error == _NOT_REGISTERED else why
+        return "" if error == _NOT_REGISTERED else self._describe(error)
 
     def has_context(self) -> bool:
         """Whether the calling thread has a context, which registering needs."""
@@ -85,54 +75,10 @@ class CudaDriver:
         return (name.value or b"").decode() or f"CUDA error {error}"
 
 
-class HipDriver(CudaDriver):
-    """The driver of ROCm.
-
-    Args:
-        library: ``libamdhip64``; None takes the one that torch has loaded.
-    """
-
-    def __init__(self, library: Any = None) -> None:
-        library = library or ctypes.CDLL(_loaded_library("libamdhip64.so"))
-        self._set_functions(
-            library.hipHostRegister,
-            library.hipHostUnregister,
-            library.hipThreadExchangeStreamCaptureMode,
-        )
-        self._error_name = library.hipGetErrorName
-        self._error_name.argtypes = [ctypes.c_int]
-        self._error_name.restype = ctypes.c_char_p
-        self._reset_error = library.hipGetLastError
-
-    def has_context(self) -> bool:
-        """Return True: registering makes a context."""
-        return True
-
-    def _describe(self, error: int) -> str:
-        if error == 0:
-            return ""
-        self._reset_error()
-        return (self._error_name(error) or b"").decode() or f"HIP error {error}"
-
-
-def _loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str:
-    """Return the file of a library that this process has loaded, which may be torch's own copy.
-
-    Raises:
-        OSError: If the library is not loaded.
-    """
-    match = re.search(rf"\S*/{re.escape(name)}\S*", maps.read_text())
-    if match is None:
-        raise OSError(f"{name} is not loaded")
-    return match[0]
-
-
-def _open_cuda() -> CudaDriver:
-    return CudaDriver() if torch.version.hip is None else HipDriver()
-
-
 #: Opens the driver of a kind of device, by the type of its ``torch.device``.
-DRIVERS: dict[str, Callable[[], CudaDriver]] = {"cuda": _open_cuda}
+DRIVERS: dict[str, Callable[[], CudaDriver]] = (
+    {"cuda": CudaDriver} if torch.version.hip is None else {}
+)
 
 
 def open_driver(kind: str) -> CudaDriver | None:
