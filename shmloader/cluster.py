@@ -4,13 +4,10 @@ Dask, MPI and loky have executors of their own. Ray has none, so :class:`RayExec
 Ray. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import functools
 import importlib
-import logging
-import queue
 import signal
 import threading
 import weakref
@@ -28,171 +25,19 @@ __all__ = ["RayExecutor"]
 # it is 0.92.
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
-_log = logging.getLogger("shmloader")
-
 _GONE = "Ray was shut down, or this process has connected to another cluster"
-
-
-class _Driver:
-    """The connection of a program on a node of the cluster.
-
-    Tasks are cancelled on the thread on which Ray completes tasks. If a task were cancelled on
-    another thread while Ray completes it, Ray could take that for a fault of its own and end this
-    process ("Tried to complete task that was not pending", seen with Ray 2.60). Ray calls back on
-    its thread when a task has ended. So a task that does nothing is submitted once, and callbacks
-    for this task cancel the others. Its result lies in this process: asking for a result in Ray's
-    store, whose process may have died, can also end this process.
-
-    Args:
-        ray: The module.
-    """
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._cancel = _canceller(ray)
-        self._context = _unwrapped(ray.get_runtime_context)
-        self._id = self._find_id()
-        self._ended = ray.remote(num_cpus=0)(_do_nothing).remote()
-        self._unwanted: collections.deque[Any] = collections.deque()
-
-    def _find_id(self) -> tuple[str, str]:
-        """Return ids that tell one ``ray.init()`` from another.
-
-        The job's id alone does not, since jobs are numbered from 1 in each cluster.
-        """
-        context = self._context()
-        return context.get_job_id(), context.get_node_id()
-
-    def is_gone(self) -> bool:
-        """Whether this process has left the cluster that it was connected to."""
-        # It raises if another thread is leaving the cluster.
-        return (
-            attempt(lambda: self._ray.is_initialized() and self._find_id() == self._id) is not True
-        )
-
-    def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
-        """Pass Ray's own future of a task to ``call`` when it is done, mostly on a Ray thread."""
-        reference.future().add_done_callback(call)
-
-    def cancel(self, reference: Any) -> None:
-        """Have a task cancelled soon. May be called on any thread, and does not wait."""
-        self._unwanted.append(reference)
-        self._ended._on_completed(self._cancel_all)
-
-    def _cancel_all(self, _: object) -> None:
-        while self._unwanted:
-            with contextlib.suppress(Exception):  # taken by another call, or the cluster is gone
-                self._cancel(self._unwanted.popleft())
-
-
-class _Client:
-    """The connection of a program by Ray Client (``ray://``).
-
-    Ray Client runs callbacks on the thread that receives all answers. Submitting or cancelling a
-    task on that thread would wait for ever. So callbacks and cancelled futures put their calls into
-    a queue, and a thread of ours makes these calls.
-
-    Args:
-        ray: The module.
-    """
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._cancel = _canceller(ray)
-        self._worker = self._find_worker()
-        # A finalizer calls put(). A SimpleQueue's put() takes no lock that this could wait for.
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        weakref.finalize(self, self._calls.put, None)
-        threading.Thread(
-            target=_call_each, args=(self._calls,), name="shmloader_ray_client", daemon=True
-        ).start()
-
-    def _find_worker(self) -> object:
-        return self._ray.util.client.ray.get_context().client_worker
-
-    def is_gone(self) -> bool:
-        """Whether this process has left the cluster that it was connected to."""
-        return not self._ray.util.client.ray.is_connected() or (
-            self._find_worker() is not self._worker
-        )
-
-    def follow(self, reference: Any, call: Callable[[Future], None]) -> None:
-        """Pass Ray's own future of a task to ``call`` when it is done, on a thread of ours."""
-        calls = self._calls
-        reference.future().add_done_callback(lambda done: calls.put(lambda: call(done)))
-
-    def cancel(self, reference: Any) -> None:
-        """Have a task cancelled soon. May be called on any thread, and does not wait."""
-        self._calls.put(functools.partial(self._cancel, reference))
-
-
-def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Ray's without the wrapper that starts a cluster if none is connected."""
-    found: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return found
-
-
-def _canceller(ray: Any) -> Callable[[Any], object]:
-    """Return the function that cancels a task.
-
-    It is called without ``force``, which would kill the task's process. A task that already runs is
-    completed: see :func:`_call`.
-    """
-    return functools.partial(_unwrapped(ray.cancel), force=False, recursive=False)
-
-
-def _do_nothing() -> None:
-    """Do nothing. The task that :class:`_Driver` submits."""
-
-
-def _call_each(calls: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
-    """Make the calls from a queue until it yields None. Runs on a thread of its own."""
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        except Exception:  # noqa: BLE001 - the connection may be gone
-            _log.debug("a call of Ray Client failed", exc_info=True)
-        del call
-
-
-class _RayFuture(concurrent.futures.Future[Any]):
-    """The future of a Ray task. Cancelling the future cancels the task, unless that runs already.
-
-    Args:
-        reference: Ray's reference to the task's result.
-        connection: Cancels the task if the future is cancelled.
-    """
-
-    def __init__(self, reference: Any, connection: _Driver | _Client) -> None:
-        super().__init__()
-        self._reference: Any = reference
-        self._connection = connection
-
-    def cancel(self) -> bool:
-        if not super().cancel():
-            return False
-        reference, self._reference = self._reference, None
-        if reference is not None:
-            with contextlib.suppress(RuntimeError):  # another thread was faster
-                self.set_running_or_notify_cancel()  # for concurrent.futures.wait()
-            with contextlib.suppress(Exception):  # the cluster may be gone
-                self._connection.cancel(reference)
-        return True
-
-    def pass_on(self, done: Future) -> None:
-        """Take over the result or the error from Ray's own future, which is done."""
-        self._reference = None
-        error = done.exception()
-        # This future may already be cancelled, or may have failed because Ray was shut down.
-        settle(self, error, None if error is not None else done.result())
 
 
 class RayExecutor(concurrent.futures.Executor):
     """A ``concurrent.futures.Executor`` whose tasks run on Ray.
 
     Ray chooses the node of each task, and runs a task again if its node is lost. The executor uses
-    the cluster that this process is connected to. If there is none, it calls ``ray.init()``, which
-    finds or starts one. It neither disconnects from a cluster nor stops one.
+    the cluster that this process is connected to, also by Ray Client (``ray://``). If there is
+    none, it calls ``ray.init()``, which finds or starts one. It neither disconnects from a cluster
+    nor stops one.
+
+    Cancelling a future drops the task's result, and the task runs all the same: Ray (2.60) may end
+    a process that cancels a task at the moment when the task ends.
 
     Args:
         options: Ray's options for each task, as for ``ray.remote``: ``num_cpus`` (1 by default),
@@ -213,18 +58,33 @@ class RayExecutor(concurrent.futures.Executor):
             raise
         if not self._ray.is_initialized():
             self._ray.init()
-        is_by_client = self._ray.util.client.ray.is_connected()
-        self._connection = _Client(self._ray) if is_by_client else _Driver(self._ray)
+        self._cluster = self._find_cluster()
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
-        self._futures: weakref.WeakSet[_RayFuture] = weakref.WeakSet()
+        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._is_shut_down = False
+
+    def _find_cluster(self) -> object:
+        """Return what tells one ``ray.init()`` from another; None if Ray is not connected.
+
+        The job's id alone does not, since jobs are numbered from 1 in each cluster.
+        """
+        if not self._ray.is_initialized():
+            return None
+        context = self._ray.get_runtime_context()
+        return context.get_job_id(), context.get_node_id()
+
+    def _check_cluster(self) -> None:
+        """Raise a RuntimeError if this process has left the cluster, lest a call start one."""
+        # It raises if another thread is leaving the cluster.
+        if attempt(self._find_cluster) != self._cluster:
+            raise RuntimeError(_GONE)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Submit a call of ``fn`` as a task. An ``ObjectRef`` in ``args`` is replaced by its value.
 
         Returns:
-            The task's future. Cancelling it cancels the task, unless the task runs already.
+            The task's future.
 
         Raises:
             RuntimeError: After ``shutdown()``, or if Ray is not connected.
@@ -232,17 +92,18 @@ class RayExecutor(concurrent.futures.Executor):
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            if self._connection.is_gone():  # otherwise remote() would start a cluster
-                raise RuntimeError(_GONE)
+            self._check_cluster()
             reference = self._function.remote(fn, *args, **kwargs)
-            future = _RayFuture(reference, self._connection)
+            future = Future()
             self._futures.add(future)
-        self._connection.follow(reference, future.pass_on)
+        reference.future().add_done_callback(functools.partial(_pass_on, future))
         return future
 
     def check(self) -> None:
         """Fail all futures if Ray was shut down in this process; Ray itself leaves them pending."""
-        if self._connection.is_gone():
+        try:
+            self._check_cluster()
+        except RuntimeError:
             with self._lock:
                 futures = list(self._futures)
             for future in futures:
@@ -254,8 +115,7 @@ class RayExecutor(concurrent.futures.Executor):
         Raises:
             RuntimeError: If Ray is not connected.
         """
-        if self._connection.is_gone():  # otherwise put() would start a cluster
-            raise RuntimeError(_GONE)
+        self._check_cluster()
         return self._ray.put(value)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -263,7 +123,7 @@ class RayExecutor(concurrent.futures.Executor):
 
         Args:
             wait: Whether to wait for the tasks that were submitted.
-            cancel_futures: Whether to cancel the tasks that have not begun.
+            cancel_futures: Whether to cancel the futures, which drops the tasks' results.
         """
         with self._lock:
             self._is_shut_down = True
@@ -273,6 +133,13 @@ class RayExecutor(concurrent.futures.Executor):
                 future.cancel()
         while wait and concurrent.futures.wait(futures, CHECK_S).not_done:
             self.check()
+
+
+def _pass_on(future: Future, done: Future) -> None:
+    """Pass on the outcome of Ray's own future, which is done."""
+    error = done.exception()
+    # The future may already be cancelled, or may have failed because Ray was shut down.
+    settle(future, error, None if error is not None else done.result())
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

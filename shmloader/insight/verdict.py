@@ -12,7 +12,6 @@ workers" and "use fewer workers" never follow each other in similar epochs.
 """
 
 import enum
-from typing import Any
 
 from shmloader.grammar import counted, seconds, size
 from shmloader.insight.figures import Figures
@@ -97,7 +96,7 @@ def judge(stats: Figures) -> tuple[Finding, str]:
     facts = _Facts(stats)
     finding = _before_causes(facts)
     if finding is not None:
-        return finding, _TEXTS[finding].format_map(facts.words(0.0))
+        return finding, _text(finding, facts, 0.0)
     groups = facts.groups
     first, second = sorted(groups, key=groups.__getitem__, reverse=True)[:2]
     named = [first]
@@ -107,7 +106,7 @@ def judge(stats: Figures) -> tuple[Finding, str]:
     found: dict[Finding, str] = {}
     for group in named:
         cause = _cause(group, facts)
-        found.setdefault(cause, _TEXTS[cause].format_map(facts.words(groups[group])))
+        found.setdefault(cause, _text(cause, facts, groups[group]))
     share = stats.wait.share
     little = " (there is little to gain)" if share < LITTLE_SHARE else ""
     waited = f"The consumer waited {share:.0%} of the time for data{little}; "
@@ -236,130 +235,111 @@ class _Facts:
         self.used_bytes = slots.nbytes + sum(each.pss_bytes or 0 for each in stats.workers)
         self.fills_share = slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0
 
-    def words(self, spent_s: float) -> dict[str, Any]:
-        """Return the values that the texts name, for a cause of ``spent_s`` of waiting."""
-        stats, slots, machine = self.stats, self.stats.slots, self.stats.machine
-        cores = counted(machine.cores, "core")
-        work = {name: getattr(stats.stages, name).total_s for name in ("fetch", "collate")}
-        where, remedy = max(work, key=work.__getitem__), "make that cheaper"
-        if stats.kind == "in-process":
-            where = max(_NAMES, key=self.places.__getitem__)
-            if where in ("fetch", "collate"):  # workers would take over nothing else
-                remedy = f"give the loader workers (num_workers=; {cores} may be used)"
-        if self.fills_share:
-            memory = (
-                f"the largest batch took {size(slots.largest_bytes)} of the "
-                f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size, or"
-            )
-        else:
-            free = size(machine.free_bytes or 0)
-            memory = f"the loader takes {size(self.used_bytes)}, and {free} is free "
-            memory += f"({machine.limit});"
-        start = "iter(): make the start of the sampler or the dataset cheaper"
-        if stats.num_workers:
-            once = "" if stats.persistent_workers else "with persistent_workers=True "
-            start = f"the start and the end of workers: {once}this is paid once"
-        if stats.kind == "executor":
-            add = ": give the executor more processes and raise num_workers=, or make that cheaper"
-        elif stats.num_workers < machine.cores:
-            add = f": add workers ({stats.num_workers} of {cores} are used)"
-        else:
-            add = ", where they wait more than they compute: add workers, even more than the "
-            add += cores
-        busy_share = sum(worker.busy_share for worker in self.working) / max(1, len(self.working))
-        return {
-            "part": _share(spent_s, stats.wait.total_s),
-            "spent": f"{seconds(spent_s)} of {seconds(stats.wait.total_s)}",
-            "waited": f"{stats.wait.share:.1%}",
-            "cores": cores,
-            "workers": stats.num_workers,
-            "busy": f"workers were busy {busy_share:.0%}, mostly in {_NAMES[where]}",
-            "where": _NAMES[where],
-            "remedy": remedy,
-            "collate": _share(work["collate"], self.busy_s),
-            "slow": stats.load_p99_s / (stats.load_p50_s or 1.0),
-            "copied": f"{slots.copied} of {slots.copied + slots.lent}",
-            "memory": memory,
-            "start": start,
-            "add": add,
-            "turns": _TURNS if stats.kind == "threads" else "",
-        }
 
+def _text(finding: Finding, facts: _Facts, spent_s: float) -> str:
+    """Return the sentence of a finding, for a cause of ``spent_s`` of waiting.
 
-def _share(part: float, whole: float) -> str:
-    return f"{min(1.0, part / whole):.0%}" if whole else "0%"
-
-
-# The texts name values of `_Facts.words`. Those of causes follow a semicolon.
-_TEXTS = {
-    Finding.NOTHING_YET: "No batch has been delivered yet.",
-    Finding.MEMORY: (
-        "Memory is near its limit: {memory} lower num_workers, prefetch_factor or batch_size, "
-        "before a larger batch raises SharedMemoryError."
-    ),
-    Finding.NOTHING_TO_GAIN: (
-        "The loader is not the limit: the consumer waited {waited} of the time for data, and has "
-        "nothing to gain from a faster one."
-    ),
-    Finding.OTHER_LOADER: (
-        "what the loader does meanwhile is not known: torch's own iterator loads (a data pipe, or "
-        "no memfd or pidfd), or a loader that is not one of shmloader's."
-    ),
-    Finding.START_UP: ("{spent} of waiting was for {start}."),
-    Finding.SAMPLER: (
-        "for {part} of that, the batch sampler was drawing indices, which it does on the "
-        "consumer's thread: make the sampler cheaper, for example by drawing many indices at once."
-    ),
-    Finding.ERRORS: (
-        "for {part} of that, an error was raised in place of a batch: fix these samples, or skip "
-        "them (on_error=)."
-    ),
-    Finding.IN_PROCESS: "it loads the data itself, mostly in {where}: {remedy}.",
-    Finding.EXECUTOR_BUSY: (
-        "the next batch's task mostly waited for the executor or was on its way: raise "
-        "num_workers= if the executor has idle processes, otherwise give it more. If the network "
-        "is slow, use smaller types (uint8, converted here)."
-    ),
-    Finding.TOO_MANY_WORKERS: (
-        "{workers} workers compete for {cores}, with the consumer and perhaps other programs, and "
-        "often no core was free: lower num_workers."
-    ),
-    Finding.CORES_TAKEN: (
-        "workers or the consumer often wanted to run when no core was free. Stop other programs on "
-        "this machine ({cores}), or lower num_workers or torch.set_num_threads()."
-    ),
-    Finding.STRAGGLERS: (
-        "a slow batch holds up those behind it (one in a hundred takes {slow:.0f} times as long as "
-        "the median), and other workers have nothing to do meanwhile. Let later batches come first "
-        "(in_order=False), or raise prefetch_factor."
-    ),
-    Finding.BURSTS: (
-        "batches are wanted in bursts, and too few are loaded ahead: raise prefetch_factor."
-    ),
-    Finding.SLOW_COLLATE: (
-        "workers spent {collate} of their time in collate_fn: move work from there to the dataset, "
-        "or let it write into shmloader.empty()."
-    ),
-    Finding.TOO_FEW_WORKERS: ("{busy}{add}.{turns}"),
-    Finding.CORES_BUSY: (
-        "{busy}, and the workers and the consumer use most of {cores}: make `__getitem__` and "
-        "`collate_fn`, or what is done with each batch, cheaper, or use more cores.{turns}"
-    ),
-    Finding.SLOTS_HELD: (
-        "{copied} batches were copied out of their slots, since too many earlier ones were still "
-        "held: drop each batch after use, or keep clones of the parts that you need."
-    ),
-    Finding.DELIVERY: (
-        "for {part} of that, the next batch was loaded and being delivered: use a larger "
-        "batch_size, return tensors instead of Python objects, or make device_transform= cheaper."
-    ),
-    Finding.PINNING: (
-        "for {part} of that, the next batch was being pinned: copy batches straight to the device "
-        "(device=), or use smaller types (uint8, converted there)."
-    ),
-    Finding.DEVICE_COPY: (
-        "for {part} of that, the next batch was being copied to the device: use smaller types "
-        "(uint8, converted by device_transform=), or make device_transform= cheaper."
-    ),
-}
-_TURNS = " Threads run Python code one at a time: for that, leave out thread_pool=True."
+    The sentences of causes follow a semicolon.
+    """
+    stats, slots, machine = facts.stats, facts.stats.slots, facts.stats.machine
+    cores, wait_s = counted(machine.cores, "core"), stats.wait.total_s
+    work = {name: getattr(stats.stages, name).total_s for name in ("fetch", "collate")}
+    where, remedy = max(work, key=work.__getitem__), "make that cheaper"
+    if stats.kind == "in-process":
+        where = max(_NAMES, key=facts.places.__getitem__)
+        if where in ("fetch", "collate"):  # workers would take over nothing else
+            remedy = f"give the loader workers (num_workers=; {cores} may be used)"
+    memory = f"the loader takes {size(facts.used_bytes)}, and {size(machine.free_bytes or 0)} is "
+    memory += f"free ({machine.limit});"
+    if facts.fills_share:
+        memory = f"the largest batch took {size(slots.largest_bytes)} of the "
+        memory += f"{size(slots.share_bytes)} that shm_size leaves for each; raise shm_size, or"
+    start = "iter(): make the start of the sampler or the dataset cheaper"
+    if stats.num_workers:
+        once = "" if stats.persistent_workers else "with persistent_workers=True "
+        start = f"the start and the end of workers: {once}this is paid once"
+    add = ", where they wait more than they compute: add workers, even more than the " + cores
+    if stats.kind == "executor":
+        add = ": give the executor more processes and raise num_workers=, or make that cheaper"
+    elif stats.num_workers < machine.cores:
+        add = f": add workers ({stats.num_workers} of {cores} are used)"
+    busy_share = sum(worker.busy_share for worker in facts.working) / max(1, len(facts.working))
+    busy = f"workers were busy {busy_share:.0%}, mostly in {_NAMES[where]}"
+    turns = ""
+    if stats.kind == "threads":
+        turns = " Threads run Python code one at a time: for that, leave out thread_pool=True."
+    part = f"for {min(1.0, spent_s / (wait_s or 1.0)):.0%} of that, "
+    collate_share = min(1.0, work["collate"] / (facts.busy_s or 1.0))
+    slow = stats.load_p99_s / (stats.load_p50_s or 1.0)
+    return {
+        Finding.NOTHING_YET: "No batch has been delivered yet.",
+        Finding.MEMORY: (
+            f"Memory is near its limit: {memory} lower num_workers, prefetch_factor or batch_size, "
+            "before a larger batch raises SharedMemoryError."
+        ),
+        Finding.NOTHING_TO_GAIN: (
+            f"The loader is not the limit: the consumer waited {stats.wait.share:.1%} of the time "
+            "for data, and has nothing to gain from a faster one."
+        ),
+        Finding.OTHER_LOADER: (
+            "what the loader does meanwhile is not known: torch's own iterator loads (a data "
+            "pipe, or no memfd or pidfd), or a loader that is not one of shmloader's."
+        ),
+        Finding.START_UP: (f"{seconds(spent_s)} of {seconds(wait_s)} of waiting was for {start}."),
+        Finding.SAMPLER: (
+            f"{part}the batch sampler was drawing indices, which it does on the consumer's thread: "
+            "make the sampler cheaper, for example by drawing many indices at once."
+        ),
+        Finding.ERRORS: (
+            f"{part}an error was raised in place of a batch: fix these samples, or skip them "
+            "(on_error=)."
+        ),
+        Finding.IN_PROCESS: f"it loads the data itself, mostly in {_NAMES[where]}: {remedy}.",
+        Finding.EXECUTOR_BUSY: (
+            "the next batch's task mostly waited for the executor or was on its way: raise "
+            "num_workers= if the executor has idle processes, otherwise give it more. If the "
+            "network is slow, use smaller types (uint8, converted here)."
+        ),
+        Finding.TOO_MANY_WORKERS: (
+            f"{stats.num_workers} workers compete for {cores}, with the consumer and perhaps other "
+            "programs, and often no core was free: lower num_workers."
+        ),
+        Finding.CORES_TAKEN: (
+            "workers or the consumer often wanted to run when no core was free. Stop other "
+            f"programs on this machine ({cores}), or lower num_workers or torch.set_num_threads()."
+        ),
+        Finding.STRAGGLERS: (
+            f"a slow batch holds up those behind it (one in a hundred takes {slow:.0f} times as "
+            "long as the median), and other workers have nothing to do meanwhile. Let later "
+            "batches come first (in_order=False), or raise prefetch_factor."
+        ),
+        Finding.BURSTS: (
+            "batches are wanted in bursts, and too few are loaded ahead: raise prefetch_factor."
+        ),
+        Finding.SLOW_COLLATE: (
+            f"workers spent {collate_share:.0%} of their time in collate_fn: move work from there "
+            "to the dataset, or let it write into shmloader.empty()."
+        ),
+        Finding.TOO_FEW_WORKERS: f"{busy}{add}.{turns}",
+        Finding.CORES_BUSY: (
+            f"{busy}, and the workers and the consumer use most of {cores}: make `__getitem__` and "
+            f"`collate_fn`, or what is done with each batch, cheaper, or use more cores.{turns}"
+        ),
+        Finding.SLOTS_HELD: (
+            f"{slots.copied} of {slots.copied + slots.lent} batches were copied out of their "
+            "slots, since too many earlier ones were still held: drop each batch after use, or "
+            "keep clones of the parts that you need."
+        ),
+        Finding.DELIVERY: (
+            f"{part}the next batch was loaded and being delivered: use a larger batch_size, return "
+            "tensors instead of Python objects, or make device_transform= cheaper."
+        ),
+        Finding.PINNING: (
+            f"{part}the next batch was being pinned: copy batches straight to the device "
+            "(device=), or use smaller types (uint8, converted there)."
+        ),
+        Finding.DEVICE_COPY: (
+            f"{part}the next batch was being copied to the device: use smaller types (uint8, "
+            "converted by device_transform=), or make device_transform= cheaper."
+        ),
+    }[finding]
