@@ -307,28 +307,15 @@ class PipelineBuilder:
             ValueError: If there is no source or no sink, or for wrong arguments.
             TypeError: For wrong arguments.
         """
-        return Pipeline(
-            self._config(num_threads=num_threads, max_failures=max_failures, timeout=timeout)
-        )
-
-    def _config(
-        self,
-        *,
-        num_threads: int | None = None,
-        max_failures: float | Fraction | None = None,
-        timeout: float | None = None,
-    ) -> PipelineConfig:
-        """Return the checked configuration of a pipeline; see :meth:`build`."""
         if self._source is None:
             raise ValueError("the pipeline has no source: call add_source")
         if self._buffer_size is None:
             raise ValueError("the pipeline has no sink: call add_sink after the last stage")
-        if timeout is not None:
-            check_timeout(timeout)
+        check_timeout(timeout)
         if num_threads is None:
             on_threads = [one for one in self._stages if one.runs_on is RunsOn.THREADS]
             num_threads = min(sum(one.concurrency for one in on_threads), _MAX_THREADS) or 1
-        return PipelineConfig(
+        config = PipelineConfig(
             self._source,
             tuple(self._stages),
             self._buffer_size,
@@ -337,6 +324,7 @@ class PipelineBuilder:
             timeout,
             self._snapshot_every,
         )
+        return Pipeline(config)
 
     @property
     def _has_device(self) -> bool:

@@ -62,8 +62,7 @@ class OpKind(enum.Enum):
 
 def kind_of(op: Callable[..., Any]) -> OpKind:
     """Return the kind of a function, a bound method, a partial, or an object with ``__call__``."""
-    while isinstance(op, functools.partial):
-        op = op.func
+    op = _unwrapped(op)
     candidates = [op]
     if not isinstance(op, type) and not inspect.isroutine(op):
         candidates.append(type(op).__call__)
@@ -79,10 +78,14 @@ def kind_of(op: Callable[..., Any]) -> OpKind:
 
 def name_of(op: Callable[..., Any]) -> str:
     """Return the name of an op in messages, for a stage without a name of its own."""
+    name = probe(_unwrapped(op), "__name__")
+    return name if isinstance(name, str) else type(_unwrapped(op)).__name__
+
+
+def _unwrapped(op: Any) -> Any:
     while isinstance(op, functools.partial):
         op = op.func
-    name = probe(op, "__name__")
-    return name if isinstance(name, str) else type(op).__name__
+    return op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,12 +301,14 @@ def describe_chain(
 
 
 def check_timeout(timeout: object) -> None:
-    """Check that ``timeout`` is a number of seconds.
+    """Check that ``timeout`` is a number of seconds, or None.
 
     Raises:
         TypeError: If it is not a number.
         ValueError: If it is negative or NaN.
     """
+    if timeout is None:
+        return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
     if timeout < 0 or math.isnan(timeout):

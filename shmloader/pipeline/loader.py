@@ -87,10 +87,9 @@ class PipelineDataLoader(Pipeline):
         if transfer_fn is not None:
             builder.pipe(transfer_fn)
         has_own_thread = transfer_fn is not None and not kind_of(transfer_fn).is_async
-        config = builder.add_sink(buffer_size)._config(
-            num_threads=num_threads + has_own_thread, timeout=timeout
-        )
-        super().__init__(config)
+        builder.add_sink(buffer_size)
+        built = builder.build(num_threads=num_threads + has_own_thread, timeout=timeout)
+        super().__init__(built._config)
         self._is_closed = False
 
     def __repr__(self) -> str:

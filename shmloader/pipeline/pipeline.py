@@ -212,8 +212,7 @@ class Pipeline:
             Exception: The exception of an op, with a note that names stage and item. This ends the
                 epoch.
         """
-        if timeout is not None:
-            check_timeout(timeout)
+        check_timeout(timeout)
         self._check_process()
         epoch = self._epoch
         if epoch is None or not self._is_started:
@@ -306,8 +305,7 @@ class Pipeline:
             TypeError, ValueError: If ``timeout`` is not a number of seconds.
             RuntimeError, OSError: As for :meth:`start`.
         """
-        if timeout is not None:
-            check_timeout(timeout)
+        check_timeout(timeout)
         self._check_process()
         epoch = self._epoch
         if epoch is None or epoch.is_over or not self._is_started:

@@ -96,27 +96,22 @@ class Executors:
         return executor
 
     def _make_processes(self) -> dict[int, ProcessExecutor]:
-        """Start the workers that are missing, all before the first thread of the pipeline."""
+        """Start the workers, unless all run: before the first thread of the pipeline."""
         stages = self._config.stages
-        used = [at for at, stage in enumerate(stages, 1) if stage.runs_on is RunsOn.PROCESSES]
-        made: dict[int, ProcessExecutor] = {
-            index: self._running[index]
-            for index in used
-            if index in self._running and not self._running[index].is_broken
-        }
-        missing = [index for index in used if index not in made]
-        if missing:
-            self.end([key for key in self._running if key not in made])
-        for index in missing:
-            # A device reads results out of their slots, which are then page-locked.
-            is_read = any(stage.device for stage in stages[index : index + 1])
-            locks = self._destination.locks if is_read and self._destination else None
-            limit = self._config.lend_limit(index - 1)
-            made[index] = ProcessExecutor(stages[index - 1], limit, locks, len(used))
-            self._running[index] = made[index]
-        for index in missing:
-            made[index].start()
-        return made
+        numbers = [at for at, stage in enumerate(stages, 1) if stage.runs_on is RunsOn.PROCESSES]
+        found = {at: self._running[at] for at in numbers if at in self._running}
+        if len(found) < len(numbers) or any(executor.is_broken for executor in found.values()):
+            self.end_all()
+            for at in numbers:
+                # A device reads results out of their slots, which are then page-locked.
+                is_read = any(stage.device for stage in stages[at : at + 1])
+                locks = self._destination.locks if is_read and self._destination else None
+                limit = self._config.lend_limit(at - 1)
+                found[at] = ProcessExecutor(stages[at - 1], limit, locks, len(numbers))
+                self._running[at] = found[at]
+            for executor in found.values():
+                executor.start()
+        return found
 
     def close_copies(self) -> None:
         """Free what copies to devices hold of an epoch, after its regular end."""
