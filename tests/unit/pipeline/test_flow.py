@@ -14,7 +14,6 @@ from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.stages import (
     END,
     NOTHING,
-    SAMPLE_NS,
     Clock,
     Job,
     Raised,
@@ -254,21 +253,6 @@ def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
     assert second in flow.ready
 
 
-def test_a_queue_with_a_low_mark_is_filled_again_only_when_it_is_that_empty():
-    clock = Clock()
-    queue = StageQueue(4, 1)
-    flow = Flow([Stage(0, StageQueue(1, 0), queue, clock)], clock)
-    flow.begin()
-    (source,) = flow.ready
-    flow.ready = []
-    assert [flow.yielded(source, number) for number in range(5)] == [True] * 4 + [False]
-    assert [flow.take(), flow.take()] == [0, 1]
-    assert flow.ready == []
-    assert flow.take() == 2
-    assert flow.ready == [source]
-    assert [item for item, _ in queue.items] == [3, 4]
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
     flow = make_flow((1, in_order))
@@ -338,16 +322,3 @@ def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
     assert clock.waited_ns == 5 * ms
     assert flow.sink_meter.queued_ns == (7 + 5) * ms
     assert [one.out_count for one in (stage.meter, flow.sink_meter)] == [2, 2]
-
-
-def test_changes_that_come_soon_after_one_another_are_summed_up_together():
-    flow = make_flow((1, False))
-    flow.begin()
-    [source] = flow.ready
-    flow.ready = []
-    flow.set_time(1000)
-    flow.yielded(source, "a")
-    flow.set_time(2000)
-    assert flow.stages[1].meter.working_ns == 0
-    flow.set_time(SAMPLE_NS)
-    assert flow.stages[1].meter.working_ns == SAMPLE_NS
