@@ -75,6 +75,9 @@ class Task(NamedTuple):
             may fail to unpickle.
         touched_bytes: How many bytes from the slot's start have pages already.
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
+        has_hung: Whether samples of the batch have hung, and raise instead. ``indices`` then holds
+            a pair: the indices, and what the workers that were ended were doing, by the numbers of
+            the samples (:class:`~shmloader.batch.sample_watch.SampleWatch`).
     """
 
     seq: int
@@ -83,18 +86,7 @@ class Task(NamedTuple):
     indices: bytes | Spilled
     touched_bytes: int = 0
     dataset_epoch: int | None = None
-
-
-class SampleHung(NamedTuple):
-    """Main → worker, before a task: a sample of that task's batch hung. Raise in its place.
-
-    Attributes:
-        number: Number of the sample; see :class:`~shmloader.batch.sample_watch.SampleWatch`.
-        text: Says what the worker that was ended was doing.
-    """
-
-    number: int
-    text: str
+    has_hung: bool = False
 
 
 class StartEpoch(NamedTuple):
@@ -119,14 +111,18 @@ class CheckpointPart(NamedTuple):
 
 
 class ResumeStream(NamedTuple):
-    """Main → worker, before its first task: resume the dataset.
+    """Main → worker, before its first task: resume the dataset, and receive tasks from now on.
 
     Attributes:
         checkpoint: A pickled :class:`~shmloader.batch.dataset_checkpoint.DatasetCheckpoint`, or
-            its last piece.
+            its last piece; empty to begin at the dataset's beginning.
     """
 
     checkpoint: bytes
+
+
+class Leave(NamedTuple):
+    """Main → worker: receive no more tasks from the queue, and answer with :class:`Left`."""
 
 
 # From a worker to the main process ---------------------------------------------------------
@@ -248,22 +244,29 @@ class EpochStarted(NamedTuple):
     beginning: bytes | None = None
 
 
-ToWorker = Task | SampleHung | StartEpoch | CheckpointPart | ResumeStream
-FromWorker = BatchDone | BatchFailed | BatchEmpty | StreamEnded | BeginningPart | EpochStarted
+class Left(NamedTuple):
+    """Worker → main: the answer to :class:`Leave`. All earlier tasks are answered."""
+
+
+ToWorker = Task | StartEpoch | CheckpointPart | ResumeStream | Leave
+FromWorker = (
+    BatchDone | BatchFailed | BatchEmpty | StreamEnded | BeginningPart | EpochStarted | Left
+)
 
 # A kind's number on the wire is its index here.
 _KINDS: tuple[type[ToWorker | FromWorker], ...] = (
     Task,
-    SampleHung,
     StartEpoch,
     CheckpointPart,
     ResumeStream,
+    Leave,
     BatchDone,
     BatchFailed,
     BatchEmpty,
     StreamEnded,
     BeginningPart,
     EpochStarted,
+    Left,
 )
 _NUMBERS: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 
@@ -280,8 +283,8 @@ NO_EPOCH = -1
 
 def pack(message: ToWorker | FromWorker) -> bytes:
     """Return a message as it is sent."""
-    if type(message) is Task and isinstance(message.indices, bytes):
-        seq, epoch, slot_id, _, touched_bytes, dataset_epoch = message
+    if type(message) is Task and isinstance(message.indices, bytes) and not message.has_hung:
+        seq, epoch, slot_id, _, touched_bytes, dataset_epoch, _ = message
         told = NO_EPOCH if dataset_epoch is None else dataset_epoch
         head = TASK_HEAD.pack(TASK, seq, epoch, slot_id, touched_bytes, told)
         return head + message.indices
@@ -308,3 +311,9 @@ def unpack(data: bytes) -> ToWorker | FromWorker:
     number, *fields = pickle.loads(data)
     message: ToWorker | FromWorker = _KINDS[number]._make(fields)
     return message
+
+
+def unpack_seq(data: bytes) -> int:
+    """Return the ticket's number from a :class:`Task`, packed."""
+    seq: int = TASK_HEAD.unpack_from(data)[1] if data[0] == TASK else pickle.loads(data)[1]
+    return seq

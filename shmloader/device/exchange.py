@@ -148,10 +148,6 @@ class Semaphore:
         self._free = collections.deque([None] * count)
         self._wakeup = Wakeup()
 
-    def is_available(self) -> bool:
-        """Whether :meth:`acquire` would return at once."""
-        return bool(self._free)
-
     def try_acquire(self) -> bool:
         """Acquire the semaphore if that needs no wait. Returns whether it was acquired."""
         if not self._free:

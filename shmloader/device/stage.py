@@ -35,17 +35,3 @@ class Stage(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - a default
         """Wait for work under way, and drop all batches. Called when no :meth:`run` is running."""
-
-
-class PassThroughStage(Stage):
-    """Leaves batches as the engine builds them."""
-
-    # One batch is built while the user works on the one before. Each batch that is built counts as
-    # lent, so no more are built ahead.
-    ahead = 1
-    name = "shmloader_engine"
-    kind = "build"
-
-    def run(self, batch: Any) -> Any:
-        """Return the batch."""
-        return batch

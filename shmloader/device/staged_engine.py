@@ -11,11 +11,6 @@ from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.interruptions import is_interruption
-from shmloader.threads.fork_safety import may_wait_here
-
-# After a shorter training step, the engine's thread is woken at once: with a delayed wake-up
-# (`wake_soon`), next() would be called again before that thread has done its work.
-_STEP_NS = 1_000_000
 
 
 class StagedEngine:
@@ -35,7 +30,6 @@ class StagedEngine:
         delivery: See :attr:`Engine.delivery`.
         draw_ns: See :attr:`Engine.draw_ns`.
         staged: :attr:`Ready.staged` of the batch that was returned last.
-        is_leaving: Whether :meth:`leave_to_user` has begun to end the thread, and is not done yet.
     """
 
     def __init__(self, engine: Engine, stage: Stage, window: int, timeout_s: float) -> None:
@@ -45,22 +39,17 @@ class StagedEngine:
         self._window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
-        # How the engine's thread is woken for a ticket, and when a batch was last returned.
-        self._wake: Callable[[], None] = engine.wake
-        self._left_ns = 0
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
         self.is_waiting = False
         self.delivery: Delivery | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
-        self.is_leaving = False
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
         self._tickets_out = self.draw_ns = 0
-        self.is_leaving = False
         thread = self.owner.begin()
         try:
             for _ in range(self._window):
@@ -72,66 +61,6 @@ class StagedEngine:
             except BaseException:
                 self.close()
                 raise
-
-    def take_over(self, tickets: Iterator[object], count: int) -> bool:
-        """Start a thread in mid-epoch for the engine, which the user's thread has run until now.
-
-        Args:
-            tickets: The remaining index batches.
-            count: Number of tickets in flight, at least one.
-
-        Returns:
-            Whether there is a thread now. If the system refuses one, the user's thread continues to
-            run the engine.
-        """
-        self._draw = tickets.__next__
-        self._tickets_out = count
-        try:
-            self.owner.begin().start()
-        except RuntimeError as error:
-            if is_interruption(error):
-                raise
-            self.owner.forget_thread()
-            self._engine.draw_on(self._draw)
-            return False
-        return True
-
-    def leave_to_user(self) -> bool:
-        """End the thread in mid-epoch, so that the user's thread can run the engine.
-
-        Once this has begun (``is_leaving``), the caller calls it again before each
-        :meth:`next_batch`, until it returns True.
-
-        Returns:
-            Whether the engine is left to the user's thread. False while the thread's batches have
-            yet to be taken by :meth:`next_batch`. Also False if the calling thread must not wait
-            for the other one, after :meth:`close`, and in a forked child.
-
-        Raises:
-            Instead: With the sampler's own exception, in place of a batch.
-        """
-        self.is_waiting = False
-        self.delivery = None
-        thread = self.owner.thread
-        if thread is None or os.getpid() != self.owner.pid:
-            return False
-        if not self.is_leaving:
-            if thread.results or not may_wait_here():
-                return False
-            self.is_leaving = True
-        thread.stop(None)
-        while (result := thread.results.first) is not None:
-            if isinstance(result, Ready | Raised):
-                return False
-            if isinstance(result, Request):
-                self._serve(thread, result)
-            else:  # starts or restarts a worker; later the engine does so on the user's thread
-                thread.results.drop_first()
-        self.owner.end_epoch()
-        self._engine.draw_on(self._draw)
-        self._draw = iter(()).__next__
-        self.is_leaving = False
-        return True
 
     def set_window(self, window: int) -> None:
         """Set how many tickets are drawn at the next epoch's start."""
@@ -155,15 +84,11 @@ class StagedEngine:
             self._engine.check_open()
             raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
         self._check_process()  # a forked child has a copy of what is ready here
-        is_away = time.monotonic_ns() - self._left_ns > _STEP_NS
-        self._wake = self._engine.wake_soon if is_away else self._engine.wake
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             result = self._wait_for_result(thread, deadline)
             if isinstance(result, Ready | Raised):
-                batch = self._take(thread, result)
-                self._left_ns = time.monotonic_ns()
-                return batch
+                return self._take(thread, result)
             self._serve(thread, result)
 
     def give_up(self, error: BaseException) -> None:
@@ -213,7 +138,6 @@ class StagedEngine:
             if left_s is not None and left_s <= 0:
                 self._raise_late(results)
             else:
-                self._engine.hurry()
                 self.is_waiting = True  # an interruption of this call loses nothing
                 results.wait(left_s)
                 self.is_waiting = False
@@ -240,7 +164,7 @@ class StagedEngine:
         try:
             indices = self._draw()
         except StopIteration:
-            thread.inbox.end(self._wake)
+            thread.inbox.end(self._engine.wake)
             return False
         except BaseException as error:
             if is_interruption(error):
@@ -248,13 +172,13 @@ class StagedEngine:
                 raise
             # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
             if self._tickets_out == 0:
-                thread.inbox.end(self._wake)
+                thread.inbox.end(self._engine.wake)
             else:
                 thread.wake()
             raise Instead(error) from None
         self.draw_ns += time.monotonic_ns() - began_ns
         self._tickets_out += 1
-        thread.inbox.put(indices, self._wake)
+        thread.inbox.put(indices, self._engine.wake)
         return True
 
     def close(self) -> None:

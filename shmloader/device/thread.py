@@ -13,12 +13,6 @@ process's random generators are used as torch uses them. It also starts workers 
 ones, and additional workers: a fork copies the forking thread, and the user's thread is the one
 that forked the others.
 
-Even if no stage is needed, an engine whose tickets may wait for any idle worker (``needs_thread``)
-has such a thread, with a stage that passes batches through. So workers get further tasks while the
-user's thread is busy. With dynamic dispatch, the thread stays inside ``next_batch``, where it sends
-tasks, until the user takes a batch; otherwise it waits outside. While batches are so short that the
-workers have room for all tickets, the thread would only cost switches between threads, so the
-user's thread runs the engine.
 """
 
 import functools
@@ -56,7 +50,7 @@ def _ask(results: Results, is_addition: bool) -> None:
 
 
 class EngineThread(BackgroundThread):
-    """Runs the engine and the stage for one epoch, or for a part of it.
+    """Runs the engine and the stage for one epoch.
 
     Does not refer to the sampler, which may hold the loader: when the loader is garbage, the thread
     must end.
@@ -73,7 +67,6 @@ class EngineThread(BackgroundThread):
         self._engine = engine
         self._stage = stage
         self._call: UserThreadCall | None = None
-        self._stays_in_engine = engine.is_dynamic
         self.results = Results()
         self.semaphore = Semaphore(stage.ahead) if stage.ahead else None
         self.is_stopping = False
@@ -118,21 +111,15 @@ class EngineThread(BackgroundThread):
 
     def _take_one(self) -> bool:
         """Pass one result to the user's thread. Returns whether another may follow."""
-        if not self._stays_in_engine:
-            self._acquire()
+        if self.semaphore is not None and not self.semaphore.try_acquire():
+            with self.resting():
+                self.semaphore.acquire()
         self._pause()
         result = self._next_result()
-        if self._stays_in_engine:
-            self._acquire()
         self.results.put(result)
         is_last = type(result) is Raised and result.is_last
         del result  # an exception's traceback pins this frame
         return not is_last
-
-    def _acquire(self) -> None:
-        if self.semaphore is not None and not self.semaphore.try_acquire():
-            with self.resting():
-                self.semaphore.acquire()
 
     def _next_result(self) -> Ready | Raised:
         try:
@@ -159,10 +146,7 @@ class EngineThread(BackgroundThread):
 
     def attach(self) -> None:
         """Make the engine belong to this thread; see :meth:`Engine.attach`."""
-        may_deliver = None
-        if self.semaphore is not None and self._stays_in_engine:
-            may_deliver = self.semaphore.is_available
-        self._engine.attach(self.inbox, self._pause, self._call_in_user_thread, may_deliver)
+        self._engine.attach(self.inbox, self._pause, self._call_in_user_thread)
 
     def _pause(self) -> None:
         """Pause or end if asked to. Called between two steps, when no lock is held."""
@@ -217,11 +201,6 @@ class ThreadOwner:
         self.thread = thread = EngineThread(self._engine, self._stage)
         thread.attach()
         return thread
-
-    def forget_thread(self) -> None:
-        """Leave the engine to the calling thread. For a thread that could not be started."""
-        self.thread = None
-        self._engine.detach()
 
     def end_epoch(self) -> None:
         """End the thread, if there is one. The engine belongs to the calling thread afterwards.

@@ -15,7 +15,8 @@ reach all parts as one frozen :class:`~shmloader.loader.config.LoaderConfig`.
 
     user's thread                                              worker process
     ─────────────                                              ──────────────
-    draw an index batch ── ticket ─▶ scheduler: pick a worker;
+    draw an index batch ── ticket ─▶ scheduler: pick a worker,
+                                     or leave that to the queue;
                                      a FREE slot is TAKEN
                                      ── Task(seq, epoch, slot, indices) ──▶  samples = dataset[i] …
                                                                collate straight into the slot
@@ -51,17 +52,24 @@ leaves ``next()``, such as a Ctrl-C, has interrupted it. If it only waited, the 
 Otherwise it closes, and the loader's state stays that of the last delivered batch
 (:mod:`shmloader.loader.calls`).
 
+**One queue** (:mod:`shmloader.pools.task_queue`). Where torch gives batch i to worker i mod n, each
+task is sent to its worker's own socket. Where any worker may make any batch (a map-style dataset
+with ``seed=`` or ``in_order=False``, an automatic number of workers, workers that ranks share), all
+tasks of the window go into one socket pair, from which every idle worker receives: the kernel is
+the dispatcher. A slow sample then delays only its own batch, and workers go on while the user
+trains, though no thread of ours runs. Answers come by each worker's own socket. A worker writes on
+its status page which task it has. When a worker dies, what is neither queued, nor answered, nor on
+a living worker's page was the dead worker's, and is sent again.
+
 **The life of a worker**::
 
-                 ┌───────────────────┐
-    GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
-                 │          │           │
-                 └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
-                                        └──▶ DEAD                 (no restart is left)
+    GONE ──▶ RUNNING ──▶ LEAVING ──▶ GONE
+                │           ├──────▶ GONE    (it died)
+                ├───────────┴──────▶ DEAD    (it died, and no restart is left)
+                └──▶ LOST ──▶ RUNNING        (it is restarted)
 
-Each worker has one record in the scheduler's table: its state, the number of its tickets in flight,
-how far its dataset has come, and how it died. The tickets of a lost worker are sent to its
-replacement (with dynamic dispatch, those that it had not begun wait for any worker). When no
+Each worker has one record in the scheduler's table: its state, how far its dataset has come, and
+how it died. The tickets of a lost worker are sent to its replacement, or to the queue. When no
 restart is left, each of them is answered by the worker's death.
 
 **How workers start** (:mod:`shmloader.pools.starting`). With "fork" the main process forks each
@@ -78,13 +86,11 @@ applies. A thread cannot be ended: it is left behind, and its ticket is put into
 
 **Pools** make the batches. :mod:`shmloader.pools` lists everything that the engine asks of one.
 
-* With processes, batches come in slots, and the scheduler assigns each ticket to a worker.
+* With processes, batches come in slots.
 * With ``worker_scope="host"`` the workers serve all ranks of a host. A separate process starts and
   reaps them (:mod:`shmloader.pools.host_service`). Each rank has a socket to each worker, and its
-  own slots and window. Shared memory tells all ranks how many tasks each worker has. A rank's
-  ticket goes to the worker with the fewest tasks, and among those to one of the rank's own share. A
-  worker makes the batch for which its rank has waited longest. A worker's death is reported to all
-  ranks, and costs a restart in the rank whose batch the worker was making.
+  own queue, slots and window. A worker serves the queues that have tasks in turn. A worker's death
+  is reported to all ranks, and costs a restart in the rank whose batch the worker was making.
 * With threads (``thread_pool=True``) there are no messages and no slots. Idle threads take the
   oldest ticket from one queue, and the answer says which thread took it.
 * With ``executor=`` a worker is only a number, which stands for one task in flight; there are as
@@ -106,21 +112,13 @@ order for the user's thread. While any loader of the process forks a worker, the
 where they hold no lock (:mod:`shmloader.threads.fork_safety`), and it is the user's thread that
 replaces a dead worker.
 
-**Dynamic dispatch** is used for a map-style dataset where the order is free or where content does
-not depend on the worker. A ticket waits in the scheduler until a worker has room for it: for one
-task, or for two while batches are short. A slow sample then delays only its own batch, until the
-window is full of batches that come after it. Waiting tickets must be sent while the user trains, so
-here the engine has a thread even without a stage. The thread builds one batch ahead, which counts
-as lent. While the workers have room for the whole window, no ticket waits: the thread ends, and the
-user's thread runs the engine.
-
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that
 there may be, and those that do not run are GONE. The iterator decides how many are wanted
 (:mod:`shmloader.pools.adapting`), and tells the engine. If the ranks of a host share the workers,
 the process that owns them decides in the same way, from what the iterators report, and each
 engine's pool reports the number. The first workers by number are the wanted ones, so all engines
 agree on which they are. The user's thread starts workers, as for restarts. A worker that is no
-longer wanted is LEAVING, and is stopped when it has answered all its tickets.
+longer wanted is LEAVING: it is asked to receive no more tasks, answers its last one, and ends.
 
 **Checkpoints of datasets.** Each batch comes with what a checkpoint of the worker's dataset needs:
 the dataset's own state if it has one, or a fingerprint of the batch. Each worker's dataset has two
@@ -166,7 +164,6 @@ The modules (those marked "pure" import no threads, processes or clock):
 ========================  ========================================================================
 ``slots``                 States of the slots (pure).
 ``workers``               Records and states of the workers (pure).
-``routing``               Which worker gets a waiting ticket (pure).
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
 ``delivery``              What is said of a batch that is delivered, or raised in its place.
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.

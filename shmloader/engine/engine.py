@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
 from shmloader.batch.dataset_checkpoint import Beginning
@@ -38,6 +38,7 @@ from shmloader.engine.wording import (
     describe_restart,
     describe_ticket,
 )
+from shmloader.engine.workers import DEAD, GONE, LOST, Worker
 from shmloader.errors import (
     ITERATOR_CLOSED,
     ClosedLoaderError,
@@ -93,7 +94,6 @@ class Engine:
             in the sampler. Not meaningful while the engine belongs to a thread of its own, since
             the user's thread draws then.
         staged: Times of a stage; None here, since an engine is no stage.
-        is_dynamic: Whether tickets wait in the engine until a worker has room for them.
 
     Args:
         pool: The workers and their memory. The engine owns the pool from now on.
@@ -108,16 +108,13 @@ class Engine:
         checkpoints: The checkpoints at which the workers' datasets begin, if these are iterable or
             have a state of their own.
         is_iterable: Whether the datasets are iterable.
-        is_dynamic: Whether tickets are dispatched dynamically; see :class:`Scheduler`.
         is_seeded: Whether each sample has random number generators of its own.
         watch: Notes bad samples; None if their errors are raised.
         present: How many workers run at first, None for all; :meth:`want_workers` changes that.
-            For dynamic dispatch only.
-        first_worker: The worker that gets the first ticket, if ``checkpoints`` is None; with
-            dynamic dispatch, the one that is preferred.
+            For a pool with a queue only.
         sharers: How many engines share the workers.
-        read_loads: Returns how many tasks each worker has from the other engines, by worker number;
-            None if that is not known.
+        tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
+            window, however many workers are present.
     """
 
     def __init__(
@@ -133,20 +130,17 @@ class Engine:
         worker_restarts: int = 0,
         checkpoints: DatasetCheckpoints | None = None,
         is_iterable: bool = True,
-        is_dynamic: bool = False,
         is_seeded: bool = False,
         watch: FailureWatch | None = None,
         present: int | None = None,
-        first_worker: int = 0,
         sharers: int = 1,
-        read_loads: Callable[[], Sequence[int] | None] | None = None,
+        tickets_each: int = 0,
     ) -> None:
         self._pool = pool
         self._waiter = pool.waiter
         self._has_queue = pool.has_queue
         # ``pool`` again, typed for calls that only a pool with slots (and so without a queue) has.
         self._slot_pool = cast("SlotPool", pool)
-        self._window = window
         self._in_order = in_order
         self._timeout_s = timeout_s
         self._watch = watch
@@ -165,30 +159,24 @@ class Engine:
         self._inbox: Inbox | None = None
         self._pause: Callable[[], None] = _do_nothing
         self._have_done: Callable[[Callable[[], None]], None] = _do_it
-        self._may_deliver: Callable[[], bool] | None = None
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
         self._base_seed = None if checkpoints is None else checkpoints.base_seed
-        self.is_dynamic = is_dynamic
         self._is_seeded = is_seeded
-        # A worker may serve other ranks as well, so a hung sample must not block it until this
-        # rank's next call.
-        self._is_watched = is_dynamic and sample_timeout_s is not None
         self._scheduler = Scheduler(
             worker_count,
             window,
             lend_limit,
             in_order=in_order,
             restart_limit=worker_restarts,
-            first_worker=first_worker if checkpoints is None else checkpoints.next_worker,
+            first_worker=0 if checkpoints is None else checkpoints.next_worker,
             beginnings=None if checkpoints is None else checkpoints.checkpoints,
             is_iterable=is_iterable,
-            is_dynamic=is_dynamic,
             has_queue=self._has_queue,
             has_slots=pool.memory is not None,
             present=present,
             sharers=sharers,
-            read_loads=read_loads,
+            tickets_each=tickets_each,
         )
         self._hang_watch: HangWatch | None = None
         if sample_timeout_s is not None:
@@ -196,21 +184,6 @@ class Engine:
         self._slots: SlotBatches | None = None
         if pool.memory is not None:
             self._slots = SlotBatches(self._slot_pool, self._scheduler.slots, lend_limit)
-
-    @property
-    def needs_thread(self) -> bool:
-        """Whether a thread has to be inside ``next_batch`` all the time.
-
-        Otherwise workers may stay idle while there are tickets for them, or hang unnoticed
-        (``sample_timeout=``). May change when batches take more or less time. Any thread may read
-        it.
-        """
-        return self._is_watched or (self.is_dynamic and self._scheduler.tickets_may_wait)
-
-    @property
-    def ticket_count(self) -> int:
-        """The number of tickets in flight."""
-        return len(self._scheduler.tickets)
 
     @property
     def is_waiting(self) -> bool:
@@ -227,11 +200,8 @@ class Engine:
             SharedMemoryError: If there is no memory for it.
         """
         for worker in self._scheduler.workers:
-            self._resume(worker.worker_id)
-
-    def _resume(self, worker_id: int) -> None:
-        if self._scheduler.progress is not None:
-            self._pool.resume(worker_id, self._scheduler.workers[worker_id].checkpoint)
+            if worker.is_alive:
+                self._pool.resume(worker.worker_id, worker.checkpoint)
 
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
@@ -260,15 +230,15 @@ class Engine:
         """
         self._draw = tickets.__next__
         self.draw_ns = 0
-        for _ in range(self._window):
+        for _ in range(self._scheduler.first_tickets):
             self._offer()
 
     def restart(self, tickets: Iterator[object]) -> None:
         """Begin a further epoch with the same workers.
 
         Batches in flight are awaited and dropped. Workers finish them, as torch's do, so that
-        their random number generators are in the same states as torch's. Tickets that wait for a
-        worker are dropped at once.
+        their random number generators are in the same states as torch's. Tickets that no worker
+        has received from the pool's queue are dropped at once.
 
         Raises:
             Instead: With a WorkerDiedError if a worker is dead, or a LoaderTimeoutError if the
@@ -278,13 +248,14 @@ class Engine:
         self.check_open()
         self._draw = iter(()).__next__
         scheduler = self._scheduler
-        scheduler.end_epoch()
+        scheduler.end_epoch(self._pool.recall())
         for worker in scheduler.workers:
-            if worker.is_alive:
-                self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1)
-        self._restart_workers()
+            if worker.is_alive and self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1):
+                scheduler.left_epoch(worker.worker_id)
         while True:
-            dead = scheduler.workers.first_dead()
+            if scheduler.is_workers_due:
+                self._adjust_workers()
+            dead = scheduler.workers.first(DEAD)
             if dead is not None:
                 assert isinstance(dead.death, Death)
                 self._fail(WorkerDiedError(describe_death(dead.worker_id, dead.death, None)))
@@ -307,7 +278,6 @@ class Engine:
         inbox: Inbox,
         pause: Callable[[], None],
         have_done: Callable[[Callable[[], None]], None],
-        may_deliver: Callable[[], bool] | None = None,
     ) -> None:
         """Make the engine belong to a thread of its own until :meth:`detach`.
 
@@ -315,23 +285,14 @@ class Engine:
             inbox: Yields index batches, instead of the iterator given to :meth:`start`.
             pause: Called between two steps, where no lock is held. May raise.
             have_done: Runs a function on the user's thread.
-            may_deliver: Returns whether ``next_batch`` may return a batch now. If not, it keeps
-                sending tickets and taking answers, and asks again after each :meth:`wake`. For
-                ``is_dynamic`` only. None means that it always may.
         """
         self._inbox, self._draw = inbox, inbox.__next__
         self._pause, self._have_done = pause, have_done
-        self._may_deliver = may_deliver
 
     def detach(self) -> None:
         """Make the engine belong to the user's thread again."""
         self._inbox, self._draw = None, iter(()).__next__
         self._pause, self._have_done = _do_nothing, _do_it
-        self._may_deliver = None
-
-    def draw_on(self, draw: Callable[[], object]) -> None:
-        """Go on with an epoch on the user's thread, which draws its remaining index batches."""
-        self._draw = draw
 
     def take_tickets(self) -> None:
         """Send workers the tickets that the user's thread has drawn."""
@@ -343,14 +304,6 @@ class Engine:
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
         self._pool.wake()
-
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but after ``next()`` if possible. Called from the user's thread."""
-        self._pool.wake_soon()
-
-    def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now. Called from the user's thread."""
-        self._pool.hurry()
 
     # One batch ---------------------------------------------------------------------------
 
@@ -376,57 +329,33 @@ class Engine:
         while True:
             if self._inbox:
                 self.take_tickets()
-            has_room = self._may_deliver is None or self._may_deliver()
-            if has_room:
-                has_taken = False
-                if self._inbox is None or not self.is_dynamic:
-                    # Most often the awaited answer is here already, or about to be. Taking it now
-                    # saves a call of the selector.
-                    awaited = scheduler.awaited()
-                    if awaited is not None and awaited.answer is None:
-                        worker_id = None if self._has_queue else awaited.worker_id
-                        has_taken = worker_id != UNASSIGNED and pool.poll(worker_id, self)
-                        if has_taken and self.is_dynamic:
-                            self._send_tasks(time.monotonic_ns())
-                ticket = scheduler.take_next()
-                if ticket is not None:
-                    if self._watch is not None and self._note_samples(self._watch, ticket):
-                        deadline = None
-                        continue
-                    return self._hand_over(ticket)
-                if has_taken:
+            if scheduler.is_workers_due or self._wanted_workers is not None:
+                self._adjust_workers()
+            # Most often the awaited answer is here already, or about to be. Receiving it now saves
+            # a call of the selector.
+            has_received, awaited = False, scheduler.awaited()
+            if awaited is not None and awaited.answer is None:
+                has_received = pool.poll(awaited.worker_id, self)
+            ticket = scheduler.take_next()
+            if ticket is not None:
+                if self._watch is not None and self._note_samples(self._watch, ticket):
+                    deadline = None
                     continue
-                if scheduler.is_exhausted and not self._awaits_tickets():
-                    if self._inbox:
-                        continue
-                    self._raise_end()
+                return self._hand_over(ticket)
+            if has_received or (awaited is None and pool.poll(UNASSIGNED, self)):
+                continue
+            if scheduler.is_exhausted and not self._awaits_tickets():
+                if self._inbox:
+                    continue
+                self._raise_end()
             if self._inbox is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
-            self._restart_workers()
-            if self.is_dynamic:
-                self._adapt()
-            may_wait = self._inbox is None or self._may_wait(self._inbox, has_room=has_room)
-            if may_wait and not self._receive_any(deadline):
+            if not self._receive_any(deadline):
                 raise Instead(self.late())
             self._pause()
             self.check_open()
-
-    def _may_wait(self, inbox: Inbox, *, has_room: bool) -> bool:
-        """Set whether the user's thread wakes this one when it brings a ticket or takes a batch.
-
-        Returns:
-            Whether to wait. False if, since this thread last looked, the user's thread has brought
-            a ticket or taken a batch without waking it.
-        """
-        if not self.is_dynamic:
-            return True
-        lacks_room = not has_room and self._scheduler.has_next
-        inbox.is_awaited = lacks_room or self._scheduler.has_room
-        if not inbox.is_awaited:
-            return True
-        return not inbox and (has_room or self._may_deliver is None or not self._may_deliver())
 
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
@@ -544,7 +473,7 @@ class Engine:
         self.draw_ns += drawn_ns - began_ns
         scheduler = self._scheduler
         scheduler.offer(indices, drawn_ns)
-        if scheduler.unsent or self.is_dynamic:
+        if scheduler.unsent:
             self._send_tasks(drawn_ns)
 
     def _offer_another(self, *, is_addition: bool = False) -> None:
@@ -560,12 +489,11 @@ class Engine:
         return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
 
     def _send_tasks(self, now_ns: int) -> None:
-        """Send the tickets that have a worker, or that a worker has room for."""
+        """Send the tickets that are to be sent."""
         scheduler = self._scheduler
-        while scheduler.unsent or self.is_dynamic:
+        while scheduler.unsent:
             ticket = scheduler.next_task(now_ns)
-            if ticket is None:
-                return
+            assert ticket is not None
             try:
                 refused = self._pool.send(ticket, scheduler.epoch)
             except SharedMemoryError as error:
@@ -575,10 +503,10 @@ class Engine:
                 self.answered(ticket.seq, scheduler.epoch, ticket.worker_id, refused)
 
     def _ask_for_tickets(self) -> None:
-        # With dynamic dispatch, more tickets are wanted for more workers: no stream can end there.
+        # With a queue, more tickets are wanted for more workers: no stream can end there.
         # Otherwise a stream has ended, and its ticket yields no batch.
         for _ in range(self._scheduler.take_wanted_tickets()):
-            self._offer_another(is_addition=self.is_dynamic)
+            self._offer_another(is_addition=self._has_queue)
 
     # Answers in --------------------------------------------------------------------------
 
@@ -593,12 +521,7 @@ class Engine:
             look_s = self._hang_watch.look()
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
-        if not happened and deadline is not None and time.monotonic() >= deadline:
-            return False
-        if self.is_dynamic and happened:
-            self._send_tasks(time.monotonic_ns())
-        self._restart_workers()
-        return True
+        return happened or deadline is None or time.monotonic() < deadline
 
     def late(self) -> LoaderTimeoutError:
         """Return the error for a batch that has not come in time. Called from any thread."""
@@ -607,33 +530,47 @@ class Engine:
     def _alive(self) -> list[int]:
         return [worker.worker_id for worker in self._scheduler.workers if worker.is_alive]
 
-    def _restart_workers(self) -> None:
-        """Replace each lost worker, and send its unfinished tickets to the new one.
+    # Workers -----------------------------------------------------------------------------
+
+    def _adjust_workers(self) -> None:
+        """Replace lost workers, start wanted ones, and have others leave.
 
         This is not done where the loss is reported: a stage's thread may be told to end while it
         waits for the user's thread to start the worker. The worker then stays LOST, and the next
         epoch replaces it here.
         """
-        while (worker := self._scheduler.workers.next_restart()) is not None:
-            worker_id = worker.worker_id
-            death = worker.death if isinstance(worker.death, Death) else None
-            checkpoint = None if self._scheduler.progress is None else worker.checkpoint
-            seqs = [ticket.seq for ticket in self._scheduler.wanted_of(worker_id)]
-            text = describe_restart(
-                worker_id,
-                death,
-                seqs,
-                checkpoint,
-                is_seeded=self._is_seeded,
-                hang=worker.hang,
-            )
-            self._have_done(functools.partial(self._restart_worker, worker_id, text))
-            self._note_start(worker_id)
+        scheduler, workers = self._scheduler, self._scheduler.workers
+        if self._wanted_workers is not None:
+            wanted, self._wanted_workers = self._wanted_workers, None
+            scheduler.workers_wanted(wanted)
+        while (worker := workers.first(LOST)) is not None:
+            self._have_done(functools.partial(self._restart_worker, worker, self._describe(worker)))
+            self._resume_started(worker.worker_id)
+        while (worker := workers.next_leaving()) is not None:
+            self._slot_pool.leave(worker.worker_id)
+        while (worker := workers.next_start()) is not None and self._add_worker(worker.worker_id):
+            pass
+        scheduler.is_workers_due = False
+        self._send_tasks(time.monotonic_ns())
+        self._ask_for_tickets()
 
-    def _restart_worker(self, worker_id: int, text: str) -> None:
+    def _describe(self, worker: Worker) -> str:
+        """Return the text for the log on a worker's restart."""
+        death = worker.death if isinstance(worker.death, Death) else None
+        checkpoint = None if self._scheduler.progress is None else worker.checkpoint
+        return describe_restart(
+            worker.worker_id,
+            death,
+            worker.unfinished,
+            checkpoint,
+            is_seeded=self._is_seeded,
+            hang=worker.hang,
+        )
+
+    def _restart_worker(self, worker: Worker, text: str) -> None:
         """Start a worker in place of a lost one, on the user's thread."""
         try:
-            self._slot_pool.replace(worker_id)
+            self._slot_pool.replace(worker.worker_id)
         except ClosedLoaderError:
             self.check_open()
             raise
@@ -644,13 +581,10 @@ class Engine:
         _log.warning(text)
         self.counts.restarts += 1
 
-    def _note_start(self, worker_id: int) -> None:
-        """Tell a worker that was started where its dataset begins, and send its tasks."""
-        self._resume(worker_id)
+    def _resume_started(self, worker_id: int) -> None:
+        """Tell a worker that was started where its dataset begins."""
+        self._pool.resume(worker_id, self._scheduler.workers[worker_id].checkpoint)
         self._scheduler.worker_started(worker_id)
-        self._send_tasks(time.monotonic_ns())
-
-    # More workers, or fewer ---------------------------------------------------------------
 
     @property
     def present_workers(self) -> int:
@@ -662,22 +596,6 @@ class Engine:
         self._wanted_workers = count
         self.wake()
 
-    def _adapt(self) -> None:
-        """Start wanted workers that do not run, and stop leaving ones that have no tickets left."""
-        scheduler = self._scheduler
-        if self._wanted_workers is not None:
-            wanted, self._wanted_workers = self._wanted_workers, None
-            scheduler.workers_wanted(wanted)
-            self._send_tasks(time.monotonic_ns())
-        while (worker := scheduler.workers.next_start()) is not None and self._add_worker(
-            worker.worker_id
-        ):
-            pass
-        self._ask_for_tickets()
-        while (worker := scheduler.workers.next_stop()) is not None:
-            self._slot_pool.retire(worker.worker_id)
-            scheduler.worker_stopped(worker.worker_id)
-
     def _add_worker(self, worker_id: int) -> bool:
         """Start a worker; return whether it runs."""
         refusals: list[str] = []
@@ -687,7 +605,7 @@ class Engine:
             _log.warning("num_workers stays at %d: %s", present, *refusals)
             self._scheduler.workers_wanted(present)
             return False
-        self._note_start(worker_id)
+        self._resume_started(worker_id)
         return True
 
     def _start_worker(self, worker_id: int, refusals: list[str]) -> None:
@@ -710,18 +628,18 @@ class Engine:
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
         scheduler = self._scheduler
+        has_taker = self._has_queue and worker_id != UNASSIGNED
         scheduler.answered(
             seq,
             epoch,
             answer,
-            taker=worker_id if self._has_queue else None,
-            now_ns=now_ns,
+            taker=worker_id if has_taker else None,
             note=None if scheduler.progress is None else _note_of(worker_id, answer),
         )
 
     def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
         """Note that a worker's iterable dataset has no batch for this task or a later one."""
-        self._scheduler.stream_ended(seq, epoch, beginning, now_ns=time.monotonic_ns())
+        self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
@@ -740,15 +658,31 @@ class Engine:
         """Note how many of the host's workers there should be."""
         self._wanted_workers = count
 
-    def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
+    def left(self, worker_id: int) -> None:
+        """Note that a worker receives no more tasks, as it was asked to, and end it."""
+        self._slot_pool.retire(worker_id)
+        self._scheduler.worker_left(worker_id)
+
+    def lost(
+        self,
+        worker_id: int,
+        death: Death,
+        was_at: AtWork,
+        recalled: Collection[int] = (),
+        held: Collection[int] = (),
+    ) -> None:
         """Note a worker's death: it will be replaced, or its tickets fail."""
         scheduler = self._scheduler
+        scheduler.recalled(recalled)
+        if scheduler.workers[worker_id].state is GONE:
+            return  # it had left
         death = dataclasses.replace(death, restart_limit=scheduler.restart_limit)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         scheduler.worker_lost(
             worker_id,
             death,
             was_at.seq if is_ours else None,
+            held=held,
             was_elsewhere=death.was_elsewhere,
             may_restart=not death.is_final,
             is_blameless=bool(death.reason),

@@ -13,8 +13,6 @@ class Inbox:
 
     Attributes:
         is_ended: Whether the sampler is exhausted.
-        is_awaited: Whether :meth:`put` wakes the engine's thread. Otherwise that thread looks here
-            by itself before it waits. Set by the engine's thread.
 
     Args:
         ask: Asks the user's thread for one more index batch. Called with True if it is wanted in
@@ -25,7 +23,6 @@ class Inbox:
         self._waiting: collections.deque[object] = collections.deque()
         self.ask = ask
         self.is_ended = False
-        self.is_awaited = True
 
     def put(self, indices: object, wake: Callable[[], None]) -> None:
         """Add an index batch. Called on the user's thread.
@@ -35,8 +32,7 @@ class Inbox:
             wake: Ends the wait of the engine's thread.
         """
         self._waiting.append(indices)
-        if self.is_awaited:
-            wake()
+        wake()
 
     def end(self, wake: Callable[[], None]) -> None:
         """Note that the sampler is exhausted, and wake the engine. Called on the user's thread."""

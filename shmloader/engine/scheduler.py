@@ -3,7 +3,8 @@
 Invariants (tests cite the numbers):
     I1  A slot has exactly one holder: free list, ticket (with a worker or answered), or lease.
     I2  Only the engine's thread changes the scheduler; others append to a deque.
-    I3  Processes share no lock; every socket has one writer and one reader at each end.
+    I3  Processes share no lock. A socket has one writer. Only the queue of tasks has several
+        readers, each of which receives whole messages.
     I4  Shared memory = the slots' bytes; slots <= window + lend_limit.
     I5  The loader makes progress whatever the user keeps.
     I6  A result of an earlier epoch never reaches the user.
@@ -13,11 +14,17 @@ Invariants (tests cite the numbers):
     I9  A batch once handed over never changes under the user's eyes, nor in a child that the
         user's process forks.
 
+A ticket gets its worker in one of two ways. If the pool has a queue, any idle worker receives the
+oldest ticket, and the answer says which worker did. Otherwise the scheduler assigns it, by torch's
+rules: with ``in_order``, ticket i goes to worker i mod n, and workers whose streams have ended are
+skipped. Without it, the ticket goes to the next worker in turn that has less than its share of the
+window.
+
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
-The resulting actions stay in the scheduler until the engine takes them: tasks by :meth:`next_task`,
-tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table's ``next_restart``,
-``next_start`` and ``next_stop``, and the next batch by :meth:`take_next`. So no decision is lost
-when an exception ends the call in which the engine would have acted on it.
+The resulting actions stay in the scheduler until the engine performs them: tasks by
+:meth:`next_task`, tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table, and
+the next batch by :meth:`take_next`. So no decision is lost when an exception ends the call in which
+the engine would have acted on it.
 
 Events are methods and not objects. Matching an event object and returning a list of actions takes
 1.7 µs longer than a call, and a batch has three events.
@@ -28,14 +35,14 @@ of a slot or the record of a worker.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.engine.dataset_progress import DatasetNote, DatasetProgress
-from shmloader.engine.routing import Pace, pick_idle
 from shmloader.engine.slots import SlotTable
-from shmloader.engine.workers import DEAD, GONE, LOST, READY, STARTING, Worker, WorkerTable
+from shmloader.engine.workers import DEAD, GONE, LEAVING, LOST, RUNNING, Worker, WorkerTable
 from shmloader.errors import InternalError
 
 # The worker or the slot of a ticket that has none yet.
@@ -81,12 +88,10 @@ class Scheduler:
         epoch: Number of the present epoch, from 0.
         slots: The slots' states.
         workers: The workers' records.
-        is_dynamic: Whether tickets are dispatched dynamically: a ticket waits until a worker has
-            room for it, and any worker may take it. Otherwise each ticket has its worker and slot
-            from the start, or no worker until its answer comes if the pool has a queue.
-        task_limit: The most tasks that a worker may have, with dynamic dispatch.
+        restart_limit: The most workers restarted in an epoch.
         progress: Keeps checkpoints of the workers' datasets; None if there are none.
-        unsent: Tickets that have a worker, to be sent.
+        unsent: Tickets to be sent, the oldest first.
+        is_workers_due: Whether the worker table may have a worker to start, replace or end.
     """
 
     def __init__(
@@ -100,12 +105,11 @@ class Scheduler:
         first_worker: int = 0,
         beginnings: Iterable[DatasetCheckpoint] | None = None,
         is_iterable: bool = True,
-        is_dynamic: bool = False,
         has_queue: bool = False,
         has_slots: bool = True,
         present: int | None = None,
         sharers: int = 1,
-        read_loads: Callable[[], Sequence[int] | None] | None = None,
+        tickets_each: int = 0,
     ) -> None:
         """Start with an empty window.
 
@@ -115,53 +119,45 @@ class Scheduler:
             lend_limit: The most slots lent at once.
             in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
             restart_limit: The most workers restarted in an epoch.
-            first_worker: The worker that gets the first ticket of the first epoch; with dynamic
-                dispatch, the one that is preferred among those with equally many tasks.
+            first_worker: The worker that gets the first ticket of the first epoch, unless the pool
+                has a queue.
             beginnings: The checkpoints at which the workers' datasets begin, if checkpoints are
                 kept; else None.
             is_iterable: Whether the datasets are iterable.
-            is_dynamic: Whether tickets are dispatched dynamically. Not for iterable datasets.
-            has_queue: Whether workers take tickets from the pool's queue. Such a pool drops what is
-                in flight when an epoch is left, and its workers do not die.
-            has_slots: Whether batches come in slots. Those of a pool with a queue do not.
-            present: How many workers run at first, with dynamic dispatch; None for all.
+            has_queue: Whether workers receive tickets from the pool's queue. Not for iterable
+                datasets.
+            has_slots: Whether batches come in slots.
+            present: How many workers run at first; None for all. Fewer only with a queue.
             sharers: How many engines share the workers. Each has tickets for its share of them.
-            read_loads: Returns how many tasks each worker has from the other engines, by worker
-                number; None if that is not known.
+            tickets_each: How many tickets should be in flight for each present worker; 0 for a
+                whole window, however many workers are present.
         """
         self.epoch = 0
-        self.is_dynamic = is_dynamic
-        self._has_queue, self._has_slots = has_queue, has_slots and not has_queue
-        self.task_limit = 1
+        self._has_queue, self._has_slots = has_queue, has_slots
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
+        self.is_workers_due = False
         self.progress: DatasetProgress | None = None
         if beginnings is not None:
             self.progress = DatasetProgress(
                 self.workers, beginnings, in_order=in_order, is_iterable=is_iterable
             )
-        # With dynamic dispatch, the first worker of those with the fewest tasks gets the next task.
-        # Ranks that share workers begin at different workers.
-        self._by_preference = [*self.workers][first_worker:] + [*self.workers][:first_worker]
         self._window = window
         self._in_order = in_order
         # The worker that gets the next ticket, if it takes tickets.
         self._next_worker = first_worker
-        self._pace = Pace()
         self.restart_limit = self._restarts_left = restart_limit
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
         self._next_delivery = 0
         self._arrived: collections.deque[Ticket] = collections.deque()
-        # Tickets that wait for a worker, the oldest first.
-        self._waiting: collections.deque[Ticket] = collections.deque()
         self.unsent: collections.deque[Ticket] = collections.deque()
+        # A worker that died without a ticket. Its death is to answer the next ticket.
+        self._unreported: Worker | None = None
         # How many tickets are to be drawn in addition to those that replace delivered ones; and
         # the most tickets that were wanted for the present workers so far in this epoch.
         self._wanted_tickets = 0
-        self._sharers = sharers
-        self._read_loads = read_loads
-        self._ticket_share = window // -(-worker_count // sharers)
+        self._sharers, self._tickets_each = sharers, tickets_each
         self._tickets_asked = self._tickets_for(self.workers.wanted_count)
 
     # Tickets -----------------------------------------------------------------------------
@@ -174,7 +170,7 @@ class Scheduler:
             tickets any more.
         """
         worker = None
-        if not (self.is_dynamic or self._has_queue):
+        if not self._has_queue:
             # Round robin, where this worker takes tickets: most often.
             worker = self.workers[self._next_worker]
             if worker.has_stream and self._in_order:
@@ -186,19 +182,25 @@ class Scheduler:
                     return None
         elif len(self._tickets) >= self._window:
             raise InternalError("there are more tickets than the window has (I4)")
+        worker_id = UNASSIGNED if worker is None else worker.worker_id
         seq = self._next_seq
         self._next_seq = seq + 1
-        ticket = self._tickets[seq] = Ticket(seq, UNASSIGNED, UNASSIGNED, indices, now_ns)
-        if worker is None:
-            (self._waiting if self.is_dynamic else self.unsent).append(ticket)
-        elif worker.state is READY or worker.state is STARTING:
-            ticket.worker_id = worker.worker_id
-            if self._has_slots:
-                ticket.slot_id = self.slots.take(ticket.worker_id)
+        ticket = self._tickets[seq] = Ticket(seq, worker_id, UNASSIGNED, indices, now_ns)
+        if self._has_slots:
+            ticket.slot_id = self.slots.take(worker_id)
+        if worker is not None:
             worker.in_flight += 1
+            if worker.state is DEAD:
+                # The death is delivered in the ticket's place in the order.
+                self._answer(ticket, worker.death)
+            elif worker.state is RUNNING:
+                self.unsent.append(ticket)
+        elif self._unreported is None:
             self.unsent.append(ticket)
         else:
-            self._assign(ticket, worker)
+            ticket.worker_id = self._unreported.worker_id
+            self._answer(ticket, self._unreported.death)
+            self._unreported = None
         return ticket
 
     def _pick(self) -> Worker | None:
@@ -221,75 +223,13 @@ class Scheduler:
             self._next_worker = (fallback.worker_id + 1) % count
         return fallback
 
-    def _assign(self, ticket: Ticket, worker: Worker) -> None:
-        """Assign a ticket to a worker, to be sent unless the worker does not run."""
-        ticket.worker_id = worker.worker_id
-        if self._has_slots:
-            ticket.slot_id = self.slots.take(worker.worker_id)
-        worker.in_flight += 1
-        if worker.state is DEAD:
-            # The death is delivered in the ticket's place in the order.
-            self._answer(ticket, worker, worker.death)
-        elif worker.state is not LOST:
-            self.unsent.append(ticket)
-
     def next_task(self, now_ns: int = 0) -> Ticket | None:
-        """Return the next ticket to send to its worker; None if there is none, or no room.
-
-        Called after each event until it returns None.
-        """
-        if self._waiting:
-            self._assign_waiting()
+        """Return the next ticket to send; None if there is none."""
         if not self.unsent:
             return None
         ticket = self.unsent.popleft()
         ticket.sent_ns = now_ns
         return ticket
-
-    def _assign_waiting(self) -> None:
-        """Assign the oldest waiting tickets to workers that have room."""
-        while self._waiting:
-            worker = self._teller() or pick_idle(
-                self._by_preference, self.task_limit, self._loads()
-            )
-            if worker is None:
-                return
-            worker.is_death_untold = False
-            self._assign(self._waiting.popleft(), worker)
-
-    def _loads(self) -> Sequence[int] | None:
-        """Return how many tasks each worker has from other engines, if that matters.
-
-        It does not while batches are short: reading the numbers would take a tenth of the time for
-        a batch, and two tasks of this engine keep a worker busy.
-        """
-        if self._read_loads is None or self.task_limit > 1:
-            return None
-        return self._read_loads()
-
-    @property
-    def tickets_may_wait(self) -> bool:
-        """Whether tickets may have to wait for a worker, with dynamic dispatch.
-
-        They do not while the present workers have room for the whole window. Any thread may read
-        this.
-        """
-        return self._window > self.workers.present_count * self.task_limit
-
-    def _teller(self) -> Worker | None:
-        """Return the dead worker whose death is to answer the next waiting ticket, or None."""
-        dead = self.workers.first_dead()
-        if dead is None or self.workers.are_all_dead:
-            return dead
-        return next((worker for worker in self.workers if worker.is_death_untold), None)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a further ticket would be assigned, or answered, at once."""
-        return not self._waiting and (
-            self._teller() is not None
-            or pick_idle(self._by_preference, self.task_limit) is not None
-        )
 
     def answered(
         self,
@@ -298,18 +238,15 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        now_ns: int = 0,
         note: DatasetNote | None = None,
     ) -> Ticket:
-        """Note a worker's answer to a ticket: a batch or an error.
+        """Note the answer to a ticket: a batch or an error.
 
         Args:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
             answer: The answer.
-            taker: The worker that took the ticket, if the pool has a queue. None otherwise, since
-                the ticket was assigned to a worker.
-            now_ns: The time, by the engine's clock.
+            taker: The worker that received the ticket, if the pool has a queue.
             note: What the answer says about the worker's dataset; None if no checkpoints are kept,
                 or if the answer stands for no batch.
 
@@ -321,20 +258,11 @@ class Scheduler:
             raise _not_in_flight(seq, epoch)
         if taker is not None:
             ticket.worker_id = taker
-            self.workers[taker].in_flight += 1
-        elif ticket.worker_id == UNASSIGNED:
-            raise _not_in_flight(seq, epoch)
-        worker = self.workers[ticket.worker_id]
-        if self.is_dynamic and worker.last_answer_ns:  # before its first answer a worker prepares
-            began_ns = max(worker.last_answer_ns, ticket.sent_ns)
-            self.task_limit = self._pace.note(now_ns - began_ns)
-        worker.last_answer_ns = now_ns
-        if worker.state is STARTING:
-            self.workers.move(worker.worker_id, READY)
         if ticket.is_dropped:
-            self._answer(ticket, worker, answer)
+            self._answer(ticket, answer)
             return ticket
-        worker.in_flight -= 1
+        if not self._has_queue:
+            self.workers[ticket.worker_id].in_flight -= 1
         ticket.answer = answer
         if not self._in_order:
             self._arrived.append(ticket)
@@ -358,8 +286,9 @@ class Scheduler:
         if ticket.note is not None and self.progress is not None:
             self.progress.left_out(ticket.note)
 
-    def _answer(self, ticket: Ticket, worker: Worker, answer: object) -> None:
-        worker.in_flight -= 1
+    def _answer(self, ticket: Ticket, answer: object) -> None:
+        if not self._has_queue:
+            self.workers[ticket.worker_id].in_flight -= 1
         if ticket.is_dropped:
             del self._tickets[ticket.seq]
             self.free_slot(ticket)
@@ -378,8 +307,6 @@ class Scheduler:
         seq: int,
         epoch: int,
         next_epoch: Beginning,
-        *,
-        now_ns: int = 0,
     ) -> None:
         """Note that a worker's iterable dataset has no batch for this ticket or a later one.
 
@@ -389,17 +316,13 @@ class Scheduler:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
             next_epoch: What the dataset's next epoch begins with.
-            now_ns: The time, by the engine's clock.
         """
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
         if ticket is None or ticket.answer is not None:
             raise _not_in_flight(seq, epoch)
         ticket.is_dropped = True
         worker = self.workers[ticket.worker_id]
-        worker.last_answer_ns = now_ns
-        if worker.state is STARTING:
-            self.workers.move(worker.worker_id, READY)
-        self._answer(ticket, worker, None)
+        self._answer(ticket, None)
         if not worker.has_stream:
             return
         worker.has_stream = False
@@ -439,10 +362,16 @@ class Scheduler:
             ticket = None
         if ticket is not None:
             ticket.hung = {**(ticket.hung or {}), sample: text}
-        if self._has_queue:
+        if not self._has_slots:  # a thread
             self.workers.move(worker_id, LOST)
+            self.is_workers_due = True
             if ticket is not None:
                 self.unsent.append(ticket)
+
+    def recalled(self, seqs: Iterable[int]) -> None:
+        """Note that tickets are in the pool's queue no longer, and are to be sent again."""
+        again = [self._tickets[seq] for seq in seqs]
+        self.unsent = collections.deque(sorted([*again, *self.unsent], key=attrgetter("seq")))
 
     def worker_lost(
         self,
@@ -450,6 +379,7 @@ class Scheduler:
         death: object,
         at_work: int | None = None,
         *,
+        held: Collection[int] = (),
         was_elsewhere: bool = False,
         may_restart: bool = True,
         is_blameless: bool = False,
@@ -458,13 +388,15 @@ class Scheduler:
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
         has killed a worker before. A worker that was ended since a sample took too long, or that
-        was loading a batch of another rank, is always restarted. With dynamic dispatch, the tickets
-        that the lost worker had not begun wait for another worker, in their old order.
+        was loading a batch of another rank, is always restarted.
 
         Args:
             worker_id: Number of the worker.
             death: The answer to all its present and future tickets if it is not restarted.
             at_work: Number of the ticket of this epoch that it was loading; None if there is none.
+                Not looked at if the pool has a queue.
+            held: Numbers of the tickets that other workers have, if the pool has a queue. What is
+                neither answered, nor to be sent, nor held was the dead worker's.
             was_elsewhere: Whether it was loading a batch of another rank.
             may_restart: Whether a restart can help.
             is_blameless: Whether its ticket is known not to have killed it, for example because an
@@ -472,29 +404,37 @@ class Scheduler:
         """
         worker = self.workers[worker_id]
         worker.death = death
-        unanswered = [
-            ticket
-            for ticket in self._tickets.values()
-            if ticket.worker_id == worker_id and ticket.answer is None
-        ]
-        self.unsent = collections.deque(
-            ticket for ticket in self.unsent if ticket.worker_id != worker_id
-        )
-        culprit = next((ticket for ticket in unanswered if ticket.seq == at_work), None)
+        unanswered = [one for one in self._tickets.values() if one.answer is None]
+        if self._has_queue:
+            others = {*held, *(ticket.seq for ticket in self.unsent)}
+            unanswered = [one for one in unanswered if one.seq not in others]
+            culprit = unanswered[0] if unanswered else None
+        else:
+            unanswered = [one for one in unanswered if one.worker_id == worker_id]
+            culprit = next((one for one in unanswered if one.seq == at_work), None)
+            self.unsent = collections.deque(
+                ticket for ticket in self.unsent if ticket.worker_id != worker_id
+            )
         is_free = bool(worker.hang) or was_elsewhere
-        blamed = None if is_blameless else culprit
-        if not is_free and not (may_restart and self._may_restart(blamed)):
-            self.workers.move(worker_id, DEAD)
-            worker.is_death_untold = all(ticket.is_dropped for ticket in unanswered)
+        if is_free or (may_restart and self._may_restart(None if is_blameless else culprit)):
+            self.workers.move(worker_id, GONE if worker.state is LEAVING else LOST)
+            worker.unfinished = [one.seq for one in unanswered if not one.is_dropped]
             for ticket in unanswered:
-                self._answer(ticket, worker, death)
-            return
-        self.workers.move(worker_id, LOST)
-        for ticket in unanswered:
-            if ticket.is_dropped:
-                self._answer(ticket, worker, None)
-            elif self.is_dynamic and ticket is not culprit:
-                self._take_back(ticket, worker)
+                if ticket.is_dropped:
+                    self._answer(ticket, None)
+            if self._has_queue:
+                self.recalled(worker.unfinished)
+        else:
+            self.workers.move(worker_id, DEAD)
+            if self._has_queue and not unanswered:
+                if self.unsent:
+                    unanswered = [self.unsent.popleft()]
+                else:
+                    self._unreported = worker
+            for ticket in unanswered:
+                ticket.worker_id = worker_id
+                self._answer(ticket, death)
+        self.is_workers_due = True
 
     def _may_restart(self, culprit: Ticket | None) -> bool:
         """Count a death, and return whether the worker is restarted."""
@@ -505,46 +445,45 @@ class Scheduler:
         self._restarts_left -= 1
         return True
 
-    def _take_back(self, ticket: Ticket, worker: Worker) -> None:
-        """Make a ticket that a lost worker had not begun wait for another worker."""
-        worker.in_flight -= 1
-        self.slots.free(ticket.slot_id)
-        ticket.worker_id = ticket.slot_id = UNASSIGNED
-        younger = [other for other in self._waiting if other.seq > ticket.seq]
-        older = [other for other in self._waiting if other.seq < ticket.seq]
-        self._waiting = collections.deque([*older, ticket, *younger])
-
     def worker_started(self, worker_id: int) -> None:
         """Note that a worker was started, for the first time or in place of a lost one.
 
-        The worker is sent the unfinished tickets of the lost one, and has no earlier epoch to
-        leave.
+        It has no earlier epoch to leave. Unless the pool has a queue, it is sent the unfinished
+        tickets of the lost one.
         """
         worker = self.workers[worker_id]
-        self.workers.move(worker_id, STARTING)
+        self.workers.move(worker_id, RUNNING)
         worker.death, worker.hang = None, ""
         worker.has_left_epoch = True
-        self.unsent.extend(self.wanted_of(worker_id))
-        self._balance()
+        if not self._has_queue:
+            self.unsent.extend(self.wanted_of(worker_id))
+        self._ask_for_tickets()
 
-    def worker_stopped(self, worker_id: int) -> None:
-        """Note that a worker that was no longer wanted has been told to end."""
+    def worker_left(self, worker_id: int) -> None:
+        """Note that a LEAVING worker has answered its last ticket, and has been ended."""
         self.workers.move(worker_id, GONE)
+        self.is_workers_due = True
 
     def workers_wanted(self, count: int) -> None:
-        """Set how many workers should be present, with dynamic dispatch."""
+        """Set how many workers should be present. For a pool with a queue."""
         self.workers.wanted_count = count
-        self._balance()
+        self.is_workers_due = True
 
-    def _balance(self) -> None:
-        self.workers.balance()
+    def _ask_for_tickets(self) -> None:
         tickets = self._tickets_for(self.workers.present_count)
         self._wanted_tickets += max(0, tickets - self._tickets_asked)
         self._tickets_asked = max(self._tickets_asked, tickets)
 
+    @property
+    def first_tickets(self) -> int:
+        """How many tickets to draw at an epoch's beginning."""
+        return self._tickets_asked
+
     def _tickets_for(self, worker_count: int) -> int:
         """Return how many tickets this engine should have while so many workers are present."""
-        return -(-worker_count // self._sharers) * self._ticket_share
+        if worker_count == len(self.workers) or not self._tickets_each:
+            return self._window
+        return min(self._window, -(-worker_count // self._sharers) * self._tickets_each)
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """Return a worker's unanswered tickets in order, without dropped ones."""
@@ -555,14 +494,6 @@ class Scheduler:
         ]
 
     # What comes next ---------------------------------------------------------------------
-
-    @property
-    def has_next(self) -> bool:
-        """Whether :meth:`take_next` would return a ticket."""
-        if not self._in_order:
-            return bool(self._arrived)
-        first = self._first()
-        return first is not None and first.answer is not None
 
     def take_next(self) -> Ticket | None:
         """Return the next ticket to deliver if its answer is here."""
@@ -621,16 +552,15 @@ class Scheduler:
 
     # Epochs ------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, recalled: Iterable[int] = ()) -> None:
         """Drop all tickets in flight; their slots are freed now, or once they are answered (I6).
 
-        Tickets that were not sent to a worker are forgotten at once, and so are those in a pool's
-        queue. LEAVING workers stay, since their answers have to be awaited.
+        Args:
+            recalled: Tickets that no worker has, or whose answers the pool drops.
         """
-        queued = [one for one in self._tickets.values() if one.answer is None]
-        for ticket in queued if self._has_queue else [*self._waiting, *self.unsent]:
-            self._forget(ticket)
-        self._waiting.clear()
+        for ticket in [*(self._tickets[seq] for seq in recalled), *self.unsent]:
+            ticket.is_dropped = True
+            self._answer(ticket, None)
         self.unsent.clear()
         for ticket in list(self._tickets.values()):
             if ticket.answer is None:
@@ -639,20 +569,10 @@ class Scheduler:
                 del self._tickets[ticket.seq]
                 self.free_slot(ticket)
         self._arrived.clear()
-        self.workers.let_all_stay()
-        self._wanted_tickets = 0
-        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
         for worker in self.workers:
             worker.has_left_epoch = False
         if self.progress is not None:
             self.progress.leave_epoch()
-
-    def _forget(self, ticket: Ticket) -> None:
-        """Remove a ticket that was not sent to any worker."""
-        del self._tickets[ticket.seq]
-        self.free_slot(ticket)
-        if ticket.worker_id != UNASSIGNED:
-            self.workers[ticket.worker_id].in_flight -= 1
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
         """Note a piece of the pickled ``Beginning``; :meth:`left_epoch` gets the last piece."""
@@ -673,7 +593,7 @@ class Scheduler:
     @property
     def is_epoch_left(self) -> bool:
         """Whether all workers have finished the epoch that is being left."""
-        return self._has_queue or not any(
+        return not any(
             worker.state is LOST or (worker.is_alive and not worker.has_left_epoch)
             for worker in self.workers
         )
@@ -686,14 +606,17 @@ class Scheduler:
         """
         for ticket in self.tickets:
             ticket.is_dropped = True
-            self._answer(ticket, self.workers[ticket.worker_id], None)
+            self._answer(ticket, None)
+        self.unsent.clear()
+        self._unreported = None
+        self._wanted_tickets = 0
+        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
         self.epoch += 1
         self._restarts_left = self.restart_limit
         self._next_seq = self._next_delivery = 0
         self._next_worker = 0  # as torch does
         for worker in self.workers:
             worker.has_stream = True
-            worker.is_death_untold = False
         if self.progress is not None:
             self.progress.start_epoch()
 

@@ -2,15 +2,13 @@
 
 ::
 
-                 ┌───────────────────┐
-    GONE ──▶ STARTING ──▶ READY ◀──▶ LEAVING ──▶ GONE
-                 │          │           │
-                 └──────────┴───────────┴──▶ LOST ──▶ STARTING    (it is restarted)
-                                        └──▶ DEAD                 (no restart is left)
+    GONE ──▶ RUNNING ──▶ LEAVING ──▶ GONE
+                │           ├──────▶ GONE    (it died)
+                ├───────────┴──────▶ DEAD    (it died, and no restart is left)
+                └──▶ LOST ──▶ RUNNING        (it is restarted)
 
-A worker is busy while it has tickets in flight; that is a number, not a state. A worker that is
-STARTING has been started and may be sent tasks; it is READY when its first answer comes. With a
-fixed number of workers no worker is ever LEAVING or GONE.
+A worker is busy while it has tickets; that is no state. With a fixed number of workers no worker is
+ever LEAVING or GONE.
 
 Rule: everything that is known about a worker is in its record, and only :meth:`WorkerTable.move`
 changes its state, as the table above allows. A record outlives the process or thread: the
@@ -30,34 +28,21 @@ class WorkerState(enum.Enum):
     # Hash by identity, without a call of a Python function.
     __hash__ = object.__hash__
 
-    STARTING = "starting"
-    READY = "ready"
-    LEAVING = "leaving, once its tickets are answered"
+    RUNNING = "running"
+    LEAVING = "leaving, once it has answered its ticket"
     GONE = "not running"
     LOST = "lost, and about to be restarted"
     DEAD = "dead, and not restarted"
 
 
 # Looking a member up by these names takes 10 ns, and by its class 100 ns, in Python 3.11.
-STARTING, READY, LEAVING, GONE, LOST, DEAD = WorkerState
+RUNNING, LEAVING, GONE, LOST, DEAD = WorkerState
 
 _ALLOWED = {
-    GONE: {STARTING},
-    STARTING: {
-        READY,
-        LEAVING,
-        LOST,
-        DEAD,
-    },
-    READY: {LEAVING, LOST, DEAD},
-    LEAVING: {
-        STARTING,
-        READY,
-        GONE,
-        LOST,
-        DEAD,
-    },
-    LOST: {STARTING},
+    GONE: {RUNNING},
+    RUNNING: {LEAVING, LOST, DEAD},
+    LEAVING: {GONE, DEAD},
+    LOST: {RUNNING},
     DEAD: set[WorkerState](),
 }
 
@@ -69,7 +54,7 @@ class Worker:
     Attributes:
         worker_id: Its number, from 0.
         state: Its state.
-        in_flight: Tickets it was assigned and has not answered.
+        in_flight: Tickets it was assigned and has not answered; not counted for a pool's queue.
         has_stream: Whether its iterable dataset has not ended in this epoch; always true with a
             map-style dataset.
         checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
@@ -77,34 +62,27 @@ class Worker:
         undelivered: Its answers that were not delivered yet; counted only with checkpoints.
         next_beginning: Pieces of the pickled ``Beginning`` of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
-        last_answer_ns: When it last answered, by the engine's clock; 0 before its first answer.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
-        is_death_untold: Whether it is DEAD and no ticket of its own reports that to the user.
+        unfinished: Numbers of the tickets that were lost with it, while it is LOST.
         hang: Text for the log, if the worker was ended since a sample took too long; otherwise "".
     """
 
     worker_id: int
-    state: WorkerState = STARTING
+    state: WorkerState = RUNNING
     in_flight: int = 0
     has_stream: bool = True
     checkpoint: DatasetCheckpoint = field(default_factory=DatasetCheckpoint)
     undelivered: int = 0
     next_beginning: bytearray = field(default_factory=bytearray)
     has_left_epoch: bool = False
-    last_answer_ns: int = 0
     death: object = None
-    is_death_untold: bool = False
+    unfinished: list[int] = field(default_factory=list)
     hang: str = ""
-
-    @property
-    def takes_tasks(self) -> bool:
-        """Whether it may be sent a task now."""
-        return self.state is READY or self.state is STARTING
 
     @property
     def is_alive(self) -> bool:
         """Whether its process or thread runs, as far as is known."""
-        return self.takes_tasks or self.state is LEAVING
+        return self.state is RUNNING or self.state is LEAVING
 
 
 class WorkerTable(list[Worker]):
@@ -124,21 +102,11 @@ class WorkerTable(list[Worker]):
         for worker in self[present:]:
             worker.state = GONE
         self.wanted_count = present
-        # Read several times a batch, and so updated where states change.
-        self._counts = dict.fromkeys(WorkerState, 0)
-        self._counts[STARTING] = present
-        self._counts[GONE] = worker_count - present
 
     @property
     def present_count(self) -> int:
         """The number of present workers. May be read from any thread."""
-        counts = self._counts
-        return len(self) - counts[GONE] - counts[LEAVING]
-
-    @property
-    def are_all_dead(self) -> bool:
-        """Whether all present workers are dead."""
-        return self.present_count == self._counts[DEAD]
+        return sum(worker.state is not GONE and worker.state is not LEAVING for worker in self)
 
     def move(self, worker_id: int, new: WorkerState) -> None:
         """Change a worker's state.
@@ -151,58 +119,25 @@ class WorkerTable(list[Worker]):
             raise InternalError(
                 f"worker {worker_id} is {worker.state.value} and cannot be {new.value}"
             )
-        self._counts[worker.state] -= 1
-        self._counts[new] += 1
         worker.state = new
-        if not worker.is_alive:  # its replacement knows none of this
-            worker.last_answer_ns = 0
+        if not worker.is_alive:  # its replacement does not know this
             worker.next_beginning.clear()
 
-    def balance(self) -> None:
-        """Make unwanted workers leave, and make leaving workers stay that are wanted again.
+    def next_leaving(self) -> Worker | None:
+        """Make a running worker that is not wanted LEAVING, and return it; None if there is none.
 
-        A worker that is LOST leaves only after it has been restarted, since its tickets still have
-        to be answered.
+        A worker that is LOST leaves only after it has been restarted.
         """
         for worker in self[self.wanted_count :]:
-            if worker.takes_tasks:
-                self.move(worker.worker_id, LEAVING)
-        for worker in self[: self.wanted_count]:
-            if worker.state is LEAVING:
-                self._stay(worker)
-
-    def let_all_stay(self) -> None:
-        """Make all leaving workers stay."""
-        for worker in self:
-            if worker.state is LEAVING:
-                self._stay(worker)
-        self.wanted_count = self.present_count
-
-    def _stay(self, worker: Worker) -> None:
-        has_answered = worker.last_answer_ns > 0
-        self.move(worker.worker_id, READY if has_answered else STARTING)
-
-    def next_restart(self) -> Worker | None:
-        """Return a worker that is LOST; None if there is none."""
-        return self._first(LOST)
+            if worker.state is RUNNING:
+                worker.state = LEAVING
+                return worker
+        return None
 
     def next_start(self) -> Worker | None:
         """Return a worker that is wanted and GONE; None if there is none."""
-        first = self._first(GONE)
-        return None if first is None or first.worker_id >= self.wanted_count else first
+        return next((one for one in self[: self.wanted_count] if one.state is GONE), None)
 
-    def next_stop(self) -> Worker | None:
-        """Return a LEAVING worker without tickets in flight; None if there is none."""
-        if not self._counts[LEAVING]:
-            return None
-        leaving = (one for one in self if one.state is LEAVING)
-        return next((one for one in leaving if one.in_flight == 0), None)
-
-    def first_dead(self) -> Worker | None:
-        """Return a worker that is DEAD; None if there is none."""
-        return self._first(DEAD)
-
-    def _first(self, state: WorkerState) -> Worker | None:
-        if not self._counts[state]:
-            return None
-        return next(worker for worker in self if worker.state is state)
+    def first(self, state: WorkerState) -> Worker | None:
+        """Return the first worker in a state; None if there is none."""
+        return next((worker for worker in self if worker.state is state), None)

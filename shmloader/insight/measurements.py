@@ -7,6 +7,7 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 """
 
 import dataclasses
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -172,5 +173,9 @@ def _read(thread: str) -> CoreTime | None:
     try:
         cpu_ns, stalled_ns, _ = Path(f"/proc/{thread}/schedstat").read_bytes().split()
     except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
     return CoreTime(int(cpu_ns), int(stalled_ns))

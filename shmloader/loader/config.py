@@ -99,13 +99,6 @@ class LoaderConfig(NamedTuple):
     host_ranks: int = 1
 
     @property
-    def first_worker(self) -> int:
-        """The worker that this rank prefers, where ranks share the workers; otherwise 0."""
-        if self.worker_scope == "rank":
-            return 0
-        return self.host_rank * self.num_workers // self.host_ranks % self.num_workers
-
-    @property
     def kind(self) -> str:
         """The kind of workers, by its name in the statistics."""
         if self.executor is not None:

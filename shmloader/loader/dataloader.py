@@ -588,8 +588,7 @@ class DataLoader(MeasuredLoader[_T_co]):
         )
         if not has_workers:
             return config
-        # A shared worker has no more tasks of a rank than it has room for, so that it never waits
-        # for a stopped rank to take its answers: there, one worker is enough.
+        # Ranks that share workers have queues, even if there is one worker.
         is_free = not self.in_order or seed is not None
         is_free = is_free and (self.num_workers > 1 or is_host)
         rank, _ = sharing.ranks.find() if is_host and sharing.ranks else (0, 1)

@@ -1,6 +1,5 @@
 """The iterator over batches of worker processes: its own, or those that a host's ranks share."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -31,7 +31,6 @@ class WorkerIterator(EngineIterator):
 
     def _open(self, locker: PageLocker | None) -> None:
         self._reporter: DemandReporter | None = None
-        self._read_loads: Callable[[], Sequence[int] | None] | None = None
         warn_of_many_objects(self._config, self._parts)
         workers, tasks = self._join() if self._config.worker_scope == "host" else self._start()
         config = self._config
@@ -42,7 +41,7 @@ class WorkerIterator(EngineIterator):
             self._pool = ProcessPool(workers, tasks.arena, locker, MemoryAdmission(tasks.memory))
         except BaseException:
             workers.close()  # after a Ctrl-C no other code closes them
-            tasks.arena.close()
+            tasks.close()
             raise
         self._engine = Engine(
             self._pool,
@@ -55,13 +54,11 @@ class WorkerIterator(EngineIterator):
             worker_restarts=config.worker_restarts,
             checkpoints=self._checkpoints,
             is_iterable=config.fetch.is_iterable,
-            is_dynamic=config.is_dynamic,
             is_seeded=config.fetch.seed is not None,
             watch=config.watch_failures(self._parts),
             present=config.num_workers,
-            first_worker=config.first_worker,
             sharers=config.host_ranks,
-            read_loads=self._read_loads,
+            tickets_each=0 if config.fixed_window else config.prefetch_factor,
         )
         if config.slot_bytes is not None:
             self._engine.counts.share_bytes = config.slot_bytes
@@ -91,7 +88,12 @@ class WorkerIterator(EngineIterator):
             config.most_window + config.lend_limit,
             config.most_workers if config.fetch.snapshot_every and slot_bytes is None else 0,
         )
-        return TaskConfig(config.fetch, arena, memory, is_debugging())
+        try:
+            queue = TaskQueue() if config.is_dynamic else None
+        except OSError:
+            arena.close()
+            raise
+        return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
 
     def _start(self) -> tuple[WorkerChannels[Any], TaskConfig]:
         """Start worker processes of this iterator's own."""
@@ -107,7 +109,7 @@ class WorkerIterator(EngineIterator):
                 started=config.num_workers,
             )
         except BaseException:
-            tasks.arena.close()
+            tasks.close()
             raise
         self._parts.nursery = workers.nursery
         return workers, tasks
@@ -140,13 +142,12 @@ class WorkerIterator(EngineIterator):
             try:
                 workers = HostWorkers(pool, functions, tasks, self._config.num_workers)
             except BaseException as error:
-                tasks.arena.close()
+                tasks.close()
                 if not isinstance(error, ConnectionError) or is_interruption(error):
                     raise
                 pool.close()  # its owner has just ended; a new one takes its place
                 continue
             self._reporter = DemandReporter(workers.report) if is_auto else None
-            self._read_loads = workers.loads_of_others
             return workers, tasks
 
     def _begin_adapting(self, adapter: Adapter) -> None:

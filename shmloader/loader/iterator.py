@@ -14,7 +14,7 @@ from typing import Any, Self
 from shmloader.device.backend import current_index
 from shmloader.device.device import Destination, DevicesStage, DeviceStage
 from shmloader.device.pin import PinStage
-from shmloader.device.stage import PassThroughStage, Stage
+from shmloader.device.stage import Stage
 from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Delivery, Instead, unwrapped
@@ -34,11 +34,6 @@ from shmloader.pools.adapting import Adapter
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
-
-# An engine that has moved to its own thread stays there for at least so many batches. A move takes
-# some 0.3 ms, and to an engine that runs on the user's thread, a pause of the user's looks like a
-# long batch.
-_BATCHES_BETWEEN_MOVES = 1_000
 
 
 def _device_stage(
@@ -105,20 +100,13 @@ class EngineIterator(CountingIterator):
         # exit. It must not hold the sampler, which may hold the loader and this iterator. An engine
         # without its own thread holds the sampler, so there the finalizer closes the pool instead.
         self._source: Engine | StagedEngine = self._engine
-        self._staged: StagedEngine | None = None
-        is_optional = stage is None and self._needs_thread
-        if is_optional:
-            stage = PassThroughStage()
-        if stage is None:
-            self._finalize_by(self._ender())
-        else:
+        end = self._ender()
+        if stage is not None:
             self._pool.enable_wake()
-            self._staged = StagedEngine(self._engine, stage, config.window, config.timeout_s)
-            self._source = self._staged
-            self._finalize_by(self._staged.owner.end)
-        self._has_optional_thread = is_optional and self._adapter is None
-        # The engine does not move again before this many batches of the epoch.
-        self._stays_until = 0
+            self._source = StagedEngine(self._engine, stage, config.window, config.timeout_s)
+            end = self._source.owner.end
+        self._finalizer = weakref.finalize(self, end)
+        self._finalizer.atexit = False
         self._is_exhausted = self._is_replaced = False
         super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
         self._begin_draws()
@@ -170,20 +158,6 @@ class EngineIterator(CountingIterator):
     def _open(self, locker: PageLocker | None) -> None:
         """Start the workers, ``_pool``, and make their ``_engine``."""
 
-    def _finalize_by(self, end: Callable[[], object]) -> None:
-        """Set what is called when the iterator is garbage, in place of an earlier function."""
-        before = getattr(self, "_finalizer", None)
-        self._finalizer = weakref.finalize(self, end)
-        self._finalizer.atexit = False
-        if before is not None:
-            before.detach()
-
-    @property
-    def _needs_thread(self) -> bool:
-        """Whether a thread has to serve the workers while the user's thread does other things."""
-        engine = self._engine
-        return engine.needs_thread or (engine.is_dynamic and self._adapter is not None)
-
     def _ender(self) -> Callable[[], object]:
         """Return the function that ends the workers; it must not refer to the sampler."""
         return self._pool.close
@@ -214,7 +188,6 @@ class EngineIterator(CountingIterator):
         self._begin_draws()
         self._progress = self._plan.progress
         self._is_exhausted = self._is_replaced = False
-        self._stays_until = 0
         unwrapped(self._restart)
         if self._engine.beginnings is not None:
             self._checkpoints = self._parts.checkpoints = self._engine.beginnings
@@ -255,8 +228,6 @@ class EngineIterator(CountingIterator):
         if self._is_exhausted:
             raise Instead(StopIteration())
         try:
-            if self._has_optional_thread:
-                self._place_engine()
             batch = self._source.next_batch()
         except Instead as instead:
             if not isinstance(instead.error, StopIteration):
@@ -265,36 +236,6 @@ class EngineIterator(CountingIterator):
             return batch if self._transform is no_transform else self._transformed(batch)
         self._end_epoch()
         raise Instead(StopIteration())
-
-    def _place_engine(self) -> None:
-        """Run the engine on a thread of its own while that is needed, and otherwise on this one.
-
-        If tickets never wait for a worker, the thread would have nothing to do between two calls,
-        and each batch would cost the switches to it and back. Without the thread, a seeded loader
-        of single ints with two workers takes 0.45 (0.33 to 0.46) of the time, and 0.34 (0.25 to
-        0.42) of this process's CPU (five rounds in turns, two idle cores of an AMD EPYC,
-        2026-11-25).
-        """
-        staged, is_needed = self._staged, self._engine.needs_thread
-        assert staged is not None
-        if staged.is_leaving:
-            self._move_engine(staged, to_thread=False)
-        elif is_needed is (self._source is not staged) and self._num_yielded >= self._stays_until:
-            self._move_engine(staged, to_thread=is_needed)
-
-    def _move_engine(self, staged: StagedEngine, *, to_thread: bool) -> None:
-        """Move the engine to its thread, or to this one, if that is possible now."""
-        engine = self._engine
-        if engine.is_closed or self._pool.is_inherited:
-            return
-        if not to_thread and staged.leave_to_user():
-            self._finalize_by(self._ender())
-            self._source = engine
-        elif to_thread and (count := engine.ticket_count):
-            self._stays_until = self._num_yielded + _BATCHES_BETWEEN_MOVES
-            if staged.take_over(self._sampler_iter, count):
-                self._finalize_by(staged.owner.end)
-                self._source = staged
 
     def replace(self) -> None:
         """Deliver no further batch of this epoch, since the loader continues from a state."""

@@ -43,6 +43,7 @@ from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import BackgroundThread
@@ -175,7 +176,7 @@ class ProcessExecutor(BackgroundThread):
             None,
             pipe.concurrency,
             (OpItems(op, pipe.lifecycle), unchanged, None, "raise"),
-            TaskConfig(config, arena, memory, is_debugging()),
+            TaskConfig(config, arena, TaskQueue(), memory, is_debugging()),
             int(torch.empty((), dtype=torch.int64).random_()),
             grace_s=_GRACE_S / executor_count,
             names=(f"stage '{pipe.name}'",),
@@ -188,8 +189,8 @@ class ProcessExecutor(BackgroundThread):
             lend_limit=lend_limit,
             in_order=False,
             timeout_s=0,
-            is_dynamic=True,
         )
+        self._engine.resume()
         self._tickets = _Tickets(pipe.capacity)
         self._pool.enable_wake()
         self._engine.attach(self._tickets, self._pause_or_stop, lambda call: call())

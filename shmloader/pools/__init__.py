@@ -16,8 +16,9 @@ Every pool keeps these rules:
 
 * A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by
   :meth:`Events.answered` or by :meth:`Events.stream_ended`. There are two exceptions. If the worker
-  is lost, that is reported once, after everything that it had answered. If an epoch is given up, a
-  pool with a queue drops its tasks, as described below.
+  is lost, that is reported once, after everything that it had answered; a pool with a queue then
+  takes back its queued tasks as well, to be sent again. Tasks that :meth:`Pool.recall` returns are
+  not answered.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
@@ -26,11 +27,11 @@ Every pool keeps these rules:
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
-* To begin a further epoch, the engine calls :meth:`Pool.start_epoch` for each worker. A pool of
-  processes first answers all tasks of the previous epoch, and then reports
-  :meth:`Events.epoch_entered`. A pool of an executor does not wait for these tasks: it answers them
-  with empty batches, and then reports the same. A pool with a queue drops these tasks and reports
-  nothing.
+* To begin a further epoch, the engine recalls what is queued and calls :meth:`Pool.start_epoch` for
+  each worker. A pool of processes first answers all tasks of the previous epoch that workers have,
+  and then reports :meth:`Events.epoch_entered`. A pool of an executor does not wait for these
+  tasks: it answers them with empty batches, and then reports the same. A pool of threads recalls
+  all tasks, also those that are being made.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
   mappings under tensors that the user holds. A worker process that stays inside the user's code for
   long is killed. A thread cannot be killed: it is left behind, and ends once that code returns.
@@ -41,7 +42,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the interface needs no implementation
@@ -65,7 +66,7 @@ class SentTicket(Protocol):
 
     @property
     def worker_id(self) -> int:
-        """The worker that gets the task. Not read by a pool with a queue."""
+        """The worker that gets the task. Not read if the task goes to a queue."""
 
     @property
     def slot_id(self) -> int:
@@ -104,11 +105,29 @@ class Events(Protocol):
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
         """Note that a worker has finished the previous epoch, with its state's last piece."""
 
+    def left(self, worker_id: int) -> None:
+        """Note that a worker has answered its last task, after :meth:`SlotPool.leave`."""
+
     def workers_wanted(self, count: int) -> None:
         """Note how many workers there should be, by a decision for all ranks of this host."""
 
-    def lost(self, worker_id: int, death: Death, was_at: AtWork) -> None:
-        """Note that a worker died and was reaped. ``was_at`` says what it was doing."""
+    def lost(
+        self,
+        worker_id: int,
+        death: Death,
+        was_at: AtWork,
+        recalled: Collection[int] = (),
+        held: Collection[int] = (),
+    ) -> None:
+        """Note that a worker died and was reaped.
+
+        Args:
+            worker_id: Number of the worker.
+            death: How it ended.
+            was_at: What it was doing.
+            recalled: Numbers of the tasks that were in the pool's queue, and are no longer.
+            held: Numbers of the tasks that other workers have received from the queue.
+        """
 
 
 class Waiter(Protocol):
@@ -133,8 +152,8 @@ class Pool(Protocol):
     Attributes:
         counts: Counters of slots and workers. Any thread may read them.
         readings: Memory and CPU time of the workers. Any thread may read them.
-        has_queue: Whether the pool has one queue, from which an idle worker takes the oldest task.
-            Otherwise the scheduler assigns each task to a worker.
+        has_queue: Whether the pool has one queue, from which an idle worker receives the oldest
+            task. Otherwise the scheduler assigns each task to a worker.
     """
 
     counts: Counts
@@ -166,8 +185,11 @@ class Pool(Protocol):
             SharedMemoryError: If there is no memory for its slot.
         """
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:
-        """Tell a worker to begin a further epoch."""
+    def recall(self) -> list[int]:
+        """Take back the tasks of the queue, and return their tickets' numbers. Ends an epoch."""
+
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:
+        """Tell a worker to begin a further epoch. Returns whether it has begun it already."""
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task.
@@ -179,11 +201,11 @@ class Pool(Protocol):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Events) -> bool:
         """Report what a worker answered, if a message is there or about to arrive. Never sleeps.
 
         Args:
-            worker_id: Number of the worker; None for a pool with a queue.
+            worker_id: Number of the worker; negative for all workers.
             events: Receives the reports.
 
         Returns:
@@ -203,16 +225,10 @@ class Pool(Protocol):
         """
 
     def enable_wake(self) -> None:
-        """Enable the three methods below. Called before a second thread uses the pool."""
+        """Enable :meth:`wake`. Called before a second thread uses the pool."""
 
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
-
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but a little later where that is cheaper. Called from one thread."""
-
-    def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
 
     # Workers -----------------------------------------------------------------------------
 
@@ -281,6 +297,9 @@ class SlotPool(ReplaceablePool, Protocol):
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""
+
+    def leave(self, worker_id: int) -> None:
+        """Have a worker receive no more tasks from the queue, and report :meth:`Events.left`."""
 
     def retire(self, worker_id: int) -> None:
         """End an idle worker."""

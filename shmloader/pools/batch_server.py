@@ -35,7 +35,6 @@ from shmloader.messages import (
     SentState,
     Spilled,
     StreamEnded,
-    Task,
     TooLong,
     Unsaved,
     pack,
@@ -98,20 +97,22 @@ class BatchServer:
         self._by_value = by_value
         self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
 
-    def serve(self, task: Task, slot: Slot) -> bytes:
-        """Make a task's batch.
-
-        Args:
-            task: The task.
-            slot: The slot to fill.
+    def serve(
+        self,
+        seq: int,
+        epoch: int,
+        slot: Slot,
+        indices: Sent,
+        dataset_epoch: int | None,
+        has_hung: bool,
+    ) -> bytes:
+        """Make a task's batch in a slot. The arguments are those of a :class:`Task`.
 
         Returns:
             The answer's packed message. An exception of the user's code is in it.
         """
-        seq, epoch, slot_id, indices, touched_bytes, dataset_epoch = task
-        dataset, writer, pid = self.dataset, self.writer, getpid()
+        dataset, writer, pid, slot_id = self.dataset, self.writer, getpid(), slot.slot_id
         self._timer.begin()
-        slot.touched_bytes = touched_bytes
         writer.open(slot, is_offered=self._offers and not self._config.auto_collation)
         error, is_empty = dataset.error, False
         layout: Sent | None = None
@@ -119,7 +120,7 @@ class BatchServer:
             dataset.snapshot = dataset.fingerprint = None
         else:
             try:
-                layout = self._make(slot, indices, dataset_epoch)
+                layout = self._make(slot, indices, dataset_epoch, has_hung)
             except EmptyBatchError:
                 is_empty = True
             except BaseException as caught:  # noqa: BLE001 - it is the answer
@@ -174,14 +175,18 @@ class BatchServer:
             )
         )  # fmt: skip
 
-    def _make(self, slot: Slot, indices: Sent, dataset_epoch: int | None) -> Sent | None:
+    def _make(
+        self, slot: Slot, indices: Sent, dataset_epoch: int | None, has_hung: bool
+    ) -> Sent | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         if not isinstance(indices, bytes):
             end = indices.offset + indices.nbytes
             self._arena.reach(slot, end)
             indices = bytes(slot.memory[indices.offset : end])
         pid = getpid()
-        batch = self.dataset.load(pickle.loads(indices), dataset_epoch)
+        content = pickle.loads(indices)
+        content, self.dataset.hung = content if has_hung else (content, {})
+        batch = self.dataset.load(content, dataset_epoch)
         if getpid() != pid:
             end_if_forked(pid)
         return self._put_batch(batch)

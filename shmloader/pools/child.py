@@ -1,8 +1,9 @@
 """The program of a worker process.
 
 It loops: it receives a message, makes the batch, and answers. A worker shares no lock with its
-siblings, and once it is ready, it waits only for its own socket. It ends when that socket is closed
-or shut down, and at once when the main process dies.
+siblings, and once it is ready, it waits only for its own socket and, where any worker may make any
+batch, for the queue of tasks. It ends when its socket is closed or shut down, and at once when the
+main process dies.
 """
 
 import contextlib
@@ -25,12 +26,20 @@ from shmloader.batch.seeds import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
-from shmloader.messages import RECEIVE_BYTES, unpack
+from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
 from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
-from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, StatusPage, WorkerStatusPage
+from shmloader.pools.status_page import (
+    MEMORY_IDLE_MS,
+    NO_TASK,
+    RECEIVING,
+    Line,
+    StatusPage,
+    WorkerStatusPage,
+)
+from shmloader.pools.task_queue import watch_queue
 from shmloader.pools.task_server import TaskConfig, TaskServer
-from shmloader.pools.waker import receive_soon
+from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_dataset import introduce
 
 
@@ -72,6 +81,8 @@ def worker_main(
         close_inherited: In a forked worker, closes what other workers and loaders use; else None.
     """
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
+    # Before inherited queues are closed.
+    queue = None if start.tasks.queue is None else start.tasks.queue.receiver()
     line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
     if close_inherited is not None:
         unlock_numpy()
@@ -80,7 +91,7 @@ def worker_main(
             report_unlocked(channel)
         except (BrokenPipeError, ConnectionResetError):
             return  # the main process no longer waits
-    run_until_closed(channel, functools.partial(_Worker(channel, start, line).run, payload))
+    run_until_closed(channel, functools.partial(_Worker(channel, queue, start, line).run, payload))
 
 
 def enter_worker(
@@ -132,39 +143,83 @@ def run_until_closed(channel: socket.socket, run: Callable[[], None]) -> None:
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(self, channel: socket.socket, start: WorkerStart, line: Line) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        queue: socket.socket | None,
+        start: WorkerStart,
+        line: Line,
+    ) -> None:
         self._channel = channel
         self._start = start
         self._line = line
         self._tasks = TaskServer(channel, start.worker_id, start.tasks, line)
-        self._poll = select.poll()
+        self._poll = select.epoll()
+        self._poll.register(channel, select.EPOLLIN)
+        self._queue, self._watches_queue = queue, False
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the socket is closed."""
         pid = os.getpid()
         self._prepare(payload)
         del payload
-        receive, line, take = self._channel.recv, self._line, self._tasks.take
-        self._poll.register(self._channel, select.POLLIN)
+        line, tasks, queue = self._line, self._tasks, self._queue
         while True:
             if os.getpid() != pid:
                 end_if_forked(pid)
             line.idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
-            data = receive_soon(receive, RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            receive, data = self._channel.recv, None
+            if queue is not None and tasks.uses_queue:
+                if line.usage_is_due:  # sometimes, so that the channel is read in a busy worker
+                    with contextlib.suppress(BlockingIOError):
+                        data = receive(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                receive = queue.recv
+            line.held[0] = RECEIVING
+            for _ in range(LOOKS if data is None else 0):
+                try:
+                    data = receive(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                    break
+                except BlockingIOError:
+                    let_others_run()
             if line.usage_is_due:
                 line.note_use(has_task=data is not None)
             if data is None:
-                if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS):
-                    line.note_memory()
-                data = receive(RECEIVE_BYTES)
+                data = self._wait()
             if not data:
                 line.note_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
-            take(unpack(data))
+            tasks.take(data)
+            if tasks.uses_queue is not self._watches_queue:
+                self._watch_queue(is_on=tasks.uses_queue)
+
+    def _watch_queue(self, *, is_on: bool) -> None:
+        """Receive tasks from the queue from now on, or no longer."""
+        assert self._queue is not None
+        self._watches_queue = is_on
+        if is_on:
+            watch_queue(self._poll, self._queue)
+        else:
+            self._poll.unregister(self._queue)
+
+    def _wait(self) -> bytes:
+        """Wait for the next message."""
+        line, queue = self._line, self._queue
+        line.held[0] = NO_TASK
+        if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
+            line.note_memory()
+        while True:
+            ready = self._poll.poll()
+            if queue is not None and self._watches_queue:
+                line.held[0] = RECEIVING
+                with contextlib.suppress(BlockingIOError):
+                    return queue.recv(RECEIVE_BYTES)
+                line.held[0] = NO_TASK
+            if any(fd == self._channel.fileno() for fd, _ in ready):
+                return self._channel.recv(RECEIVE_BYTES)
 
     def _prepare(self, payload: Any) -> None:
         """Load the dataset and the functions, and call ``worker_init_fn``."""

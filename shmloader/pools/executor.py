@@ -213,12 +213,17 @@ class ExecutorPool:
         if future.done():
             self._post.put(sent.attempt)
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - reports need none
+    def recall(self) -> list[int]:
+        """Return nothing: there is no queue."""
+        return []
+
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - reports need none
         """Give up a worker's tasks. Running tasks are left to end."""
         for sent in self._tasks_of(worker_id):
             if self._give_up(sent):
                 self._reports.append(functools.partial(_report, sent, Empty(None)))
         self._reports.append(lambda events: events.epoch_entered(worker_id, None))
+        return False
 
     def _tasks_of(self, worker_id: int) -> list[_Sent]:
         return [sent for sent in self._tasks.copy().values() if sent.worker_id == worker_id]
@@ -240,7 +245,7 @@ class ExecutorPool:
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all workers
+    def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
         done = self._post.done
         while done:
@@ -270,7 +275,7 @@ class ExecutorPool:
                     if sent.future.done():
                         self._post.put(sent.attempt)
         self.is_waiting = False
-        return self.poll(None, events)
+        return self.poll(-1, events)
 
     def enable_wake(self) -> None:
         """Do nothing: ``wake`` works from the beginning."""
@@ -278,13 +283,6 @@ class ExecutorPool:
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
         self._post.wakeup.set()
-
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, at once, since that only releases a lock."""
-        self._post.wakeup.set()
-
-    def hurry(self) -> None:
-        """Do nothing: no wake-up is delayed."""
 
     # Answers -----------------------------------------------------------------------------
 

@@ -8,12 +8,10 @@ import select
 import socket
 import time
 from multiprocessing.process import BaseProcess
-from typing import ClassVar
 
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.nursery import Forked
-from shmloader.pools.waker import LOOKS, SHARED_LOOKS
 
 # For a user without privileges, Linux limits the descriptors that are on their way between all
 # processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
@@ -35,12 +33,9 @@ class WorkerChannel:
         channel: The socket.
         outbox: Messages, each with its descriptors, that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
-        looks: How often a reader looks for a message that is about to arrive.
     """
 
     __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
-
-    looks: ClassVar[int] = SHARED_LOOKS
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -101,6 +96,13 @@ class WorkerChannel:
         except (BlockingIOError, ConnectionError):
             return None  # if the socket has failed, the pidfd will show why
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has closed its end, as far as is known."""
+        poll = select.poll()
+        poll.register(self.channel, 0)  # hanging up is always reported
+        return bool(poll.poll(0))
+
     def hang_up(self) -> None:
         """Close the socket. The worker ends when it has answered its present task."""
         with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
@@ -117,8 +119,6 @@ class WorkerHandle(WorkerChannel):
     """
 
     __slots__ = ("_forked", "pidfd", "process")
-
-    looks = LOOKS
 
     def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
         super().__init__(channel)

@@ -1,16 +1,17 @@
 """The program of a worker that the ranks of a host share.
 
-The worker has one dataset, and for each iterator of a rank a channel with the rank's own slots,
-functions and seed. It reads all channels before each batch. Then it makes the batch that is
-furthest behind the newest one that its rank has asked any worker for. So a rank whose batches take
-long, and which therefore waits, gets more of the workers' time than a rank that does not wait.
-Ranks that are equally far behind take turns.
+The worker has one dataset, and for each iterator of a rank a channel and a queue, with the rank's
+own slots, functions and seed. It receives a task from the queue that it has served longest ago, of
+those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
+whose batches take long, and which therefore waits, gets more of the workers' time.
+
+Before it sleeps, a worker has looked into all queues. So it does not matter which queue's message
+has woken it, and which one another worker has emptied meanwhile.
 
 The worker ends when the process that started it closes the channel to it, and at once when that
 process dies. A rank that closes its channel, or dies, does not disturb the others.
 """
 
-import collections
 import contextlib
 import functools
 import os
@@ -25,12 +26,20 @@ from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import is_interruption
-from shmloader.messages import RECEIVE_BYTES, Task, unpack
+from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.child import enter_worker, load, run_until_closed
 from shmloader.pools.generator_locks import unlock_numpy
-from shmloader.pools.host_loads import Loads
 from shmloader.pools.parent_death import ParentDeathPipe
-from shmloader.pools.status_page import MEMORY_IDLE_MS, Line, Memory, Phase, StatusPage
+from shmloader.pools.status_page import (
+    MEMORY_IDLE_MS,
+    NO_TASK,
+    RECEIVING,
+    Line,
+    Memory,
+    Phase,
+    StatusPage,
+)
+from shmloader.pools.task_queue import watch_queue
 from shmloader.pools.task_server import TaskServer
 from shmloader.pools.waker import poll_soon
 from shmloader.pools.worker_dataset import introduce
@@ -46,7 +55,6 @@ class HostWorkerStart:
         base_seed: Seeds the worker's random generators, together with its number.
         parent_death: Ends this process with the one that started it.
         status_page: Where the worker writes, for that process, whether it is making a batch.
-        loads: Where the worker writes, for the ranks, how many tasks it has completed.
     """
 
     worker_id: int
@@ -54,7 +62,6 @@ class HostWorkerStart:
     base_seed: int
     parent_death: ParentDeathPipe
     status_page: StatusPage
-    loads: Loads
 
 
 def host_worker_main(
@@ -89,7 +96,7 @@ class _HostWorker:
         self._dataset: Any = None
         self._by_value = False
         self._error: RemoteError | None = None
-        self._poll = select.poll()
+        self._poll = select.epoll()
         self._ranks: dict[int, _Rank] = {}
         # The rank that was served last: the dataset is in its epoch.
         self._served: _Rank | None = None
@@ -99,31 +106,34 @@ class _HostWorker:
         """Get ready, then serve until the channel ends."""
         pid = os.getpid()
         self._prepare(payload)
-        self._poll.register(self._channel, select.POLLIN)
+        self._poll.register(self._channel, select.EPOLLIN)
         while True:
             end_if_forked(pid)
-            if self._most_urgent() is None:
-                happened = poll_soon(self._poll) or self._rest()
-            else:
-                happened = self._poll.poll(0)
-            for fd, _ in happened:
-                if fd == self._channel.fileno():
-                    if not self._take_rank():
-                        return
-                else:
-                    self._read(self._ranks[fd])
-            rank = self._most_urgent()
-            if rank is not None:
-                self._serve(rank)
+            for fd, _ in self._poll.poll(0):
+                if fd in self._ranks:
+                    self._attempt(self._ranks[fd], self._ranks[fd].read, self._open)
+                elif fd == self._channel.fileno() and not self._take_rank():
+                    return
+            ranks = sorted(self._ranks.values(), key=lambda rank: rank.served_at)
+            is_idle = not any(self._attempt(rank, self._serve_next, rank) for rank in ranks)
+            if is_idle and not poll_soon(self._poll):
+                self._rest()
 
-    def _rest(self) -> list[tuple[int, int]]:
+    def _attempt(self, rank: "_Rank", call: Callable[..., bool], *arguments: object) -> bool:
+        """Call a function, and drop the rank if it has closed its channel meanwhile."""
+        try:
+            return call(*arguments)
+        except ConnectionError as error:
+            if is_interruption(error):
+                raise
+            self._drop(rank)
+            return False
+
+    def _rest(self) -> None:
         """Wait for the next event. This process's memory is measured first if that is due."""
-        if self._line.memory_is_due:
-            happened = self._poll.poll(MEMORY_IDLE_MS)
-            if happened:
-                return happened
+        if self._line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
             self._line.note_memory()
-        return self._poll.poll()
+        self._poll.poll()
 
     def _prepare(self, payload: ReceivedPayload) -> None:
         """Load the dataset, and call ``worker_init_fn``."""
@@ -147,19 +157,11 @@ class _HostWorker:
         # If no descriptor came, this process has none left. The kernel has then closed the rank's
         # channel, which the rank sees.
         for fd in descriptors:
-            start, memory = self._start, self._line.memory
-            rank = _Rank(socket.socket(fileno=fd), start.worker_id, start.loads, memory)
-            self._ranks[fd] = rank
-            self._poll.register(fd, select.POLLIN)
+            self._ranks[fd] = _Rank(
+                socket.socket(fileno=fd), self._poll, self._start.worker_id, self._line.memory
+            )
+            self._poll.register(fd, select.EPOLLIN)
         return True
-
-    def _read(self, rank: "_Rank") -> None:
-        try:
-            rank.read(self._open)
-        except OSError as error:
-            if is_interruption(error):
-                raise
-            self._drop(rank)
 
     def _open(self, tasks: TaskServer, functions: ReceivedPayload) -> None:
         """Give the dataset and a rank's functions to the server of the rank's tasks."""
@@ -174,78 +176,65 @@ class _HostWorker:
         except BaseException:  # noqa: BLE001 - it answers every task of the rank
             tasks.fail(RemoteError.caught(self._where))
 
-    def _most_urgent(self) -> "_Rank | None":
-        """Return the rank whose message is to be handled next; None if there is no message."""
-        waiting = [rank for rank in self._ranks.values() if rank.messages]
-        if not waiting:
-            return None
-        return max(waiting, key=lambda rank: (rank.urgency(), -rank.served_at))
-
-    def _serve(self, rank: "_Rank") -> None:
+    def _serve_next(self, rank: "_Rank") -> bool:
+        """Make a rank's next batch. Returns False if its queue is empty."""
+        data = rank.receive_task()
+        if data is None:
+            return False
         self._served_count += 1
         rank.served_at = self._served_count
-        rank.is_first_in_turn = rank is not self._served
-        self._served = rank
+        is_first_in_turn, self._served = rank is not self._served, rank
         self._line.note(Phase.LOADING)
-        try:
-            rank.serve()
-        except OSError as error:
-            if is_interruption(error):
-                raise
-            self._drop(rank)
+        rank.serve(data, is_first_in_turn=is_first_in_turn)
         self._line.idle()
+        return True
 
     def _drop(self, rank: "_Rank") -> None:
         """Forget a rank that has closed its channel."""
-        fd = rank.channel.fileno()
-        self._poll.unregister(fd)
-        del self._ranks[fd]
+        del self._ranks[rank.channel.fileno()]
         self._served = None
         rank.close()
         self._line.show_stack()
 
 
 class _Rank:
-    """A worker's end of one channel to a rank.
+    """A worker's end of one channel to a rank, and of the rank's queue.
 
     Attributes:
         channel: The socket to the rank.
-        messages: Messages that were received and not handled yet.
-        served_at: When a message of this rank was handled last, counted in handled messages of all
-            ranks.
-        is_first_in_turn: Whether another rank was served last, and may have another epoch.
+        served_at: When a task of this rank was served last, counted in tasks of all ranks.
     """
 
     def __init__(
-        self, channel: socket.socket, worker_id: int, loads: Loads, memory: Memory
+        self, channel: socket.socket, poll: select.epoll, worker_id: int, memory: Memory
     ) -> None:
         self.channel = channel
-        self.served_at, self.is_first_in_turn = 0, True
-        self._loads, self._memory = loads, memory
-        self._row = -1
+        self.served_at = 0
+        self._poll, self._worker_id, self._memory = poll, worker_id, memory
         channel.setblocking(True)
-        self.messages: collections.deque[object] = collections.deque()
-        self._worker_id = worker_id
-        # Two payloads come. The first has the TaskConfig, the status page and the rank's row of the
-        # table of loads. The second has the functions.
+        # Two payloads come. The first has the TaskConfig and the status page, the second the
+        # functions.
         self._receiver: PayloadReceiver | None = PayloadReceiver(channel)
         self._line: Line | None = None
         self._tasks: TaskServer | None = None
+        self._queue: socket.socket | None = None
+        self._watches_queue = False
 
-    def read(self, then: Callable[[TaskServer, ReceivedPayload], None]) -> None:
-        """Receive the messages that have arrived.
+    def read(self, then: Callable[[TaskServer, ReceivedPayload], None]) -> bool:
+        """Handle the messages that have arrived by the channel.
 
         Args:
             then: Called with the server of the tasks and with the functions, once these have come.
 
         Raises:
-            OSError: If the rank has closed its channel.
+            ConnectionError: If the rank has closed its channel.
         """
         with contextlib.suppress(BlockingIOError):
             while self._receiver is not None:
                 payload = self._receiver.receive(socket.MSG_DONTWAIT)
                 if payload is not None and self._tasks is None:
-                    config, page, self._row = payload.load()
+                    config, page = payload.load()
+                    self._queue = config.queue.receiver()
                     self._line = page.open_line(self._worker_id, self._memory)
                     self._tasks = TaskServer(self.channel, self._worker_id, config, self._line)
                     self._receiver = PayloadReceiver(self.channel)
@@ -259,45 +248,57 @@ class _Rank:
                 data = self.channel.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
                 if not data:
                     raise ConnectionResetError("a rank has closed its channel")
-                self.messages.append(unpack(data))
+                self.serve(data, is_first_in_turn=True)
+        return True
 
-    def urgency(self) -> int:
-        """Return how far the next task is behind the newest that the rank has sent to any worker.
-
-        Messages that are not tasks come first, since they take no time. So do tasks of an earlier
-        epoch.
-        """
-        message = self.messages[0]
+    def receive_task(self) -> bytes | None:
+        """Return the next task of the rank's queue, or None."""
+        if self._queue is None or not self._watches_queue:
+            return None
         assert self._line is not None
-        epoch, seq = self._line.newest()
-        if type(message) is not Task or message.epoch != epoch:
-            return 1 << 62
-        return seq - message.seq
+        self._line.held[0] = RECEIVING
+        with contextlib.suppress(BlockingIOError):
+            return self._queue.recv(RECEIVE_BYTES)
+        self._line.held[0] = NO_TASK
+        return None
 
-    def serve(self) -> None:
-        """Handle the next message.
+    def serve(self, data: bytes, *, is_first_in_turn: bool) -> None:
+        """Handle a message.
+
+        Args:
+            data: The message.
+            is_first_in_turn: Whether another rank may have been served last, with another epoch.
 
         Raises:
-            OSError: If the rank has closed its channel.
+            ConnectionError: If the rank has closed its channel.
         """
         tasks, line = self._tasks, self._line
         assert tasks is not None
         assert line is not None
-        message = self.messages.popleft()
-        if self.is_first_in_turn:
+        if is_first_in_turn:
             tasks.tell_epoch_again()
-        if type(message) is Task:
             tasks.install()
             line.show_stack()
-        tasks.take(message)
-        if type(message) is Task:
-            self._loads.note_made(self._row, self._worker_id)
+        tasks.take(data)
+        line.held[0] = NO_TASK
         line.idle()
-        line.note_use(has_task=bool(self.messages))
+        line.note_use(has_task=True)
+        if tasks.uses_queue is not self._watches_queue:
+            assert self._queue is not None
+            self._watches_queue = tasks.uses_queue
+            if tasks.uses_queue:
+                watch_queue(self._poll, self._queue)
+            else:
+                self._poll.unregister(self._queue)
 
     def close(self) -> None:
-        """Close the channel, and unmap the rank's slots and status page."""
+        """Close the channel and the queue, and unmap the rank's slots and status page."""
+        self._poll.unregister(self.channel)
         self.channel.close()
+        if self._queue is not None:
+            if self._watches_queue:
+                self._poll.unregister(self._queue)
+            self._queue.close()
         if self._tasks is not None:
             self._tasks.close()
         if self._line is not None:

@@ -29,14 +29,13 @@ class Contents(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """Owner → rank, at first, with a descriptor of the table of loads if the kernel takes it.
+    """Owner → rank, at first.
 
     Attributes:
         pid: The owner's process id.
         worker_count: The most workers there may be.
         wanted_count: How many workers there should be at present; None if their number is fixed.
         dataset: Describes the workers' dataset by class and length.
-        row: The connection's row of the table of loads; -1 if none was free.
         contents: What the workers have got.
     """
 
@@ -44,7 +43,6 @@ class Welcome(NamedTuple):
     worker_count: int
     wanted_count: int | None
     dataset: str
-    row: int
     contents: Contents = Contents()
 
 

@@ -22,7 +22,6 @@ from shmloader.host.meeting import Meeting
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.handle import KILL_S
-from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import Connect, Contents, Left, Welcome, pack, unpack
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.main_guard import (
@@ -142,7 +141,7 @@ class HostPool:
                     process, connection = _start_owner(meeting, self._objects, start)
                 else:
                     connection = meeting.detach()
-                welcome, _ = receive_welcome(connection)
+                welcome = receive_welcome(connection)
             except BaseException:
                 meeting.close()
                 if process is not None:  # not killed, since other ranks may use it already
@@ -244,29 +243,17 @@ def _start_owner(
     return process, ours
 
 
-def receive_welcome(connection: socket.socket) -> tuple[Welcome | None, Loads | None]:
-    """Wait for the owner's first message.
-
-    Returns:
-        The message, or None if the owner has ended; and the table of loads, or None if it did not
-        come with the message.
-    """
+def receive_welcome(connection: socket.socket) -> Welcome | None:
+    """Wait for the owner's first message; return None if the owner has ended."""
     connection.settimeout(None)
     try:
-        data, descriptors, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, 1)
+        data = connection.recv(RECEIVE_BYTES)
     except ConnectionError as error:
         if is_interruption(error):
             raise
-        data, descriptors = b"", []
-    try:
-        message = unpack(data) if data else None
-        if not isinstance(message, Welcome):
-            return None, None
-        # If no descriptor came, the kernel did not take a further one.
-        return message, Loads(message.worker_count, descriptors[0]) if descriptors else None
-    finally:
-        for fd in descriptors:
-            os.close(fd)
+        return None
+    message = unpack(data) if data else None
+    return message if isinstance(message, Welcome) else None
 
 
 def _describe_failed_start(process: BaseProcess) -> str:

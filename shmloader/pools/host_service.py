@@ -34,7 +34,6 @@ from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_all
 from shmloader.pools.host_child import HostWorkerStart, host_worker_main
-from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
@@ -111,23 +110,12 @@ class _Rank:
     Attributes:
         connection: The socket to the rank.
         pid: The rank's process id; 0 if it is in a PID namespace that is not visible here.
-        row: The connection's row of the table of loads; -1 if none was free.
         attached: The workers to which the rank is attached: ``Attach.attachment`` by worker number.
     """
 
     connection: socket.socket
     pid: int
-    row: int
     attached: dict[int, int] = field(default_factory=dict)
-
-    def welcome(self, message: Welcome, fd: int) -> None:
-        """Send the first message, with a descriptor if the kernel takes one more."""
-        was_sent = False
-        with Suppressed(OSError):
-            socket.send_fds(self.connection, [pack(message)], [fd], socket.MSG_DONTWAIT)
-            was_sent = True
-        if not was_sent:
-            self.tell(message)
 
     def tell(self, message: tuple[object, ...]) -> None:
         """Send a message. If it cannot be sent, the rank is gone, which its socket will show."""
@@ -145,7 +133,6 @@ class _HostService:
         self._context: Any = multiprocessing.get_context("fork")
         self._parent_death = ParentDeathPipe()
         self._status_page = StatusPage(start.worker_count)
-        self._loads = Loads(start.worker_count)
         self._oom_kills = OomKills(Path("/"))
         assert start.first is not None
         self._roll = Roll(start.first)
@@ -192,16 +179,12 @@ class _HostService:
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        row = self._loads.take_row({rank.row for rank in self._ranks.values()})
-        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0], row)
+        rank = self._ranks[connection.fileno()] = _Rank(connection, peer_of(connection)[0])
         self._use_cores_of(rank.pid)
         self._poll.register(connection, select.POLLIN)
         wanted = None if self._adapter is None else self._adapter.count
         start = self._start
-        welcome = Welcome(
-            os.getpid(), start.worker_count, wanted, start.dataset, rank.row, start.contents
-        )
-        rank.welcome(welcome, self._loads.fd)
+        rank.tell(Welcome(os.getpid(), start.worker_count, wanted, start.dataset, start.contents))
 
     def _use_cores_of(self, pid: int) -> None:
         """Let the workers also run on the cores of a rank.
@@ -256,7 +239,6 @@ class _HostService:
         others = [one for one in self._ranks.values() if one.pid != rank.pid or not one.pid]
         rank.tell(Left(is_last=not others))
         rank.connection.close()
-        self._loads.forget(rank.row)
         self._detach(rank, set(rank.attached))
 
     def _attach(self, rank: _Rank, message: Attach, channel: socket.socket) -> None:
@@ -332,7 +314,6 @@ class _HostService:
             self._start.base_seed,
             self._parent_death,
             self._status_page,
-            self._loads,
         )
         process = self._context.Process(
             target=host_worker_main,

@@ -5,7 +5,8 @@
     rank 0 ─┐ HostPool: one connection, held while a loader uses the pool   ┌─ owner (host_service)
     rank 1 ─┤ HostWorkers: one more for each iterator ──────────────────────┤   starts and reaps
     …       │                                                               └──┬──────┬──────
-            └── one socket pair for each iterator and worker ── batches ────▶ worker 0, worker 1, …
+            ├── one queue for each iterator ── tasks ────────────────────────▶ any worker
+            └── one socket pair for each iterator and worker ◀── batches ───── worker 0, worker 1, …
 
 :mod:`shmloader.pools.host_pool` says how ranks find, start and leave the owner.
 """
@@ -22,7 +23,6 @@ from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import WorkerChannel
-from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import (
     Attach,
     Attached,
@@ -38,6 +38,7 @@ from shmloader.pools.host_pool import HostPool, receive_welcome
 from shmloader.pools.starting import pickle_for_workers
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.waker import SHARED_LOOKS
 from shmloader.pools.worker_channels import WorkerChannels
 
 
@@ -55,7 +56,7 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         OSError: If there are no descriptors left, or the owner has ended.
     """
 
-    notes_tasks = True
+    looks = SHARED_LOOKS
 
     def __init__(
         self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig, count: int
@@ -70,16 +71,12 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
         self._attachments = [0] * pool.worker_count
         self._deaths: dict[int, Death] = {}
         self._because = ""
-        self._loads: Loads | None = None
-        self._row = -1
-        super().__init__()
+        super().__init__(tasks.own_queue)
         try:
             self._control = pool.connect()
-            welcome, self._loads = receive_welcome(self._control)
-            if welcome is None:
+            if receive_welcome(self._control) is None:
                 raise ConnectionResetError(self._describe_lost_owner())
-            self._row = welcome.row
-            self._payloads.append(Payload((tasks, self._page, self._row)))
+            self._payloads.append(Payload((tasks, self._page)))
             names = ("collate_fn", "on_error")
             self._payloads.append(pickle_for_workers(functions, names, "spawn"))
             self._poll.register(self._control, select.POLLIN)
@@ -174,7 +171,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             yield worker_id, data
         worker.is_lost = True
         worker.outbox.clear()
-        self._forget_tasks(worker_id)
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(worker.channel)
         self._deaths[worker_id] = death
@@ -187,24 +183,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     def death(self, worker_id: int) -> Death:
         """Return how a lost worker ended."""
         return self._deaths[worker_id]
-
-    def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
-        """Note, for the workers and the other ranks, that a ticket is sent to a worker."""
-        self._page.note_newest(epoch, seq)
-        loads = self._loads  # another thread may close this meanwhile
-        if loads is not None:
-            loads.note_sent(self._row, worker_id)
-
-    def loads_of_others(self) -> list[int] | None:
-        """Return how many tasks each worker has from other ranks; None if that cannot be seen."""
-        loads = self._loads
-        return None if loads is None else loads.of_others(self._row)
-
-    def _forget_tasks(self, worker_id: int) -> None:
-        """Note that this iterator no longer awaits the tasks of a worker."""
-        loads = self._loads
-        if loads is not None:
-            loads.forget(self._row, worker_id)
 
     # Workers -----------------------------------------------------------------------------
 
@@ -257,7 +235,6 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             return
         worker.is_lost = True
         worker.outbox.clear()
-        self._forget_tasks(worker_id)
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(worker.channel)
         self._by_fd.pop(worker.channel.fileno(), None)
@@ -288,6 +265,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
     def _end_all(self) -> None:
         self._is_closed = True
         self._at_exit.cancel()
+        if self.queue is not None:
+            self.queue.recall()
         self._hang_up()
         self.readings.close()
         self._waker = self._pool = None
@@ -302,7 +281,8 @@ class HostWorkers(WorkerChannels[WorkerChannel]):
             self._control.close()
         for payload in self._payloads:
             payload.close()
-        self._loads = None
+        if self.queue is not None:
+            self.queue.close()
         self._page.close()
 
     def leave_to_parent(self) -> None:

@@ -26,8 +26,9 @@ from shmloader.messages import (
     BeginningPart,
     CheckpointPart,
     EpochStarted,
+    Leave,
+    Left,
     ResumeStream,
-    SampleHung,
     Spilled,
     StartEpoch,
     StreamEnded,
@@ -40,7 +41,7 @@ from shmloader.pools.answers import Batch, Failure, Reader
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.slot_reader import SlotReader
 from shmloader.pools.status_page import AtWork
-from shmloader.pools.waker import let_others_run
+from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_channels import WorkerChannels
 
 
@@ -67,7 +68,8 @@ class ProcessPool(SlotReader):
         super().__init__(arena, locker, admission)
         self._workers = workers
         self.readings = workers.readings
-        # The worker count that was reported in this epoch; None if none was.
+        self.has_queue = workers.queue is not None
+        # The worker count that was reported last.
         self._told_count: int | None = None
 
     @property
@@ -89,11 +91,12 @@ class ProcessPool(SlotReader):
 
     def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
         """Send a ticket's task."""
-        worker_id, slot_id = ticket.worker_id, ticket.slot_id
+        slot_id, hung = ticket.slot_id, ticket.hung
         if self.memory.is_short:
             self.memory.prepare(slot_id)
         try:
-            data = pickle.dumps(ticket.indices, pickle.HIGHEST_PROTOCOL)
+            content = (ticket.indices, hung) if hung else ticket.indices
+            data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
             body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
         except Exception as error:
             if is_interruption(error):
@@ -101,19 +104,17 @@ class ProcessPool(SlotReader):
             # Pickling the user's keys may raise anything.
             where = "while sending indices to a DataLoader worker process"
             return Failure(RemoteError.caught(where))
-        if ticket.hung:
-            for sample, text in ticket.hung.items():
-                self._workers.send(worker_id, pack(SampleHung(sample, text)))
         touched_bytes = self.memory.slots[slot_id].touched_bytes
-        if self._workers.notes_tasks:
-            self._workers.note_task(worker_id, epoch, ticket.seq)
         told = self.dataset_epoch
-        if isinstance(body, bytes):
+        if hung or not isinstance(body, bytes):
+            data = pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes, told, bool(hung)))
+        else:
             told = NO_EPOCH if told is None else told
             data = TASK_HEAD.pack(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + body
+        if self.has_queue:
+            self._workers.put(data)
         else:
-            data = pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes, told))
-        self._workers.send(worker_id, data)
+            self._workers.send(ticket.worker_id, data)
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None
@@ -131,16 +132,19 @@ class ProcessPool(SlotReader):
         memory.count_pages(ticket.slot_id, nbytes)
         return Spilled(0, nbytes)
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:
+    def recall(self) -> list[int]:
+        """Take back the tasks that no worker has received."""
+        queue = self._workers.queue
+        return [] if queue is None else queue.recall()
+
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:
         """Tell a worker to begin a further epoch."""
-        self._told_count = None  # an epoch's end makes leaving workers stay: report again
         self._workers.send(worker_id, pack(StartEpoch(epoch, self.dataset_epoch)))
+        return False
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
-        """Tell a worker where its dataset resumes, unless that is its beginning."""
-        if checkpoint == DatasetCheckpoint():
-            return
-        data = checkpoint.dumps()
+        """Tell a worker where its dataset resumes."""
+        data = b"" if checkpoint == DatasetCheckpoint() else checkpoint.dumps()
         sent = 0
         while len(data) - sent > PART_BYTES:
             self._workers.send(worker_id, pack(CheckpointPart(data[sent : sent + PART_BYTES])))
@@ -149,12 +153,12 @@ class ProcessPool(SlotReader):
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:
-        """Report what a worker answered, if a message is here or about to arrive."""
-        assert worker_id is not None
-        worker = self._workers.channels[worker_id]
-        receive = worker.channel.recv
-        for _ in range(worker.looks):
+    def poll(self, worker_id: int, events: Events) -> bool:
+        """Report what was answered, if a message is here or about to arrive."""
+        if worker_id < 0:
+            return self._report_all(self._workers.look(), events)
+        receive = self._workers.channels[worker_id].channel.recv
+        for _ in range(LOOKS):
             try:
                 data = receive(RECEIVE_BYTES)
                 break
@@ -164,13 +168,16 @@ class ProcessPool(SlotReader):
                 return False  # the worker has died, as its pidfd will show
         else:
             return False
-        if not data:
-            return False
+        if data:
+            self._take(worker_id, data, events)
+        return bool(data)
+
+    def _take(self, worker_id: int, data: bytes, events: Events) -> None:
+        """Report the contents of a worker's message."""
         reader = self._readers.get(worker_id)
         if data[0] != DONE or not isinstance(reader, Reader):
-            self._take(worker_id, data, events)
-            return True
-        # A batch with nothing unusual about it.
+            self._take_unusual(worker_id, data, events)
+            return
         _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
@@ -180,17 +187,28 @@ class ProcessPool(SlotReader):
         answer = Batch(reader, None, times, used_bytes)
         answer.lends = reader.lends
         events.answered(seq, epoch, worker_id, answer)
-        return True
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until something happens, and report it."""
-        happened = self._workers.wait(timeout_s)
+        happened = self._report_all(self._workers.wait(timeout_s), events)
+        return self._tell_count(events) or happened
+
+    def _report_all(self, happened: list[tuple[int, bytes | None]], events: Events) -> bool:
+        """Report messages, and then deaths. Returns whether there are any."""
+        dead = []
         for worker_id, data in happened:
             if data is None:
-                events.lost(worker_id, self._workers.death(worker_id), self.was_at(worker_id))
+                dead.append(worker_id)
             else:
                 self._take(worker_id, data, events)
-        return self._tell_count(events) or bool(happened)
+        for worker_id in dead:
+            recalled, held = self.recall(), set[int]()
+            if self.has_queue:
+                held = self._workers.held()
+                self._report_all([*self._workers.receive_all()], events)
+            death, was_at = self._workers.death(worker_id), self.was_at(worker_id)
+            events.lost(worker_id, death, was_at, recalled, held)
+        return bool(happened)
 
     def _tell_count(self, events: Events) -> bool:
         """Report how many workers the ranks of the host want, if that has changed."""
@@ -202,25 +220,17 @@ class ProcessPool(SlotReader):
         return True
 
     def enable_wake(self) -> None:
-        """Enable the three methods below."""
+        """Enable :meth:`wake`."""
         self._workers.enable_wake()
 
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return."""
         self._workers.wake()
 
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but a little later where that is cheaper."""
-        self._workers.wake_soon()
-
-    def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now."""
-        self._workers.hurry()
-
     # Messages ----------------------------------------------------------------------------
 
-    def _take(self, worker_id: int, data: bytes, events: Events) -> None:
-        """Report the contents of a worker's message."""
+    def _take_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
+        """Report the contents of a message that is not a batch with a known layout."""
         message = unpack(data)
         if type(message) is BatchDone:
             self.take_batch(worker_id, message, events)
@@ -234,6 +244,8 @@ class ProcessPool(SlotReader):
             events.epoch_entered(worker_id, message.beginning)
         elif type(message) is BeginningPart:
             events.beginning_part(worker_id, message.data)
+        elif type(message) is Left:
+            events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
@@ -272,6 +284,10 @@ class ProcessPool(SlotReader):
         """Start a worker for the first time, or after it was retired."""
         self.forget_layout(worker_id)
         self._workers.start(worker_id)
+
+    def leave(self, worker_id: int) -> None:
+        """Have a worker receive no more tasks from the queue."""
+        self._workers.send(worker_id, pack(Leave()))
 
     def retire(self, worker_id: int) -> None:
         """End an idle worker."""

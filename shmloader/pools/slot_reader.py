@@ -54,8 +54,6 @@ class SlotReader:
         admission: Admits the first touch of memory here; None if memory is not checked.
     """
 
-    has_queue = False
-
     def __init__(
         self, arena: Arena, locker: PageLocker | None, admission: MemoryAdmission | None
     ) -> None:

@@ -7,6 +7,7 @@ so it also works for a worker inside a call that never returns.
 """
 
 import enum
+import errno
 import faulthandler
 import mmap
 import os
@@ -31,12 +32,14 @@ _LINE = struct.Struct("=5q")
 _SAMPLE = struct.Struct("=2q")
 # CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
 _USAGE = struct.Struct("=3q")
-# The epoch and the number of the newest ticket, on the page's last line.
-_NEWEST = struct.Struct("=2q")
 # Two cache lines for each worker.
 _LINE_BYTES = 128
 _USAGE_AT = _LINE.size
 _SAMPLE_AT = _USAGE_AT + _USAGE.size
+# Which task of the queue the worker has: its number plus FIRST_TASK, NO_TASK, or RECEIVING while it
+# may be receiving one. It is written in one piece, so it is right even if the worker is killed.
+_HELD_AT = _SAMPLE_AT + _SAMPLE.size
+RECEIVING, NO_TASK, FIRST_TASK = range(3)
 
 # How often a worker notes its usage between two batches, which takes 0.05 to 0.1 ms: when it has
 # no task, and, less often, when it has one.
@@ -109,8 +112,7 @@ class StatusPage:
     """The main process's end, owned by the pool. It pickles as the worker's end."""
 
     def __init__(self, worker_count: int) -> None:
-        self._newest_at = worker_count * _LINE_BYTES
-        nbytes = -(-(worker_count + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         # CPU time and time without a core of the workers that were replaced, by worker number.
         self._used_before: dict[int, tuple[int, int]] = {}
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
@@ -118,6 +120,12 @@ class StatusPage:
         try:
             os.ftruncate(self._fd, nbytes)
             self._mapping = memoryview(map_range(self._fd, 0, nbytes)).cast("B")
+            self._held = [
+                self._mapping[at : at + 8].cast("q")
+                for at in range(_HELD_AT, worker_count * _LINE_BYTES, _LINE_BYTES)
+            ]
+            for held in self._held:
+                held[0] = NO_TASK
             self._stack_read, self._stack_write = os.pipe()
             # Neither a worker in its signal handler nor this process may block.
             os.set_blocking(self._stack_write, False)
@@ -132,7 +140,6 @@ class StatusPage:
             reduction.DupFd(self._fd),
             reduction.DupFd(self._stack_write),
             len(self._mapping),
-            self._newest_at,
         )
 
     def close_for_start(self) -> None:
@@ -148,16 +155,17 @@ class StatusPage:
         _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
         _USAGE.pack_into(self._mapping, offset + _USAGE_AT, 0, -1, -1)
         _SAMPLE.pack_into(self._mapping, offset + _SAMPLE_AT, NO_SAMPLE, 0)
+        self._held[worker_id][0] = NO_TASK
 
-    def note_newest(self, epoch: int, seq: int) -> None:
-        """Write the number of the newest ticket that was sent to any worker."""
-        _NEWEST.pack_into(self._mapping, self._newest_at, epoch, seq)
+    def held(self, worker_id: int) -> int:
+        """Return which task of the queue a worker has: its number plus FIRST_TASK, or a state."""
+        return self._held[worker_id][0]
 
     def open_line(self, worker_id: int) -> "Line":
         """Return a worker's line. Called in a forked worker, which inherited the page."""
         mapping, self._mapping = self._mapping, memoryview(b"")
         stack, self._stack_write = self._stack_write, -1
-        return Line(mapping, stack, worker_id, self._newest_at)
+        return Line(mapping, stack, worker_id)
 
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""
@@ -224,6 +232,8 @@ class StatusPage:
         for name in ("_fd", "_stack_read", "_stack_write"):
             self._close(name)
         if hasattr(self, "_mapping"):
+            for held in self._held:
+                held.release()
             self._mapping.release()
 
     def _close(self, name: str) -> None:
@@ -262,6 +272,8 @@ class Line:
 
     Attributes:
         memory: The last measurement of this process's memory.
+        held: Its only item says which task of the queue this worker has: the task's number plus
+            FIRST_TASK, or a state.
         usage_is_due: Whether :meth:`note_use` may have to write anything.
     """
 
@@ -270,13 +282,13 @@ class Line:
         mapping: memoryview,
         stack_fd: int,
         worker_id: int,
-        newest_at: int = 0,
         memory: Memory | None = None,
     ) -> None:
         self._mapping = mapping
         self._stack_fd = stack_fd
-        self._newest_at = newest_at
         self._offset = worker_id * _LINE_BYTES
+        held_at = self._offset + _HELD_AT
+        self.held = mapping[held_at : held_at + 8].cast("q")
         self._thread = threading.get_ident()
         self.memory = memory or Memory()
         self.usage_is_due = False
@@ -292,14 +304,10 @@ class Line:
         except OSError:  # a sandbox refuses the signal stack: the worker's stack is not shown
             signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
-    def newest(self) -> tuple[int, int]:
-        """Return the epoch and the number of the newest ticket that the main process has sent."""
-        epoch, seq = _NEWEST.unpack_from(self._mapping, self._newest_at)
-        return epoch, seq
-
     def close(self) -> None:
         """Unmap the page. Call :meth:`show_stack` of another line afterwards."""
         os.close(self._stack_fd)
+        self.held.release()
         self._mapping.release()
 
     def note(self, phase: Phase, epoch: int = 0, seq: int = 0) -> None:
@@ -371,6 +379,10 @@ def measure_memory(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
     found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
     return None if found is None else int(found[1]) << 10
 
@@ -378,8 +390,7 @@ def measure_memory(pid: int) -> int | None:
 class WorkerStatusPage:
     """The status page in a worker that was not forked from the main process."""
 
-    def __init__(self, status_page: Any, stack: Any, nbytes: int, newest_at: int) -> None:
-        self._newest_at = newest_at
+    def __init__(self, status_page: Any, stack: Any, nbytes: int) -> None:
         self._status_page = status_page
         self._stack = stack
         self._nbytes = nbytes
@@ -396,4 +407,4 @@ class WorkerStatusPage:
             mapping = memoryview(map_range(fd, 0, self._nbytes)).cast("B")
         finally:
             os.close(fd)
-        return Line(mapping, self._stack.detach(), worker_id, self._newest_at, memory)
+        return Line(mapping, self._stack.detach(), worker_id, memory)

@@ -19,19 +19,26 @@ from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena
 from shmloader.memory.collate import install
 from shmloader.messages import (
+    NO_EPOCH,
     PART_BYTES,
+    TASK,
+    TASK_HEAD,
     BeginningPart,
     CheckpointPart,
     EpochStarted,
+    Leave,
+    Left,
     ResumeStream,
-    SampleHung,
+    Spilled,
     StartEpoch,
     StreamEnded,
     Task,
     pack,
+    unpack,
 )
 from shmloader.pools.batch_server import BatchServer
-from shmloader.pools.status_page import Line, Phase
+from shmloader.pools.status_page import FIRST_TASK, NO_TASK, Line, Phase
+from shmloader.pools.task_queue import ReceivedTaskQueue, TaskQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +48,35 @@ class TaskConfig:
     Attributes:
         config: How batches are made.
         arena: The slots.
+        queue: The queue from which the tasks are received; None if they come by the channel.
         memory: The memory that workers may take; None if memory is not checked.
         is_debugging: Whether answers carry a checksum.
     """
 
     config: FetchConfig
     arena: Arena
+    queue: TaskQueue | ReceivedTaskQueue | None = None
     memory: MemoryConfig | None = None
     is_debugging: bool = False
 
+    @property
+    def own_queue(self) -> TaskQueue | None:
+        """The queue, in the process that made it."""
+        return self.queue if isinstance(self.queue, TaskQueue) else None
+
+    def close(self) -> None:
+        """Close the slots and the queue, in the process that made them."""
+        self.arena.close()
+        if self.own_queue is not None:
+            self.own_queue.close()
+
 
 class TaskServer:
-    """Takes the messages of one channel.
+    """Takes the messages of one channel, and of its queue.
+
+    Attributes:
+        uses_queue: Whether tasks are to be received from the queue: not before the worker knows
+            where its dataset resumes, nor after it was asked to leave.
 
     Args:
         channel: The worker's end of a socket pair. Answers are sent on it.
@@ -66,6 +90,7 @@ class TaskServer:
     ) -> None:
         self._channel, self._pid = channel, getpid()
         self._line = line
+        self._has_queue, self.uses_queue = config.queue is not None, False
         self.where = f"in DataLoader worker process {worker_id}"
         self._slots, self._close = config.arena.slots, config.arena.close
         self._server = BatchServer(
@@ -77,8 +102,6 @@ class TaskServer:
             admission=None if config.memory is None else MemoryAdmission(config.memory),
             is_debugging=config.is_debugging,
         )
-        # Samples of the next task that hung.
-        self._hung: dict[int, str] = {}
         # Pieces of the dataset's checkpoint that have come.
         self._checkpoint = bytearray()
 
@@ -102,38 +125,52 @@ class TaskServer:
         """Unmap the slots of this channel."""
         self._close()
 
-    def take(self, message: object) -> None:
-        """Do what a message says, and answer it if it is a task or begins an epoch."""
-        if type(message) is not Task:
-            self._follow(message)
-            return
-        server, dataset = self._server, self._server.dataset
+    def take(self, data: bytes) -> None:
+        """Do what a message says, and answer it if it is a task or asks for an answer."""
+        has_hung = False
+        if data[0] == TASK:
+            _, seq, epoch, slot_id, touched_bytes, told = TASK_HEAD.unpack_from(data)
+            indices: bytes | Spilled = data[TASK_HEAD.size :]
+            dataset_epoch = None if told == NO_EPOCH else told
+        else:
+            message = unpack(data)
+            if type(message) is not Task:
+                self._line.held[0] = NO_TASK
+                self._follow(message)
+                return
+            seq, epoch, slot_id, indices, touched_bytes, dataset_epoch, has_hung = message
+        server, dataset, line = self._server, self._server.dataset, self._line
+        line.held[0] = seq + FIRST_TASK
         if not dataset.is_ready:
-            self._line.note(Phase.GETTING_READY)
-            dataset.get_ready(message.dataset_epoch)
-        self._line.note(Phase.LOADING, message.epoch, message.seq)
+            line.note(Phase.GETTING_READY)
+            dataset.get_ready(dataset_epoch)
+        line.note(Phase.LOADING, epoch, seq)
         if FAULTS is not None:
             FAULTS.reach("worker.task")
         if dataset.has_ended:
-            answer = pack(StreamEnded(message.seq, message.epoch, message.slot_id))
+            answer = pack(StreamEnded(seq, epoch, slot_id))
         else:
-            dataset.hung, self._hung = self._hung, {}
-            answer = server.serve(message, self._slots[message.slot_id])
+            slot = self._slots[slot_id]
+            slot.touched_bytes = touched_bytes
+            answer = server.serve(seq, epoch, slot, indices, dataset_epoch, has_hung)
         self._send(answer)
 
     def _follow(self, message: object) -> None:
         """Do what a message that is not a task says."""
-        if type(message) is SampleHung:
-            self._hung[message.number] = message.text
-        elif type(message) is StartEpoch:
+        if type(message) is StartEpoch:
             self._line.note(Phase.LEAVING_EPOCH)
             beginning = self._server.dataset.start_epoch(message.dataset_epoch)
             self._answer_start(message.epoch, beginning)
         elif type(message) is CheckpointPart:
             self._checkpoint += message.data
         elif type(message) is ResumeStream:
-            self._server.dataset.resume(bytes(self._checkpoint + message.checkpoint))
+            if checkpoint := bytes(self._checkpoint + message.checkpoint):
+                self._server.dataset.resume(checkpoint)
             self._checkpoint.clear()
+            self.uses_queue = self._has_queue
+        elif type(message) is Leave:
+            self.uses_queue = False
+            self._send(pack(Left()))
         else:
             raise InternalError(f"a worker does not take {message!r}")
 

@@ -401,25 +401,28 @@ class ThreadPool:
         self._tasks[ticket.seq] = task
         self._post.tasks.put(task)
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:  # noqa: ARG002 - for all at once
-        """Drop all tasks in flight without waiting for them.
+    def recall(self) -> list[int]:
+        """Drop all tasks in flight without waiting for them, and return their tickets' numbers.
 
-        A thread that is loading a sample of the previous epoch finishes that sample first.
+        A thread that is loading a sample finishes that sample first.
         """
-        self._drop_all()
-
-    def _drop_all(self) -> None:
-        for task in self._tasks.copy().values():
+        dropped = self._tasks.copy()
+        for task in dropped.values():
             task.is_dropped = True
         self._tasks.clear()
         self._post.answers.clear()
+        return [*dropped]
+
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
+        """Return True: the thread's task was dropped, so the thread may begin the next epoch's."""
+        return True
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: iterable datasets are not loaded by threads."""
 
     # Events ------------------------------------------------------------------------------
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:  # noqa: ARG002 - of all threads
+    def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all threads
         """Report the answers that have come."""
         answers, has_any = self._post.answers, False
         while answers:
@@ -447,7 +450,7 @@ class ThreadPool:
         if not self._post.answers:
             self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
-        return self.poll(None, events)
+        return self.poll(-1, events)
 
     def enable_wake(self) -> None:
         """Do nothing: ``wake`` works from the beginning."""
@@ -455,13 +458,6 @@ class ThreadPool:
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
         self._post.wakeup.set()
-
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, at once, since that only releases a lock."""
-        self._post.wakeup.set()
-
-    def hurry(self) -> None:
-        """Do nothing: no wake-up is delayed."""
 
     # Workers -----------------------------------------------------------------------------
 
@@ -503,7 +499,7 @@ class ThreadPool:
         try:
             self.end_workers()
         finally:
-            self._drop_all()
+            self.recall()
 
     def _end(self) -> None:
         self._post.is_closed = True

@@ -1,4 +1,4 @@
-"""The sockets of a pool's workers, as the main process uses them.
+"""The sockets of a pool's workers, and their queue of tasks, as the main process uses them.
 
 One selector waits for all of them. This module only moves bytes: it knows neither batches nor how
 workers start. ``worker_processes`` adds workers that this process started, and ``host_workers``
@@ -18,6 +18,7 @@ import multiprocessing.util
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
@@ -27,11 +28,22 @@ from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import WorkerChannel
-from shmloader.pools.status_page import AtWork, StatusPage, measure_memory
-from shmloader.pools.waker import Waker
+from shmloader.pools.status_page import (
+    FIRST_TASK,
+    RECEIVING,
+    AtWork,
+    StatusPage,
+    measure_memory,
+)
+from shmloader.pools.task_queue import TaskQueue
+from shmloader.pools.waker import LOOKS, Waker, let_others_run
 from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import SIGNAL_S
+
+# A worker receives in some microseconds. One that takes this long is stopped.
+_RECEIVING_S = 2.0
+_LOOK_S = 0.0002
 
 _Channel = TypeVar("_Channel", bound=WorkerChannel)
 
@@ -46,13 +58,19 @@ class WorkerChannels(Generic[_Channel]):
             state every message that was taken from a worker has been returned.
         wanted_count: How many workers there should be, if that is decided for all ranks of a host.
         channels: The workers, by number.
-        notes_tasks: Whether :meth:`note_task` does anything.
+        looks: How often :meth:`look` looks.
+        queue: The queue from which the workers receive their tasks; None if each task is sent to
+            one worker's socket. Closed with this object.
+
+    Args:
+        queue: The queue, or None.
     """
 
     wanted_count: int | None = None
-    notes_tasks = False
+    looks = LOOKS
 
-    def __init__(self) -> None:
+    def __init__(self, queue: TaskQueue | None) -> None:
+        self.queue = queue
         self._pid = os.getpid()
         self._workers: list[_Channel] = []
         self.channels = self._workers
@@ -99,9 +117,6 @@ class WorkerChannels(Generic[_Channel]):
     def death(self, worker_id: int) -> Death:
         """Return how a lost worker ended."""
         raise NotImplementedError
-
-    def note_task(self, worker_id: int, epoch: int, seq: int) -> None:
-        """Note that a ticket is sent to a worker."""
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker. ``wait`` will report its death."""
@@ -165,10 +180,16 @@ class WorkerChannels(Generic[_Channel]):
             worker.outbox.append((data, descriptors))
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
+    def put(self, data: bytes) -> None:
+        """Send a task to the queue, without blocking."""
+        assert self.queue is not None
+        if not self.queue.send(data):
+            self._poll.register(self.queue.sender, select.POLLOUT)
+
     def enable_wake(self) -> None:
-        """Enable the three methods below. Called before another thread uses this."""
+        """Enable :meth:`wake`. Called before another thread uses this."""
         self._waker = Waker()
-        self._waker.register(self._poll)
+        self._poll.register(self._waker.fd, select.POLLIN)
 
     def wake(self) -> None:
         """Make the present or the next ``wait`` return. Called from any thread.
@@ -179,20 +200,17 @@ class WorkerChannels(Generic[_Channel]):
         self._is_woken = True
         # `wait` accesses the two flags in the opposite order, so one side sees the other's.
         if waker is not None and self.is_waiting:
-            waker.now()
+            waker.wake()
 
-    def wake_soon(self) -> None:
-        """Do as :meth:`wake`, but end the present wait a moment later. Called from one thread."""
-        waker = self._waker
-        self._is_woken = True
-        if waker is not None and self.is_waiting:
-            waker.soon()
-
-    def hurry(self) -> None:
-        """Make a pending :meth:`wake_soon` take effect now. Called from the same thread."""
-        waker = self._waker
-        if waker is not None and waker.is_due:
-            self.wake()
+    def look(self) -> list[tuple[int, bytes | None]]:
+        """Return what has come or is about to come, as :meth:`wait` does. Never sleeps."""
+        for _ in range(self.looks):
+            if self._is_closed:
+                break
+            if events := self._poll.poll(0):
+                return self._receive(events, self._waker)
+            let_others_run()
+        return []
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, bytes | None]]:
         """Wait until something happens.
@@ -214,20 +232,30 @@ class WorkerChannels(Generic[_Channel]):
             left_s = 0
         events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
         self.is_waiting = self._is_woken = False
-        if waker is not None:
-            waker.begin()
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
             return []
+        return self._receive(events, waker)
+
+    def _receive(
+        self, events: list[tuple[int, int]], waker: Waker | None
+    ) -> list[tuple[int, bytes | None]]:
+        """Receive a message from each worker that has sent one, and then the news of deaths."""
         happened: list[tuple[int, bytes | None]] = []
+        notices: list[tuple[int, bytes | None]] = []
+        queue = self.queue
         for fd, event in events:
-            if waker is not None and waker.take(fd):
-                continue
             worker_id = self._by_fd.get(fd)
             if worker_id is None:
-                happened.extend(self._take_notice(fd))
+                if waker is not None and fd == waker.fd:
+                    waker.reset()
+                elif queue is not None and fd == queue.sender.fileno():
+                    if queue.flush():
+                        self._poll.unregister(fd)
+                else:
+                    notices.extend(self._take_notice(fd))
                 continue
             worker = self._workers[worker_id]
             if not worker.is_lost:
@@ -239,10 +267,41 @@ class WorkerChannels(Generic[_Channel]):
                 elif event & (select.POLLHUP | select.POLLERR):
                     # The socket is closed. An event of another descriptor will soon say why.
                     self._poll.unregister(worker.channel)
-        return happened
+        return happened + notices
 
     def _has_been_closed(self) -> bool:
         return self._is_closed
+
+    def receive_all(self) -> list[tuple[int, bytes]]:
+        """Return all messages that living workers have sent."""
+        happened = []
+        for worker_id, worker in enumerate(self._workers):
+            while not worker.is_lost and (data := worker.receive()) is not None:
+                happened.append((worker_id, data))
+        return happened
+
+    def held(self) -> set[int]:
+        """Return the numbers of the tasks that living workers have received from the queue.
+
+        Called when the queue is empty. Waits for workers that may be receiving. One that does not
+        leave that state, since it is stopped, is killed.
+        """
+        held = set()
+        for worker_id, worker in enumerate(self._workers):
+            deadline = time.monotonic() + _RECEIVING_S
+            page = self._status_page
+            while (
+                not worker.is_lost
+                and (found := page.held(worker_id)) == RECEIVING
+                and not worker.has_ended
+            ):
+                if time.monotonic() > deadline:
+                    self.kill(worker_id)
+                    deadline = math.inf
+                time.sleep(_LOOK_S)
+            if not worker.is_lost and found >= FIRST_TASK:
+                held.add(found - FIRST_TASK)
+        return held
 
     # What the workers do ------------------------------------------------------------------
 

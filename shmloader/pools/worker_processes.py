@@ -79,7 +79,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         self._oom_kills = OomKills(Path("/" if tasks.memory is None else tasks.memory.root))
         # Worker numbers by pidfd, which is readable when the worker has ended.
         self._by_pidfd: dict[int, int] = {}
-        super().__init__()  # last: from here on, a child that another thread forks abandons this
+        # Last: from here on, a child that another thread forks abandons this.
+        super().__init__(tasks.own_queue)
         try:
             self._starter.open(worker_count, tasks, base_seed)
             self._start_first(worker_count if started is None else started, objects, names)
@@ -225,6 +226,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         self._at_exit.cancel()
         # After a Ctrl-C, the second try does not wait for busy workers.
         grace_s, self._grace_s = self._grace_s, 0.0
+        if self.queue is not None:
+            self.queue.recall()  # a worker that is busy begins no further task
         for worker in self._workers:
             worker.hang_up()
         if FAULTS is not None:
@@ -232,6 +235,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         end_all(self._workers, grace_s)
         self.readings.close()
         self._waker = None
+        if self.queue is not None:
+            self.queue.close()
         self._starter.close()
 
     def leave_to_parent(self) -> None:
@@ -254,4 +259,6 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             with contextlib.suppress(OSError):
                 os.close(worker.pidfd)
         self._waker = None
+        if self.queue is not None:
+            self.queue.close()
         self._starter.abandon()

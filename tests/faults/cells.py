@@ -126,6 +126,16 @@ class Point:
     per_epoch: int = 0
     scenario: str = "epoch"
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a worker that receives tasks from a queue has none there."""
+        return self.name in {"start", "init", "idle", "during", "answered"}
+
+    @property
+    def is_of_a_task(self) -> bool:
+        """Whether a worker reaches the point for each of its tasks."""
+        return self.place in {Place.WORKER, Place.USER} and self.per_epoch > 0
+
 
 # An epoch is twelve batches of four samples, by two workers; worker 1 takes the fault.
 BATCHES = 12
@@ -202,7 +212,7 @@ _MODES = [
     ),
     Mode("persistent", {"persistent_workers": True}, epoch=1),
     # An idle worker takes the oldest ticket, and the engine has a thread of its own.
-    Mode("seed", {"seed": 5}, has_thread=True, is_dynamic=True),
+    Mode("seed", {"seed": 5}, is_dynamic=True),
 ]
 MODES = {mode.name: mode for mode in _MODES}
 
@@ -331,8 +341,6 @@ class Cell:
     @property
     def nth(self) -> int:
         """At which arrival at the point the fault is taken, from 1."""
-        if self.point.name == "main-stage" and self.mode.is_dynamic:
-            return 1  # the engine leaves its thread once it knows that batches are short
         return self.point.nth + self.mode.epoch * self.point.per_epoch
 
     @property

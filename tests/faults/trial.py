@@ -75,11 +75,14 @@ class Numbers(torch.utils.data.Dataset):
 
     Args:
         is_late: Whether samples wait until the fault is taken, so that main has to wait for them.
+        is_late_in_0: Whether those of worker 0 do, so that worker 1 receives tasks.
         stuck_from: First batch whose samples hold their worker's interpreter for a minute.
     """
 
-    def __init__(self, *, is_late: bool = False, stuck_from: int = BATCHES) -> None:
-        self.is_late = is_late
+    def __init__(
+        self, *, is_late: bool = False, is_late_in_0: bool = False, stuck_from: int = BATCHES
+    ) -> None:
+        self.is_late, self.is_late_in_0 = is_late, is_late_in_0
         self.stuck_from = stuck_from
 
     def __len__(self) -> int:
@@ -87,7 +90,8 @@ class Numbers(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> Any:
         _reach("worker.getitem")
-        if self.is_late:
+        info = torch.utils.data.get_worker_info()
+        if self.is_late or (self.is_late_in_0 and info is not None and info.id == 0):
             actions.await_taken()
         if index >= self.stuck_from * BATCH_SIZE:
             actions.keep_interpreter(60)
@@ -274,6 +278,7 @@ class Trial:
         return DataLoader(
             Numbers(
                 is_late=self.cell.point.name == "main-next",
+                is_late_in_0=self.cell.mode.is_dynamic and self.cell.point.is_of_a_task,
                 stuck_from=self.cell.stuck_from,
             ),
             batch_size=BATCH_SIZE,
@@ -653,9 +658,10 @@ class Trial:
 
     def _judge_late(self, victim: int) -> None:
         self._expect_whole()
-        if self.cell.mode.is_dynamic and self.cell.fault.name == "stop-worker" and not self._kinds:
-            # It was idle when it was stopped, and the other worker took all that was left. So no
-            # batch of it was waited for; otherwise the epoch would not be whole.
+        may_be_idle = self.cell.fault.name == "stop-worker" or self.cell.point.is_idle
+        if self.cell.mode.is_dynamic and may_be_idle and not self._kinds:
+            # It was idle when it was stopped, and the other worker received all that was left. So
+            # no batch of it was waited for; otherwise the epoch would not be whole.
             return
         self._check(set(self._kinds) == {"LoaderTimeoutError"}, f"errors: {self._texts}")
         self._check(

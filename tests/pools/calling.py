@@ -40,10 +40,17 @@ class CallingPool:
     def send(self, ticket: SentTicket, epoch: int) -> None:
         self._tasks.append((ticket.seq, epoch, ticket.indices))
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:
+    def recall(self) -> list[int]:
+        recalled = [seq for seq, _, _ in self._tasks]
         self._tasks.clear()
+        return recalled
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:
+        return True
+
+    def resume(self, worker_id: int, checkpoint: object) -> None: ...
+
+    def poll(self, worker_id: int, events: Events) -> bool:
         if not self._tasks:
             return False
         seq, epoch, indices = self._tasks.popleft()
@@ -61,16 +68,12 @@ class CallingPool:
         if not self._tasks:
             self._wakeup.wait(timeout_s)
         self.is_waiting = False
-        return self.poll(None, events)
+        return self.poll(-1, events)
 
     def wake(self) -> None:
         self._wakeup.set()
 
-    wake_soon = wake
-
     def enable_wake(self) -> None: ...
-
-    def hurry(self) -> None: ...
 
     def pid(self, worker_id: int) -> None: ...
 

@@ -117,11 +117,15 @@ class ScriptedPool:
         if ticket.hung:
             self.sent_hung[ticket.seq] = dict(ticket.hung)
 
-    def start_epoch(self, worker_id: int, epoch: int) -> None:
+    def recall(self) -> list[int]:
+        return []
+
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:
         self._events.append(("epoch_entered", worker_id, None))
         self.epoch = epoch
+        return False
 
-    def poll(self, worker_id: int | None, events: Events) -> bool:
+    def poll(self, worker_id: int, events: Events) -> bool:
         return False
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
@@ -170,6 +174,9 @@ class ScriptedPool:
     def start(self, worker_id: int) -> None:
         self.log.append(("start", worker_id))
 
+    def leave(self, worker_id: int) -> None:
+        self.log.append(("leave", worker_id))
+
     def retire(self, worker_id: int) -> None:
         self.log.append(("retire", worker_id))
 
@@ -178,7 +185,7 @@ class ScriptedPool:
 
     def wake(self) -> None: ...
 
-    wake_soon = hurry = enable_wake = wake
+    enable_wake = wake
 
     def end_workers(self) -> None:
         self.log.append(("end",))

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from shmloader import ShardedDataLoader
+from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload
 from shmloader.batch.portable import PortablePayload
@@ -42,6 +43,7 @@ from shmloader.pools.host_workers import HostWorkers
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.status_page import Phase
+from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -59,8 +61,10 @@ def as_it_is(sample: Any) -> Any:
     return sample
 
 
-def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
-    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT))
+def processes(
+    make: Callable[[Any], Any], worker_count: int, queue: TaskQueue | None = None
+) -> Pool:
+    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), queue)
     workers = WorkerProcesses(
         None,
         worker_count,
@@ -69,7 +73,17 @@ def processes(make: Callable[[Any], Any], worker_count: int) -> Pool:
         base_seed=1,
         may_replace=True,
     )
-    return ProcessPool(workers, tasks.arena)
+    return started(ProcessPool(workers, tasks.arena), worker_count)
+
+
+def queued(make: Callable[[Any], Any], worker_count: int) -> Pool:
+    return processes(make, worker_count, TaskQueue())
+
+
+def started(pool: ProcessPool, worker_count: int) -> Pool:
+    for worker_id in range(worker_count):
+        pool.resume(worker_id, DatasetCheckpoint())
+    return pool
 
 
 POOLS_OF_HOST: list[HostPool] = []
@@ -79,7 +93,7 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
     start = ServiceStart(worker_count, None, 1, "squares")
     pool = HostPool(Calls(make, 1 << 20), None, start, 0, is_alone=True)
-    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT))
+    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), TaskQueue())
     try:
         workers = HostWorkers(pool, (as_it_is, "raise"), tasks, worker_count)
         # The owner's notices end a wait early, and without them the pids are not known.
@@ -89,7 +103,7 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
         pool.close()
         raise
     POOLS_OF_HOST.append(pool)
-    return ProcessPool(workers, tasks.arena)
+    return started(ProcessPool(workers, tasks.arena), worker_count)
 
 
 def fork_owner(
@@ -191,6 +205,7 @@ class Kind:
 
 KINDS = {
     "processes": Kind(processes, has_slots=True),
+    "queued": Kind(queued, has_slots=True),
     "host": Kind(host, has_slots=True),
     "threads": Kind(threads),
     "executor": Kind(executor, kills=False, shows_stacks=False),
@@ -271,7 +286,17 @@ class Told:
         self.entered.add(worker_id)
         self.scheduler.left_epoch(worker_id)
 
-    def lost(self, worker_id: int, death: Any, was_at: Any) -> None:
+    def end_epoch(self, worker_count: int = 2) -> None:
+        self.scheduler.end_epoch(self.pool.recall())
+        for worker_id in range(worker_count):
+            if self.pool.start_epoch(worker_id, 1):
+                self.scheduler.left_epoch(worker_id)
+
+    def lost(
+        self, worker_id: int, death: Any, was_at: Any, recalled: Any = (), held: Any = ()
+    ) -> None:
+        assert not recalled
+        assert not held
         self.deaths.append((worker_id, death, was_at))
 
     def batch(self, seq: int) -> Any:
@@ -316,7 +341,7 @@ def test_polling_takes_what_is_there_without_waiting(apart) -> None:
     with opened(apart, lambda index: gate.pass_through() or index, 1) as pool:
         told = Told(pool, 1)
         told.send(7)
-        worker_id = None if pool.has_queue else 0
+        worker_id = -1 if pool.has_queue else 0
         began = time.monotonic()
         assert not pool.poll(worker_id, told)
         assert time.monotonic() - began < 5
@@ -334,15 +359,14 @@ def test_a_wait_is_over_after_its_time(kind) -> None:
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("name", ["wake", "wake_soon"])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_wake_ends_a_wait_now_or_the_next(kind, name, before) -> None:
+def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
     with opened(kind, squared) as pool:
         pool.enable_wake()
         wake = threading.Thread(
             target=lambda: (
                 before or wait_until(lambda: pool.waiter.is_waiting),
-                getattr(pool, name)(),
+                pool.wake(),
             )
         )
         wake.start()
@@ -358,11 +382,8 @@ def test_a_further_epoch_begins_after_all_that_was_sent_or_without_it(kind) -> N
     with opened(kind, squared) as pool:
         told = Told(pool)
         told.send(*range(4))
-        told.scheduler.end_epoch()
-        for worker_id in range(2):
-            pool.start_epoch(worker_id, 1)
+        told.end_epoch()
         wait_until(lambda: told.scheduler.is_epoch_left or pool.wait(1, told) is None)
-        assert pool.has_queue or told.entered == {0, 1}
         assert not told.answers  # nobody wants them
         told.scheduler.start_epoch()
         told.send(5, 6)
@@ -382,15 +403,13 @@ def test_what_is_being_made_when_an_epoch_is_given_up_is_not_told_in_the_next(ap
         told = Told(pool, 1)
         told.send(3)
         wait_until(lambda: pool.was_at(0).phase is Phase.LOADING)
-        told.scheduler.end_epoch()
-        pool.start_epoch(0, 1)
-        if not pool.has_queue:
+        told.end_epoch(1)
+        if not told.scheduler.is_epoch_left:
             gate.open()
         wait_until(lambda: told.scheduler.is_epoch_left or pool.wait(1, told) is None)
         told.scheduler.start_epoch()
         told.send(7)
-        if pool.has_queue:
-            gate.open()
+        gate.open()
         told.take_all(1)
         assert told.batch(0) == 7
         assert list(told.answers) == [0]
@@ -506,6 +525,7 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
         if apart.has_slots:
             wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
         pool.replace(0)
+        pool.resume(0, DatasetCheckpoint())
         pool.send(ticket, 0)
         tries.wait_until_open()
         gate.open(2)  # the thread that was left behind as well

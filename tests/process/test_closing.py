@@ -165,9 +165,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
     next(batches)
     if workers:
         engine = batches._engine
-        # All answers that can be here are here; a thread of the engine's has built one batch.
-        built = 1 if engine.is_dynamic else 0
-        wait_until(lambda: _take_all(engine) == 4 * workers - built)
+        wait_until(lambda: _take_all(engine) == 4 * workers)
     loader.close()
     for _ in range(20):
         with pytest.raises(ClosedLoaderError):
@@ -175,8 +173,7 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
 
 
 def _take_all(engine: Any) -> int:
-    if not engine.is_dynamic:  # else a thread does
-        engine._pool.wait(0, engine)
+    engine._pool.wait(0, engine)
     return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
 
 

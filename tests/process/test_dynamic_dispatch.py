@@ -1,29 +1,34 @@
-"""Where any worker will do, an idle one takes the oldest ticket, also while the user trains."""
+"""Where any worker will do, an idle one receives the oldest task, also while the user trains."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from shmloader import (
+    ClosedLoaderError,
     DataLoader,
     LoaderTimeoutError,
     WorkerDiedError,
 )
-from shmloader.device import staged_engine
-from shmloader.engine import routing
-from shmloader.pools import waker, worker_channels
-from shmloader.pools import worker_processes as processes
+from shmloader.pools import worker_channels
+from shmloader.pools.status_page import RECEIVING
+from shmloader.pools.task_queue import TaskQueue
+from shmloader.pools.task_server import TaskServer
 from tests.process.support import (
+    Bad,
     Calls,
     Gate,
+    Numbers,
     Switch,
     only,
     wait_for_end,
@@ -31,21 +36,14 @@ from tests.process.support import (
 )
 
 
-class AnyWorker(DataLoader):
-    """A loader whose batches do not depend on the worker, as with random streams per sample."""
-
-    _dispatches_dynamically = True
+def any_worker(*args, **options):
+    """A loader whose batches do not depend on the worker: each sample has random generators."""
+    return DataLoader(*args, **{"seed": 0, **options})
 
 
 def make(function, length, **options):
     defaults = {"num_workers": 2, "prefetch_factor": 4, "collate_fn": only}
-    return AnyWorker(Calls(function, length), **{**defaults, **options})
-
-
-@pytest.fixture(autouse=True)
-def one_task(monkeypatch) -> None:
-    """A worker holds one task, however short the batches are."""
-    monkeypatch.setattr(routing, "_SHORT_NS", 0)
+    return any_worker(Calls(function, length), **{**defaults, **options})
 
 
 class Loads:
@@ -97,25 +95,6 @@ def test_one_slow_sample_holds_up_nobody(in_order) -> None:
     gate.close()
 
 
-def test_while_batches_are_short_one_more_waits_behind_a_slow_one(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "_SHORT_NS", 10**18)
-    gate, loads = Gate(), Loads(20)
-
-    def sample(index):
-        loads.note(index)
-        if index == 0:
-            gate.pass_through()
-        return index
-
-    batches = iter(make(sample, 20))
-    wait_until(lambda: len(loads.begun) == 7)
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
-    gate.open()
-    assert list(batches) == list(range(20))
-    gate.close()
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
     loads = Loads(40)
@@ -128,9 +107,7 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
     wait_until(lambda: loads.begun == list(range(8)))
     first = next(batches)
     wait_until(lambda: loads.begun == list(range(9)))
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: [ticket.answer is None for ticket in scheduler.tickets] == [False] * 7)
-    assert scheduler.slots.lent_count == 2, "the one in hand, one that is built ahead, and no more"
+    assert batches._engine._scheduler.slots.lent_count == 1, "the one in hand, and no more"
     seen = [int(first[0])]
     del first
     seen.extend(int(batch[0]) for batch in batches)
@@ -154,101 +131,128 @@ def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
     gate.close()
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(2, 4), (1, 1)])
-def test_whoever_takes_a_batch_wakes_the_engine_if_it_has_use_for_what_that_brings(
-    num_workers, prefetch_factor, in_order, monkeypatch
-) -> None:
-    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)  # else it looks about by itself
-    loads = Loads(60)
-
-    def sample(index):
-        loads.note(index)
-        return index
-
-    options = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-    batches = iter(make(sample, 60, in_order=in_order, **options))
-    seen = []
-    for taken in range(52):
-        window = num_workers * prefetch_factor
-        wait_until(lambda count=window + taken: len(loads.begun) == count)
-        seen.append(next(batches))  # all workers are idle
-    seen.extend(batches)
-    assert sorted(seen) == list(range(60))
-
-
-def test_whoever_takes_a_batch_wakes_nobody_while_all_workers_have_their_tasks(
-    monkeypatch,
-) -> None:
-    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)
-    first, second, loads, wakes = Gate(), Gate(), Loads(20), []
-    for name in ("wake", "wake_soon"):
-        wake = getattr(processes.WorkerProcesses, name)
-        monkeypatch.setattr(
-            processes.WorkerProcesses, name, lambda pool, wake=wake: wakes.append(1) or wake(pool)
-        )
-
-    def sample(index):
-        loads.note(index)
-        if index in (0, 3):
-            (second if index else first).pass_through()
-        return index
-
-    batches = iter(make(sample, 20, in_order=False))
-    wait_until(lambda: loads.begun == [0, 1, 2, 3])
-    assert next(batches) == 1
-    inbox = batches._source.owner.thread.inbox
-    wait_until(lambda: not inbox.is_awaited and batches._source.owner.thread.results)
-    count = len(wakes)
-    assert next(batches) == 2
-    assert inbox, "nobody has looked for it"
-    assert len(wakes) == count
-    first.open()
-    second.open()
-    assert sorted(batches) == [0, *range(3, 20)]
-    first.close()
-    second.close()
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_while_the_user_is_away_the_engine_is_woken_in_a_moment(in_order, monkeypatch) -> None:
-    monkeypatch.setattr(worker_channels, "SIGNAL_S", 1e3)
-    monkeypatch.setattr(staged_engine, "_STEP_NS", -1)  # as if each step were long
-    monkeypatch.setattr(waker, "_SOON_NS", 10**15)  # and the moment never came
-    loads = Loads(40)
-
-    def sample(index):
-        loads.note(index)
-        return index
-
-    batches = iter(make(sample, 40, in_order=in_order, timeout=10))
-    wait_until(lambda: len(loads.begun) == 8)
-    pool, scheduler = batches._pool, batches._engine._scheduler
-    # The engine's thread has taken all answers, and waits: nothing but a ticket can wake it.
-    wait_until(lambda: all(ticket.answer is not None for ticket in scheduler.tickets))
-    wait_until(lambda: batches._source.owner.thread.results and pool.waiter.is_waiting)
-    seen = [next(batches)]
-    pool = batches._pool._workers
-    assert pool._waker.is_due
-    assert len(loads.begun) == 8, "the engine's thread was not woken"
-    # Whoever has to wait for a batch wakes it at once.
-    seen.extend(batches)
-    assert sorted(seen) == list(range(40))
-    assert not in_order or seen == sorted(seen)
-
-
-def test_round_robin_has_no_thread() -> None:
-    loaders = [
-        DataLoader(Calls(int, 8), num_workers=2),
-        DataLoader(Calls(int, 8), num_workers=1, in_order=False),
+def test_no_thread_of_ours_runs() -> None:
+    before = threading.enumerate()
+    iterators = [
+        iter(DataLoader(Calls(int, 8), num_workers=2)),
+        iter(DataLoader(Calls(int, 8), num_workers=2, in_order=False, sample_timeout=60)),
     ]
-    iterators = [iter(loader) for loader in loaders]
-    names = [thread.name for thread in threading.enumerate()]
-    assert "shmloader_engine" not in names
-    iterators.append(iter(DataLoader(Calls(int, 8), num_workers=2, in_order=False)))
-    assert "shmloader_engine" in [thread.name for thread in threading.enumerate()]
+    assert threading.enumerate() == before
     for iterator in iterators:
         assert len(list(iterator)) == 8
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_more_tasks_than_the_kernel_takes_wait_and_are_made(in_order) -> None:
+    options = {"prefetch_factor": 1000, "batch_size": 300, "collate_fn": torch.tensor}
+    gate = Gate()
+
+    def sample(index):
+        if index < 600:
+            gate.pass_through()
+        return index
+
+    batches = iter(make(sample, 300 * 1500, in_order=in_order, **options))
+    gate.open(600)
+    seen = [int(batch[0]) for batch in batches]
+    assert sorted(seen) == list(range(0, 300 * 1500, 300))
+    assert not in_order or seen == sorted(seen)
+    gate.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
+    loader = make(large, 30, prefetch_factor=2, persistent_workers=True, in_order=in_order)
+    for count in (30, 3, 0, 30, 1, 12, 30):
+        batches = iter(loader)
+        seen = [int(next(batches)[0]) for _ in range(count)]
+        if count == 30:
+            assert next(batches, None) is None
+            assert sorted(seen) == list(range(30))
+        assert not in_order or seen == list(range(count))
+    loader.close()
+
+
+class Raises:
+    """A sampler that raises at one place, and goes on."""
+
+    def __init__(self, length: int, at: int) -> None:
+        self.length, self.at = length, at
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return RaisesOnce(self.length, self.at)
+
+
+class RaisesOnce:
+    def __init__(self, length: int, at: int) -> None:
+        self.numbers, self.left = iter(range(length)), at
+
+    def __iter__(self) -> RaisesOnce:
+        return self
+
+    def __next__(self) -> int:
+        self.left -= 1
+        if self.left == -1:
+            raise Bad("of the sampler")
+        return next(self.numbers)
+
+
+def read_on(batches: Any) -> list[object]:
+    """What comes, and what is raised in between."""
+    found: list[object] = []
+    while True:
+        try:
+            found.append(int(next(batches)))
+        except StopIteration:
+            return found
+        except Bad as error:
+            found.append(str(error))
+
+
+@pytest.mark.parametrize("at", [4, 7, 11])
+def test_what_the_sampler_raises_comes_as_it_does_without_a_queue(at) -> None:
+    options = {"num_workers": 2, "sampler": Raises(20, at), "collate_fn": only}
+    found = read_on(iter(DataLoader(Numbers(20), in_order=False, **options)))
+    expected = read_on(iter(DataLoader(Numbers(20), **options)))
+    assert len(found) == len(expected)
+    assert found.index("of the sampler") == expected.index("of the sampler")
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_tickets_in_place_of_batches_that_are_left_out(in_order) -> None:
+    bad = [1, 2, 3, 4, 5, 6, 11, 12, 13, 29]
+    options = {"num_workers": 2, "on_error": "skip", "collate_fn": only, "in_order": in_order}
+    found = read_on(iter(any_worker(Numbers(30, *bad), **options)))
+    assert sorted(found) == [number for number in range(30) if number not in bad]
+
+
+def test_close_from_another_thread_ends_a_next_that_waits() -> None:
+    gate, waits = Gate(), Switch(is_on=False)
+
+    def sample(index: int) -> Any:
+        if index == 30:
+            waits.turn(on=True)
+            gate.pass_through()
+        return large(index)
+
+    loader = make(sample, 60, prefetch_factor=2)
+    batches = iter(loader)
+    for _ in range(25):
+        next(batches)
+
+    def close() -> None:
+        wait_until(lambda: waits)
+        loader.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    with pytest.raises(ClosedLoaderError):
+        list(batches)
+    closer.join()
+    gate.close()
 
 
 # Deaths -----------------------------------------------------------------------------------
@@ -289,34 +293,58 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert not in_order or seen == sorted(seen)
     assert list(loads.counts) == [2] + [1] * 19
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
-    assert "replaces worker 0 and loads its unfinished batches again: 0" in text
+    assert re.search("replaces worker [01] and loads its unfinished batches again: 0", text)
     gate.close()
 
 
-def test_what_waited_behind_the_batch_that_killed_goes_to_those_who_live(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "_SHORT_NS", 10**18)
-    switch, gate, loads = Switch(is_on=True), Gate(), Loads(20)
-    die = dying(0, switch, gate)
+def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None:
+    """Whether it has received a task cannot be seen, so it is found out."""
+    switch = Switch(is_on=True)
+    take = TaskServer.take
+
+    def die(server: TaskServer, data: bytes) -> None:
+        if server.uses_queue and switch:
+            switch.turn(on=False)
+            server._line.held[0] = RECEIVING
+            os._exit(3)
+        take(server, data)
+
+    monkeypatch.setattr(TaskServer, "take", die)
+    assert list(make(int, 20, worker_restarts=1)) == list(range(20))
+
+
+def test_a_worker_that_is_stopped_while_it_receives_is_replaced(monkeypatch) -> None:
+    monkeypatch.setattr(worker_channels, "_RECEIVING_S", 0.1)
+    stops, dies = Switch(is_on=True), Switch(is_on=True)
+    take = TaskServer.take
+
+    def stop(server: TaskServer, data: bytes) -> None:
+        if server.uses_queue and stops:
+            stops.turn(on=False)
+            server._line.held[0] = RECEIVING
+            os.kill(os.getpid(), signal.SIGSTOP)
+        take(server, data)
 
     def sample(index):
-        loads.note(index)
-        return die(index)
+        wait_until(lambda: not stops)
+        if dies:
+            dies.turn(on=False)
+            os._exit(3)
+        return index
 
-    loader = make(sample, 20, worker_restarts=1)
-    batches = iter(loader)
-    scheduler = batches._engine._scheduler
-    wait_until(lambda: len(loads.begun) == 7)  # of 8: one waits behind the first
-    wait_until(lambda: [scheduler.workers[worker].in_flight for worker in (0, 1)] == [2, 0])
-    (behind,) = set(range(8)) - set(loads.begun)
-    killed, survivor = loads.pids[0], loads.pids[1]
-    gate.open()
-    wait_for_end(killed)
-    # The user's thread has not replaced anybody yet.
-    wait_until(lambda: loads.counts[behind] == 1)
-    assert loads.pids[behind] == survivor
-    switch.turn(on=False)
-    assert list(batches) == list(range(20))
-    gate.close()
+    monkeypatch.setattr(TaskServer, "take", stop)
+    assert list(make(sample, 20, worker_restarts=2)) == list(range(20))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_worker_without_a_task_that_dies_for_good_is_reported(in_order) -> None:
+    batches = iter(make(int, 100, prefetch_factor=1, in_order=in_order))
+    next(batches)
+    wait_until(lambda: batches._pool.wait(0, batches._engine) or True)
+    os.kill(batches._workers[1].pid, signal.SIGKILL)
+    wait_for_end(batches._workers[1].pid)
+    with pytest.raises(WorkerDiedError, match="Killed"):
+        list(batches)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -346,7 +374,7 @@ def test_a_replacement_takes_its_part_of_the_rest() -> None:
 # Ends and epochs --------------------------------------------------------------------------
 
 
-def test_tickets_without_a_worker_are_dropped_with_their_epoch() -> None:
+def test_tickets_without_a_worker_are_dropped_with_their_epoch(monkeypatch) -> None:
     gate, loads, epochs = Gate(), Loads(40), iter([range(20), range(20, 40)])
 
     class Sampler:
@@ -360,19 +388,17 @@ def test_tickets_without_a_worker_are_dropped_with_their_epoch() -> None:
         return index
 
     loader = make(sample, 40, sampler=Sampler(), persistent_workers=True)
-    scheduler = iter(loader)._engine._scheduler
+    iter(loader)
     wait_until(lambda: loads.begun == [0, 1])
-    assert len(scheduler._waiting) == 6
+    recall = TaskQueue.recall
 
-    def open_when_the_epoch_is_left() -> None:
-        with contextlib.suppress(AssertionError):  # what is loaded tells
-            wait_until(lambda: not scheduler._waiting)
+    def recall_and_open(queue: TaskQueue) -> list[int]:
+        recalled = recall(queue)
         gate.open(2)
+        return recalled
 
-    opening = threading.Thread(target=open_when_the_epoch_is_left)
-    opening.start()
+    monkeypatch.setattr(TaskQueue, "recall", recall_and_open)
     assert list(loader) == list(range(20, 40))
-    opening.join()
     assert loads.begun == [0, 1, *range(20, 40)]
     loader.close()
     gate.close()
@@ -395,7 +421,7 @@ def test_a_timeout_says_what_waits_for_a_worker(in_order) -> None:
     with pytest.raises(LoaderTimeoutError) as raised:
         next(batches)
     head, *work = [line for line in str(raised.value).splitlines() if line[0] != " "]
-    assert "Batch 0 (index 0) is with worker 0 (pid " in head
+    assert re.search(r"Batch 0 \(index 0\) is with worker [01] \(pid ", head)
     assert [line[:8] for line in work] == ["Worker 0", "Worker 1"]
     for seq in (2, 3):
         assert (f"Batch {seq} (index {seq}) waits for a worker." in head) == (not in_order)
@@ -416,6 +442,7 @@ def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
         return index
 
     def all_is_loaded() -> bool:
+        batches._pool.wait(0, batches._engine)
         is_begun = len(loads.begun) == min(12, 8 + len(seen))  # the window
         return is_begun and all(ticket.answer is not None for ticket in scheduler.tickets)
 

@@ -20,8 +20,9 @@ from shmloader.messages import (
     CheckpointPart,
     EpochStarted,
     FromWorker,
+    Leave,
+    Left,
     ResumeStream,
-    SampleHung,
     Spilled,
     StartEpoch,
     StreamEnded,
@@ -30,6 +31,7 @@ from shmloader.messages import (
     ToWorker,
     pack,
     unpack,
+    unpack_seq,
 )
 
 FLAT = FlatLayout(2, ("x", 1), (Field(0, torch.float32, (2, 3)), Field(64, torch.float32, (2, 3))))
@@ -57,7 +59,9 @@ MESSAGES = [
     EpochStarted(4, b"the rest of a state"),
     BeginningPart(b"a piece of one"),
     ResumeStream(b"place"),
-    SampleHung(3, "Worker 0 (pid 7) was killed in it."),
+    Leave(),
+    Left(),
+    Task(1, 0, 2, b"indices and what has hung", has_hung=True),
     CheckpointPart(b"a piece of a checkpoint"),
     BatchDone(1, 2, 3, None, 640, fingerprint=0xFFFFFFFF),
     BatchFailed(1, 2, 3, b"error", snapshot=Spilled(64, 20_000)),
@@ -82,10 +86,15 @@ def test_every_kind_is_tried():
 
 def test_a_message_is_sent_as_a_plain_tuple_with_the_number_of_its_kind_first():
     number, *fields = pickle.loads(pack(Task(1, 2, 3, [4], 5, 6)))
-    assert fields == [1, 2, 3, [4], 5, 6]
+    assert fields == [1, 2, 3, [4], 5, 6, False]
     assert type(number) is int
     assert number != pickle.loads(pack(StartEpoch(1)))[0]
     assert type(pickle.loads(pack(StartEpoch(1)))[0]) is int
+
+
+@pytest.mark.parametrize("task", [Task(9, 0, 2, b"short"), Task(9, 0, 2, Spilled(0, 10**6))])
+def test_the_number_of_a_task_is_read_from_its_message(task):
+    assert unpack_seq(pack(task)) == 9
 
 
 def test_usual_messages_are_small():

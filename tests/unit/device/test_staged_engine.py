@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from shmloader.device.stage import PassThroughStage
+from shmloader.device.stage import Stage
 from shmloader.device.staged_engine import StagedEngine
 from shmloader.engine.engine import Engine
 from tests.pools.scripted import ScriptedPool, call_of, next_of
 from tests.process.support import Bad
+
+
+class Unchanged(Stage):
+    ahead, name, kind = 1, "unchanged", "pin"
+
+    def run(self, batch: Any) -> Any:
+        return batch
 
 
 def failing() -> Iterator[object]:
@@ -23,7 +30,7 @@ def failing() -> Iterator[object]:
 def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_left() -> None:
     pool: Any = ScriptedPool(2, lambda pool: pool.answer_all())
     engine = Engine(pool, worker_count=2, window=4, lend_limit=1, in_order=True, timeout_s=0)
-    staged = StagedEngine(engine, PassThroughStage(), window=4, timeout_s=20)
+    staged = StagedEngine(engine, Unchanged(), window=4, timeout_s=20)
     with contextlib.closing(staged):
         staged.start(iter(range(9)))
         assert next_of(staged) == 0

@@ -1,6 +1,5 @@
 """What the engine makes of events, without process, thread or clock (``ScriptedPool``)."""
 
-import errno
 import time
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from shmloader.batch.failures import SampleReport
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
-from shmloader.engine.inbox import Inbox
 from shmloader.errors import (
     SharedMemoryError,
 )
@@ -41,27 +39,6 @@ def all_of(engine: Engine) -> list[int]:
 
 
 # Order -------------------------------------------------------------------------------------
-
-
-class AnswersWhenAsked(ScriptedPool):
-    """Each worker answers when the engine looks for its answer."""
-
-    def poll(self, worker_id, events):
-        assert worker_id is not None
-        if not self.sent[worker_id]:
-            return False
-        self.answer(worker_id)
-        return self.wait(0, events)
-
-
-def test_with_dynamic_dispatch_an_answer_that_was_looked_for_makes_room_for_what_waits():
-    pool = AnswersWhenAsked(2, nothing)
-    engine = Engine(
-        pool, worker_count=2, window=3, lend_limit=1, in_order=True, timeout_s=0, is_dynamic=True
-    )
-    engine.start(iter(range(3)))
-    assert pool.sent == {0: {0: 0}, 1: {1: 1}}
-    assert all_of(engine) == [0, 1, 2]
 
 
 # Bad samples -------------------------------------------------------------------------------
@@ -129,39 +106,6 @@ def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
             next_of(engine)
     pool.answer(0)
     assert next_of(engine) == 3
-
-
-# How many workers --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "no descriptors are left"), RuntimeError("torch's is locked")]
-)
-def test_a_worker_that_cannot_be_started_is_not_tried_again_before_one_is_wanted(error, caplog):
-    engine, pool = engine_of(is_dynamic=True, present=1, window=4)
-    numbers = iter(range(100))
-    # As the user's thread draws.
-    inbox = Inbox(lambda _: inbox.put(next(numbers), engine.wake))
-    engine.attach(inbox, lambda: None, lambda function: function())
-    start = pool.start
-
-    def refuse(worker_id: int) -> None:
-        pool.log.append(("refuse", worker_id))
-        raise error
-
-    pool.start = refuse
-    engine.want_workers(2)
-    for number in range(5):
-        inbox.ask(False)
-        assert next_of(engine) == number
-    assert pool.log == [("refuse", 1)]
-    assert [one.getMessage() for one in caplog.records] == [f"num_workers stays at 1: {error}"]
-    pool.start = start
-    engine.want_workers(2)
-    inbox.ask(False)
-    assert next_of(engine) == 5
-    assert pool.log == [("refuse", 1), ("start", 1)]
-    assert engine.present_workers == 2
 
 
 # Timeouts ----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Threads:
 )
 def test_a_worker_that_was_ended_is_replaced_before_the_engine_waits(left_s, ended, wait_s):
     pool = Threads(*left_s)
-    scheduler = Scheduler(2, 2, 0, in_order=True, has_queue=True)
+    scheduler = Scheduler(2, 2, 0, in_order=True, has_queue=True, has_slots=False)
     for seq in range(2):
         assert scheduler.offer([seq]).seq == seq
     assert HangWatch(pool, scheduler, TIMEOUT_S).look() == wait_s
@@ -70,7 +70,7 @@ def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
     pool = Threads(-1.0)
     looks = iter([pool.was_at(0), again])
     pool.was_at = lambda worker_id: next(looks)
-    scheduler = Scheduler(1, 2, 0, in_order=True, has_queue=True)
+    scheduler = Scheduler(1, 2, 0, in_order=True, has_queue=True, has_slots=False)
     for seq in range(2):
         scheduler.offer([seq])
     assert HangWatch(pool, scheduler, TIMEOUT_S).look() == TIMEOUT_S

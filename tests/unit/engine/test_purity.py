@@ -38,7 +38,6 @@ def path_of(module: str) -> Path:
         "shmloader.engine.slots",
         "shmloader.engine.workers",
         "shmloader.engine.dataset_progress",
-        "shmloader.engine.routing",
         "shmloader.pools.adapting",
         "shmloader.messages",
     ],

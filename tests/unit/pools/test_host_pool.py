@@ -18,7 +18,7 @@ AUTO = ServiceStart(8, 2, 0, "Samples of 45 samples")
     ("worker_count", "wanted", "start"), [(4, None, OURS), (8, 2, AUTO), (8, 5, AUTO), (6, 2, AUTO)]
 )
 def test_ranks_that_want_the_same_share_a_pool(worker_count, wanted, start) -> None:
-    _check(Welcome(1, worker_count, wanted, start.dataset, 0), start)
+    _check(Welcome(1, worker_count, wanted, start.dataset), start)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_ranks_that_want_something_else_are_refused(
     worker_count, wanted, dataset, start, text
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        _check(Welcome(1, worker_count, wanted, dataset, 0), start)
+        _check(Welcome(1, worker_count, wanted, dataset), start)
 
 
 class Met(HostPool):

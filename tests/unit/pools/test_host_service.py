@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 from shmloader.pools.adapting import Adapter
-from shmloader.pools.host_loads import Loads
-from shmloader.pools.host_messages import Left, Lost, unpack
+from shmloader.pools.host_messages import Lost, unpack
 from shmloader.pools.host_service import _HostService, _Rank
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -51,7 +49,7 @@ def service_of(adapter: Adapter | None, *attached: set[int]) -> tuple[Any, list[
     service: Any = object.__new__(_HostService)
     connections: list[Any] = [Connection(fd) for fd in range(len(attached))]
     ranks = [
-        _Rank(connection, 100 + row, row, dict.fromkeys(numbers, 5))
+        _Rank(connection, 100 + row, dict.fromkeys(numbers, 5))
         for row, (connection, numbers) in enumerate(zip(connections, attached, strict=True))
     ]
     service._adapter, service._ranks = adapter, dict(enumerate(ranks))
@@ -93,20 +91,3 @@ def test_a_rank_is_told_once_of_a_death_and_is_attached_no_more() -> None:
     assert [one.told for one in told] == [[lost], [lost], []]
     assert [set(rank.attached) for rank in ranks] == [{0}, set(), {0}]
     assert set(service._workers) == {0, 2, 3}
-
-
-def test_the_tasks_of_a_rank_that_is_gone_count_no_more() -> None:
-    service, ranks = service_of(None, {0, 1}, {0, 1})
-    loads = service._loads = Loads(4)
-    os.close(loads.fd)
-    for rank in ranks:
-        assert loads.take_row(set(range(rank.row))) == rank.row
-        for worker_id in (0, 1, 1):
-            loads.note_sent(rank.row, worker_id)
-    connection: Any = ranks[1].connection
-    assert loads.of_others(0) == [1, 2, 0, 0]
-    service._drop(ranks[1])
-    assert loads.of_others(0) == [0, 0, 0, 0]
-    assert loads.of_others(1) == [1, 2, 0, 0]
-    assert connection.told == [Left(is_last=False)]
-    assert set(service._ranks) == {0}

@@ -11,7 +11,6 @@ from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.memory.arena import Arena
-from shmloader.pools.host_loads import Loads
 from shmloader.pools.host_messages import Attach, Lost, Welcome, pack, unpack
 from shmloader.pools.host_workers import HostWorkers
 from shmloader.pools.status_page import Line, Phase
@@ -23,26 +22,16 @@ PLAN = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
 @contextlib.contextmanager
 def attached(count: int) -> Iterator[tuple[HostWorkers, socket.socket]]:
     """Workers that do nothing, and their owner's end of the connection."""
-    with owned(count) as (workers, owner, _):
-        yield workers, owner
-
-
-@contextlib.contextmanager
-def owned(count: int) -> Iterator[tuple[HostWorkers, socket.socket, Loads]]:
-    """The same, and the table of loads."""
     ours, owner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    loads = Loads(count)
     with owner:
-        welcome = Welcome(os.getpid(), count, None, "samples", loads.take_row(set()))
-        socket.send_fds(owner, [pack(welcome)], [loads.fd])
-        os.close(loads.fd)
+        owner.send(pack(Welcome(os.getpid(), count, None, "samples")))
         pool: Any = SimpleNamespace(
             worker_count=count, owner_pid=os.getpid(), connect=lambda: ours, close=lambda: None
         )
         arena = Arena.create(4096, 1)
         workers = HostWorkers(pool, (list, "raise"), TaskConfig(PLAN, arena), count)
         try:
-            yield workers, owner, loads
+            yield workers, owner
         finally:
             workers.close()
             arena.close()
@@ -71,16 +60,6 @@ def test_what_a_dead_worker_was_at_is_not_what_its_successor_is_at() -> None:
         owner.send(pack(Lost(0, 2, 8, -9, 0, was_loading=True)))
         assert workers.wait(0) == [(0, None)]
         assert workers.death(0).was_elsewhere, "it was loading another rank's batch"
-
-
-def test_what_a_dead_worker_had_counts_no_more() -> None:
-    with owned(2) as (workers, owner, loads):
-        for seq, worker_id in enumerate((0, 0, 1)):
-            workers.note_task(worker_id, 0, seq)
-        assert loads.of_others(-1) == [2, 1]
-        owner.send(pack(Lost(0, 1, 7, -9, 0, was_loading=True)))
-        assert workers.wait(0) == [(0, None)]
-        assert loads.of_others(-1) == [0, 1]
 
 
 def test_a_forked_child_keeps_no_connection() -> None:

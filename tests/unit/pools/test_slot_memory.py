@@ -184,8 +184,7 @@ class Unpickled(NamedTuple):
 class Channels:
     """Notes what is sent."""
 
-    readings = None
-    notes_tasks = False
+    readings = queue = None
 
     def __init__(self):
         self.sent = []

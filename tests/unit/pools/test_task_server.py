@@ -15,6 +15,7 @@ from shmloader.messages import (
     BatchFailed,
     Spilled,
     Task,
+    pack,
     unpack,
 )
 from shmloader.pools.task_server import TaskConfig, TaskServer
@@ -40,6 +41,9 @@ class Fetcher:
 
 class Page:
     """The worker's line of a status page that is read by nothing."""
+
+    def __init__(self):
+        self.held = [0]
 
     def note_sample(self, number, deadline_ns):
         raise AssertionError("there is no sample_timeout")
@@ -79,7 +83,7 @@ class Bench:
             self.seq += 1
             self.fetcher.results.append(result)
             sent = indices if type(indices) is Spilled else pickle.dumps(indices)
-            self.worker.take(Task(self.seq, 1, 0, sent))
+            self.worker.take(pack(Task(self.seq, 1, 0, sent)))
             answer = unpack(self.channel.sent.pop())
             assert (answer.seq, answer.epoch) == (self.seq, 1)
         self.arena.reach(self.slot, max(1, self.slot.touched_bytes))  # as the main process does

@@ -14,7 +14,7 @@ class Channels(WorkerChannels[WorkerChannel]):
     """One worker, of which there is only the socket."""
 
     def __init__(self, channel: socket.socket) -> None:
-        super().__init__()
+        super().__init__(None)
         self.worker = WorkerChannel(channel)
         self._workers.append(self.worker)
         self._by_fd[channel.fileno()] = 0

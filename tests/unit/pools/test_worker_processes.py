@@ -17,6 +17,7 @@ def test_a_forked_child_closes_its_copies_once() -> None:
     ours, theirs = os.pipe()
     workers = object.__new__(WorkerProcesses)
     workers._is_closed = False
+    workers.queue = None
     channel = SimpleNamespace(close=lambda: closed.append("channel"))
     worker: Any = SimpleNamespace(channel=channel, pidfd=ours)
     workers._workers = [worker]
