@@ -172,8 +172,6 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``failures``              Bad samples: counted, listed, limited.
 ``dataset_checkpoints``   Checkpoints of the workers' datasets at the last delivered batch.
 ``dataset_progress``      Checkpoints of the workers' datasets at their last answers (pure).
-``state_cost``            Warns if states of the dataset cost much.
-``stream_here``           The checkpoint of a dataset in the main process (``num_workers=0``).
 ``lateness``              Asks late workers what they are doing, for a timeout's error.
 ``hang_watch``            Ends workers that hang in a sample (``sample_timeout``).
 ``wording``               Texts of errors and log messages.

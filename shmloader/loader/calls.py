@@ -13,24 +13,32 @@ Guarantees:
 """
 
 import abc
+import contextlib
 import functools
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shmloader.batch.seeds import base_seed
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Instead
-from shmloader.engine.stream_here import DatasetHere, StreamHere
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.loader.config import LoaderConfig, LoaderParts
+from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.threads.uninterruptible import uninterruptible
-from shmloader.tracebacks import user_part
+from shmloader.tracebacks import user_part, warn_user
+
+if TYPE_CHECKING:  # which imports this module's users
+    from shmloader.loader.local_dataset import LocalCheckpoint
 
 #: Raised by an iterator that was made before a state was loaded.
 REPLACED = (
@@ -69,7 +77,7 @@ class CountingIterator(_BaseDataLoaderIter):
     _order: SeededOrder | SamplerOrder
     _progress: Progress
     # Checkpoints of the datasets after the last delivered batch; None if none are kept.
-    _checkpoints: DatasetCheckpoints | StreamHere | DatasetHere | None
+    _checkpoints: "DatasetCheckpoints | LocalCheckpoint | None"
     # The thread that is inside next(), or that was when an exception left next() unfinished.
     _caller = 0
 
@@ -196,3 +204,64 @@ def _closed_meanwhile(error: BaseException) -> BaseException:
     closed = ClosedLoaderError(CLOSED_MEANWHILE)
     closed.__cause__ = error
     return closed
+
+
+# What the constructors of iterators use --------------------------------------------------------
+
+
+def begin_by_torch(iterator: Any, loader: Any, plan: EpochPlan) -> None:
+    """Initialize an iterator by torch's base class, which reads the loader and draws a seed.
+
+    The seed of a resumed epoch was drawn when the epoch first began. So torch's global generator is
+    set back afterwards: a user may have restored its state, and that must not change.
+    """
+    iterator._order = plan.newest
+    before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
+    _BaseDataLoaderIter.__init__(iterator, loader.as_torch_sees_it)
+    if before is not None:
+        torch.set_rng_state(before)
+
+
+def seed_of_workers(config: LoaderConfig, plan: EpochPlan, drawn: float) -> float:
+    """Return the base seed of an iterator's workers: from ``seed=``, or else torch's ``drawn``."""
+    if config.fetch.seed is None:
+        return drawn
+    assert plan.epoch is not None
+    return base_seed(config.fetch.seed, plan.epoch)
+
+
+def warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
+    """Warn once of the memory that a dataset of very many Python objects takes in workers."""
+    if parts.has_counted_objects:
+        return
+    parts.has_counted_objects = True
+    from shmloader.shared.counting import describe_many, estimate_objects  # noqa: PLC0415
+
+    text = None
+    with contextlib.suppress(Exception):  # for example if another thread changes the objects
+        text = describe_many(estimate_objects(config.dataset), config.num_workers)
+    if text is not None:
+        warn_user(text)
+
+
+def no_transform(batch: object) -> object:
+    """Return the batch unchanged."""
+    return batch
+
+
+def cpu_transform(config: LoaderConfig) -> Callable[[Any], Any]:
+    """Return the function that transforms a batch on the CPU, on the user's thread.
+
+    A StopIteration of the user's transform must not silently end the epoch.
+    """
+    transform, has_steps = config.device_transform, config.has_steps
+    if transform is None:
+        return no_transform
+
+    def transformed(batch: Any) -> Any:
+        try:
+            return [transform(each) for each in batch] if has_steps else transform(batch)
+        except StopIteration as error:
+            raise RuntimeError("the device_transform raised StopIteration") from error
+
+    return transformed

@@ -21,8 +21,13 @@ from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import describe_interruption, is_interruption
-from shmloader.loader.calls import REPLACED, CountingIterator
-from shmloader.loader.common import begin_by_torch, no_transform, transform_here
+from shmloader.loader.calls import (
+    REPLACED,
+    CountingIterator,
+    begin_by_torch,
+    cpu_transform,
+    no_transform,
+)
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
@@ -118,7 +123,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         """Return what pins, moves and transforms a batch, and the stage whose time that is."""
         # No transform may refer to the iterator: in a reference cycle, only the garbage collector
         # could free the iterator.
-        transform = transform_here(config)
+        transform = cpu_transform(config)
         if config.has_device or config.has_steps:
             return "device", _after(functools.partial(_move, config), transform)
         if self._pin_memory:
@@ -238,10 +243,8 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
 
     def _note_done(self, *, has_failed: bool = False) -> None:
         self._progress.done_until(self._seq)
-        state = self._dataset_state
-        if state is not None:
-            fingerprint, is_short = state.last
-            state.checkpoint.note_batch(fingerprint, has_failed=has_failed, is_short=is_short)
+        if self._dataset_state is not None:
+            self._dataset_state.add_batch(has_failed=has_failed)
 
     # Ends ------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shmloader.engine.engine import Engine
 from shmloader.interruptions import is_interruption
-from shmloader.loader.common import warn_of_many_objects
+from shmloader.loader.calls import warn_of_many_objects
 from shmloader.loader.iterator import EngineIterator
 from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes

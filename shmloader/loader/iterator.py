@@ -21,12 +21,13 @@ from shmloader.engine.delivery import Delivery, Instead, unwrapped
 from shmloader.engine.engine import Engine
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
-from shmloader.loader.calls import REPLACED, CountingIterator
-from shmloader.loader.common import (
+from shmloader.loader.calls import (
+    REPLACED,
+    CountingIterator,
     begin_by_torch,
+    cpu_transform,
     no_transform,
     seed_of_workers,
-    transform_here,
 )
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.pools import Pool
@@ -148,7 +149,7 @@ class EngineIterator(CountingIterator):
             )
         stage, locker = _device_stage(config, self._parts.open_destination(config))
         # Without a device, or with "cpu", the device_transform runs on this thread.
-        self._transform = transform_here(config) if stage is None else no_transform
+        self._transform = cpu_transform(config) if stage is None else no_transform
         if stage is None and self._pin_memory:
             kind = self._pin_memory_device
             stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
@@ -282,7 +283,7 @@ class EngineIterator(CountingIterator):
         for note in delivery.notes:
             if isinstance(note.snapshot, bytes | memoryview):
                 cost, batch_ns = self._parts.state_cost, busy_ns - note.state_ns
-                cost.note(len(note.snapshot), note.state_ns, batch_ns, stacklevel=4)
+                cost.add(len(note.snapshot), note.state_ns, batch_ns)
         if self._adapter is not None:
             self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
 

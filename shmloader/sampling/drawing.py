@@ -4,7 +4,6 @@ A sampler is drawn from its beginning, and the batches before the position are d
 delivered before.
 """
 
-import collections
 import itertools
 import json
 import zlib
@@ -120,14 +119,14 @@ class LastDrawn:
     def __init__(self, progress: Progress, before: int | None) -> None:
         self._progress, self._begun_at, self._before = progress, progress.position, before
         # The items from the last one before the position on, with their numbers.
-        self._items: collections.deque[tuple[int, Any]] = collections.deque()
+        self._items: list[tuple[int, Any]] = []
 
     def add(self, number: int, item: Any) -> None:
         """Add an item that was drawn."""
         items, last = self._items, self._progress.position - 1
         items.append((number, item))
         while items[0][0] < last:
-            items.popleft()
+            del items[0]
 
     def checksum(self) -> int | None:
         """Return the checksum; None if it is not known."""
