@@ -228,8 +228,8 @@ class LoopExecutor(BackgroundThread):
         """Have the loop call a function, unless the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            if not self._loop.is_closed():
+        except RuntimeError as error:  # a signal handler may raise one, too
+            if str(error) != "Event loop is closed":
                 raise
 
     def work(self) -> None:
