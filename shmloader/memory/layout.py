@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.arena import Slot
+from shmloader.memory.arena import Slot, align
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -84,37 +84,49 @@ def hold(storage: Any, memory: object) -> None:
     storage._shmloader_memory = memory
 
 
-class _Part(NamedTuple):
-    """A field, with what the reader needs to build it.
+class _Run(NamedTuple):
+    """Small fields of one kind that lie one after the other, or a single field.
 
     Attributes:
-        offset: Its start in the slot.
-        is_large: Whether it is large enough to be lent.
-        shape: Its shape as an array.
-        dtype: Its dtype as an array: bytes if NumPy does not have the dtype.
-        exact: Its dtype, shape and strides in torch, if the array does not have them; else None.
+        offset: Start of the first field in the slot.
+        is_large: Whether it is a field that is large enough to be lent.
+        field_count: Number of fields.
+        step: Distance of two fields, in bytes.
+        array: An array like a field: of bytes if NumPy does not have the dtype.
+        exact: Dtype, shape and strides of a field in torch, if those of an array differ; else None.
     """
 
     offset: int
     is_large: bool
-    shape: tuple[int, ...]
-    dtype: "np.dtype[Any]"
+    field_count: int
+    step: int
+    array: "np.ndarray[Any, Any]"
     exact: tuple[Any, ...] | None
 
 
-def _make_part(field: Field) -> _Part:
-    offset, dtype, shape = field
-    nbytes = math.prod(shape) * dtype.itemsize
-    is_large = nbytes > COPY_OUT_BYTES
-    try:
-        numpy_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except TypeError:  # such as bfloat16
-        numpy_dtype = None
-    # NumPy's strides differ from torch's where there are no elements.
-    if numpy_dtype is not None and nbytes:
-        return _Part(offset, is_large, shape, numpy_dtype, None)
-    exact = dtype, shape, torch.empty(shape, device="meta").stride()
-    return _Part(offset, is_large, (nbytes,), np.dtype(np.uint8), exact)
+def _runs_of(fields: list[Field]) -> list[_Run]:
+    """Return how fields are read. One copy for many of them takes less time than each alone."""
+    runs: list[_Run] = []
+    last: Any = (None,)
+    for field in fields:
+        offset, dtype, shape = field
+        nbytes = math.prod(shape) * dtype.itemsize
+        is_large = nbytes > COPY_OUT_BYTES
+        if last[1:] == field[1:] and not is_large:
+            run = runs[-1]
+            if offset == run.offset + run.field_count * run.step:
+                runs[-1] = run._replace(field_count=run.field_count + 1)
+                continue
+        last, exact = field, None
+        try:
+            array = torch.empty(shape, dtype=dtype, device="cpu").numpy()
+        except TypeError:  # such as bfloat16
+            array = np.empty(nbytes, np.uint8)
+        # NumPy's strides differ from torch's where there are no elements.
+        if array.shape != shape or not nbytes:
+            exact = dtype, shape, torch.empty(shape, device="meta").stride()
+        runs.append(_Run(offset, is_large, 1, align(nbytes), array, exact))
+    return runs
 
 
 class FlatReader:
@@ -127,9 +139,15 @@ class FlatReader:
 
     def __init__(self, layout: FlatLayouts) -> None:
         self.layout = layout
-        self._shards = (layout,) if isinstance(layout, FlatLayout) else layout
-        self._parts = [_make_part(field) for shard in self._shards for field in shard.fields]
-        self.lends = any(part.is_large for part in self._parts)
+        shards = (layout,) if isinstance(layout, FlatLayout) else layout
+        runs = _runs_of([field for shard in shards for field in shard.fields])
+        self.lends = any(run.is_large for run in runs)
+        # What makes an array over the fields of each run: shape, dtype, offset and strides.
+        self._runs: list[tuple[bool, bool, tuple[Any, ...], tuple[Any, ...] | None]] = []
+        for offset, is_large, count, step, array, exact in runs:
+            many = (count, *array.shape), array.dtype, offset, (step, *array.strides)
+            where = many if count > 1 else (array.shape, array.dtype, offset, array.strides)
+            self._runs.append((is_large, count > 1, where, exact))
 
     def read(self, slot: Slot, lease: Any) -> object:
         """Build the batch.
@@ -139,20 +157,26 @@ class FlatReader:
             lease: Large fields become views of it; None copies them out as well.
         """
         fields, memory = [], slot.memory
-        for offset, is_large, shape, dtype, exact in self._parts:
+        for is_large, is_many, (shape, dtype, offset, strides), exact in self._runs:
             # NumPy makes and copies arrays in a third of the time that torch takes for tensors, on
             # one thread: torch's threads would spin on cores that the workers need. For large
             # arrays it asks the kernel for huge pages.
             if is_large and lease is not None:
                 array = np.ndarray(shape, dtype, lease, offset)
+            elif is_many:
+                nbytes = shape[0] * strides[0]
+                block = np.ndarray(nbytes, np.uint8, memory, offset).copy()
+                array = np.ndarray(shape, dtype, block, 0, strides)
             else:
                 array = np.ndarray(shape, dtype, memory, offset).copy()
-            tensor = torch.from_numpy(array)
-            storage: Any = tensor.untyped_storage()
-            storage._shmloader_memory = array  # see hold()
-            if exact is not None:
-                tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
-            fields.append(tensor)
+            for one in array if is_many else (array,):
+                tensor = torch.from_numpy(one)
+                storage: Any = tensor.untyped_storage()
+                storage._shmloader_memory = one  # see hold()
+                if exact is not None:
+                    tensor = torch.empty(0, dtype=exact[0], device="cpu")
+                    tensor.set_(storage, 0, *exact[1:])
+                fields.append(tensor)
         layout = self.layout
         if isinstance(layout, FlatLayout):
             return fields if layout.container == LIST else contain(layout, fields)

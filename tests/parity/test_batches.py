@@ -269,7 +269,7 @@ def test_ragged_samples_are_a_runtime_error(case: str) -> None:
     ours = run_ours(lambda: make(0), drive)
     assert [failure.kind for failure in ours] == [RuntimeError] * 2
     for mine, torchs in zip(ours, theirs, strict=True):
-        assert mine.text.startswith(f"{torchs.text}\nThe samples of this batch have different ")
+        assert mine.text == torchs.text
     in_worker = run_ours(lambda: make(1), drive)
     assert len(in_worker) == 2
     for number, failure in enumerate(in_worker):
