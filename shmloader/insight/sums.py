@@ -16,6 +16,7 @@ batch, if they are not among the times. The times and what else is known are
 
 import collections
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -33,6 +34,12 @@ _WAITS_KEPT = 512
 # Each power of two of a histogram is divided into this many equal parts.
 _PARTS_LOG2 = 3
 _PARTS = 1 << _PARTS_LOG2
+
+# The times of a batch of an engine that are summed up, in this order, and those of its worker.
+_STAGES = (
+    "slot", "queue", "fetch", "collate", "encode", "transport", "reorder", "ready", "build",
+)  # fmt: skip
+_OF_WORKER = ("batches", "busy", "fetch", "collate", "idle_awaited")
 
 
 class Histogram(collections.Counter[int]):
@@ -113,12 +120,17 @@ class Sums:
         self._turn_ns = 0
         # For each worker, when its first batch began, and its last one ended.
         self._spans: dict[int, tuple[int, int]] = {}
+        # The sums for which an entry of a counter would take too long for each batch: the times of
+        # _STAGES, and those of _OF_WORKER by worker.
+        self._stages = [0] * len(_STAGES)
+        self._workers: dict[int, list[int]] = {}
         # From when until when the consumer waited for batches that were not loaded yet.
         self._awaited: collections.deque[tuple[int, int]] = collections.deque(maxlen=_WAITS_KEPT)
 
     def add(self, calls: Iterable[Call]) -> None:
         """Add calls of the same epoch, in their order."""
         totals, added = self.totals, self.totals.added
+        most_ns = 0
         for asked_ns, taken_ns, draw_ns, times, about, nbytes in calls:
             wait_ns = taken_ns - asked_ns
             self.last_ns = taken_ns
@@ -131,7 +143,7 @@ class Sums:
                 continue
             added["next"] += wait_ns
             totals.waits.note(wait_ns)
-            totals.set_most(next=wait_ns)
+            most_ns = max(most_ns, wait_ns)
             if self._is_starting:
                 added["startup"] += wait_ns
                 self._is_starting = False
@@ -145,16 +157,26 @@ class Sums:
                 added["wait", "other" if is_batch else about] += wait_ns
                 if is_batch:
                     self._count(about, nbytes)
+        totals.set_most(next=most_ns)
 
     def clear(self) -> None:
         """Set all sums to zero, in the middle of the epoch."""
         self.totals = Totals()
+        self._stages = [0] * len(_STAGES)
+        self._workers.clear()
         self._spans = {worker_id: (last, last) for worker_id, (_, last) in self._spans.items()}
 
     def finish(self, first_ns: int) -> Totals:
         """Return the totals of the time since ``first_ns``. No call may be added after that."""
         added = self.totals.added
         added["elapsed"] = max(0, self.last_ns - first_ns)
+        if any(self._stages):
+            added.update(
+                {("stage", name): ns for name, ns in zip(_STAGES, self._stages, strict=True)}
+            )
+        for worker_id, sums in self._workers.items():
+            of_worker = zip(_OF_WORKER, sums, strict=True)
+            added.update({(worker_id, name): value for name, value in of_worker})
         for worker_id, (began_ns, ended_ns) in self._spans.items():
             busy_ns = added[worker_id, "busy"]
             added[worker_id, "span"] = max(0, self.last_ns - began_ns)
@@ -163,7 +185,10 @@ class Sums:
         return self.totals
 
     def _count(self, sample_count: int, nbytes: int) -> None:
-        self.totals.added.update(batches=1, samples=sample_count, nbytes=nbytes)
+        added = self.totals.added
+        added["batches"] += 1
+        added["samples"] += sample_count
+        added["nbytes"] += nbytes
 
     def _add_local(self, draw_ns: int, work: tuple[int, int, int, int, int], stage: str) -> None:
         """Add a batch that the consumer's thread loaded."""
@@ -192,54 +217,47 @@ class Sums:
         here_ns = end_ns + seen_ns - max(looked_ns, end_ns)
         turn_ns = max(here_ns, self._turn_ns) if self._in_order else here_ns
         self._turn_ns = turn_ns
-        kind, stage_began_ns, stage_ended_ns = stage or ("build", taken_ns, taken_ns)
+        stage_name, stage_began_ns, stage_ended_ns = stage or ("", taken_ns, taken_ns)
         ready_ns = max(0, handed_ns - turn_ns)
+        added = self.totals.added
         if stage is not None:
             ready_ns += max(0, asked_ns - stage_ended_ns)
-        added = self.totals.added
-        for name, spent_ns in (
-            ("slot", sent_ns - offered_ns),
-            ("queue", max(0, began_ns - sent_ns)),
-            ("fetch", fetch_ns),
-            ("collate", collate_ns),
-            ("encode", encode_ns),
-            ("transport", here_ns - end_ns),
-            ("reorder", turn_ns - here_ns),
-            ("ready", ready_ns),
-            ("build", stage_began_ns - handed_ns),
-            (kind, stage_ended_ns - stage_began_ns),
-        ):
-            added["stage", name] += spent_ns
+            added["stage", stage_name] += stage_ended_ns - stage_began_ns
+        spent = (
+            sent_ns - offered_ns, max(0, began_ns - sent_ns), fetch_ns, collate_ns, encode_ns,
+            here_ns - end_ns, turn_ns - here_ns, ready_ns, stage_began_ns - handed_ns,
+        )  # fmt: skip
+        self._stages = list(map(operator.add, self._stages, spent))
         self._count(sample_count, nbytes)
         self.totals.loads.note(busy_ns)
         is_first = worker_id not in self._spans
         first_ns, last_ns = self._spans.get(worker_id, (began_ns, began_ns))
         if end_ns > asked_ns:
             self._awaited.append((max(asked_ns, began_ns) if is_first else asked_ns, end_ns))
-        # The places where the batch was, one after the other, and when it left each of them.
         at_ns = asked_ns
-        for place, until_ns in (
-            ("send", 0 if is_first else sent_ns),
-            ("start" if is_first else "queue", began_ns),
-            ("fetch", began_ns + fetch_ns),
-            ("collate", end_ns - encode_ns),
-            ("encode", end_ns),
-            ("transport", handed_ns),
-            ("build", stage_began_ns if stage else 0),
-            (kind, stage_ended_ns if stage else 0),
-        ):
-            if until_ns > at_ns:
-                if place != "build":  # what is left of a wait counts as this
-                    added["wait", place] += until_ns - at_ns
-                at_ns = until_ns
+        if handed_ns > asked_ns or stage is not None:
+            # The places where the batch was, one after the other, and when it left each of them.
+            # What is left of a wait counts as "build".
+            for place, until_ns in (
+                ("send", 0 if is_first else sent_ns),
+                ("start" if is_first else "queue", began_ns),
+                ("fetch", began_ns + fetch_ns),
+                ("collate", end_ns - encode_ns),
+                ("encode", end_ns),
+                ("transport", handed_ns),
+                ("build", stage_began_ns if stage else 0),
+                (stage_name, stage_ended_ns if stage else 0),
+            ):
+                if until_ns > at_ns:
+                    if place != "build":
+                        added["wait", place] += until_ns - at_ns
+                    at_ns = until_ns
         # In what is left it was built, or another batch was drawn.
         added["wait", "draw"] += min(draw_ns, taken_ns - at_ns)
         self._spans[worker_id] = first_ns, end_ns
-        added[worker_id, "batches"] += 1
-        added[worker_id, "busy"] += busy_ns
-        added[worker_id, "fetch"] += fetch_ns
-        added[worker_id, "collate"] += collate_ns
-        added[worker_id, "idle_awaited"] += self._awaited_ns(last_ns, began_ns)
+        of_worker = self._workers.setdefault(worker_id, [0] * len(_OF_WORKER))
+        awaited_ns = self._awaited_ns(last_ns, began_ns)
+        of_worker[:] = map(operator.add, of_worker, (1, busy_ns, fetch_ns, collate_ns, awaited_ns))
 
     def _awaited_ns(self, began_ns: int, ended_ns: int) -> int:
         """Return for how long of a span of time the consumer waited for a batch to be loaded."""
