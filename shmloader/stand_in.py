@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from shmloader.batch.failures import OnError
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import DEFAULTS, OPTIONS, SnapshotInterval
-from shmloader.sampling.epoch_counter import EpochCounter
+from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
 
 #: The attributes of a loader that torch's constructor sets and torch's iterators read.

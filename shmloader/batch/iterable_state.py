@@ -25,7 +25,7 @@ from shmloader.batch.payload import main_is_importable
 from shmloader.batch.sample_rng import SeededIterator
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
-from shmloader.sampling.own_state import has_own_state, has_state_methods, take_state
+from shmloader.sampling.own_state import ask_state, has_own_state, has_state_methods
 from shmloader.sampling.rng import set_global_rng_state
 
 _T = TypeVar("_T")
@@ -92,7 +92,7 @@ def _saved(
     position: int = 0,
 ) -> _T | Unsaved:
     remedy = "Correct its state_dict(), or set snapshot_every_n_steps=0 to leave this state out"
-    return take_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
+    return ask_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
 
 
 def load_dataset(dataset: Any, saved: Saved | None) -> None:

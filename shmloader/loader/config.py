@@ -295,7 +295,7 @@ class LoaderParts:
         alive = (reference() for reference in self._iterators)
         return [iterator for iterator in alive if iterator is not None]
 
-    def take_resumed(self) -> DatasetCheckpoints | None:
+    def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""
         resumed = self.resumed_checkpoints
         self.checkpoints = self.resumed_checkpoints = None

@@ -481,7 +481,7 @@ class DataLoader(MeasuredLoader[_T_co]):
                         self._begin_epoch(plan, draws_seed=draws_seed)
                         iterator = make()
             except BaseException:
-                plan.take_back(resumed)
+                plan.undo_begin(resumed)
                 raise
             plan.counter.iterator = weakref.ref(iterator)
             return iterator
@@ -508,14 +508,10 @@ class DataLoader(MeasuredLoader[_T_co]):
 
     def _iterator_class(self) -> Any:
         """Return the class of iterators over batches that workers make."""
-        if self.thread_pool:
-            from shmloader.loader.threaded import ThreadIterator  # noqa: PLC0415 - see the caller
+        if self.thread_pool or self.executor is not None:
+            from shmloader.loader import other_workers as others  # noqa: PLC0415 - see the caller
 
-            return ThreadIterator
-        if self.executor is not None:
-            from shmloader.loader.in_executor import ExecutorIterator  # noqa: PLC0415 - as above
-
-            return ExecutorIterator
+            return others.ThreadIterator if self.thread_pool else others.ExecutorIterator
         check_may_have_workers(self.dataset)
         self.check_worker_number_rationality()
         from shmloader.loader.in_workers import WorkerIterator  # noqa: PLC0415 - as above

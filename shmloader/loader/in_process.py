@@ -169,7 +169,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
                 if self._is_loading and state is not None and state.is_replaying:
                     self._close_since("its dataset could not be resumed")
                 elif self._is_loading and self._watch is not None and not self._is_made:
-                    self._note_samples()
+                    self._count_failures()
                 raise Instead(error) from None
         if not self._is_exhausted:
             self._end_epoch()
@@ -183,7 +183,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
             batch = (self._dataset_state or self._maker).make(indices)
         self._is_made = True
         if self._watch is not None:
-            self._note_samples(indices if batch is EmptyBatchError else None)
+            self._count_failures(indices if batch is EmptyBatchError else None)
         return batch
 
     def replace(self) -> None:
@@ -191,7 +191,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         if not self._is_closed:
             self._close_since(REPLACED)
 
-    def _note_samples(self, left_out: object = None) -> None:
+    def _count_failures(self, left_out: object = None) -> None:
         """Note the samples of a batch that failed.
 
         Args:
@@ -231,7 +231,7 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         work, nbytes = self._timer.read(), bytes_of(batch)
         ended_ns = time.monotonic_ns()
         self._record.add(began_ns, ended_ns, self._draw_ns, work, self._step, nbytes)
-        self._note_done()
+        self._count_done()
 
     def _count_error(self, error: BaseException, began_ns: int) -> None:
         is_end = isinstance(error, StopIteration)
@@ -239,9 +239,9 @@ class InProcessIterator(CountingIterator, _SingleProcessDataLoaderIter):
         self._record.add(began_ns, time.monotonic_ns(), 0, None, place, 0)
         if self._is_loading and not (is_end or self._is_closed):
             self._record.failures += 1
-            self._note_done(has_failed=True)
+            self._count_done(has_failed=True)
 
-    def _note_done(self, *, has_failed: bool = False) -> None:
+    def _count_done(self, *, has_failed: bool = False) -> None:
         self._progress.done_until(self._seq)
         if self._dataset_state is not None:
             self._dataset_state.add_batch(has_failed=has_failed)

@@ -74,7 +74,7 @@ class EngineIterator(CountingIterator):
             parts: The objects that all iterators of the loader share.
         """
         begin_ns = time.monotonic_ns()
-        resumed = parts.take_resumed()
+        resumed = parts.pop_resumed()
         self._config, self._plan, self._parts = config, plan, parts
         begin_by_torch(self, loader, plan)
         self._base_seed = seed_of_workers(config, plan, self._base_seed)

@@ -238,7 +238,7 @@ class LocalDataset:
     _maker: BatchMaker
 
     def __init__(self, config: LoaderConfig, parts: LoaderParts) -> None:
-        resumed = parts.take_resumed()
+        resumed = parts.pop_resumed()
         checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
         saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
         # The states of global generators that the dataset's load_state_dict() has set: they are set

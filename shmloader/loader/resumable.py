@@ -37,10 +37,10 @@ from shmloader.memory.system_support import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling import dataset_epoch
-from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_checkpoint import counts_epochs

@@ -28,8 +28,8 @@ from shmloader.loader.options import (
 from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
-from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_checkpoint import chain

@@ -13,13 +13,13 @@ They are subclasses of torch's ``Sampler``, so torch's own loader takes them as 
 
 Samplers that draw at random have ``seed=`` and ``set_epoch()``. What they yield in an epoch depends
 only on the arguments and the epoch's number, not on the random number generators of the process
-(see the module ``epochs``).
+(see the module ``samplers``).
 
 Other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
 position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches. ``drawing``
 draws users' samplers from a position on. ``steps`` cuts an order into batches and finds the samples
 that are left over, ``rollover`` carries these into the next epoch. ``seeded_samplers`` shows a
-seeded order to frameworks that read a loader's samplers. ``epoch_counter`` numbers the epochs for
+seeded order to frameworks that read a loader's samplers. ``progress`` numbers the epochs for
 the loader and these samplers.
 """
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.sampling.checks import flag, non_negatives, whole_number
-from shmloader.sampling.epochs import EpochSampler, random_numbers
+from shmloader.sampling.samplers import EpochSampler, random_numbers
 
 
 class BucketBatchSampler(EpochSampler[list[Any]]):

@@ -41,7 +41,7 @@ def has_state_methods(thing: object) -> bool:
     return callable(save) and _takes(save, 0) and _takes(load, 1)
 
 
-def take_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy) -> _T | Unsaved:
+def ask_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy) -> _T | Unsaved:
     """Ask an object for its state.
 
     Args:

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from shmloader.sampling.epoch_counter import EpochCounter
-from shmloader.sampling.progress import Progress
+from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
 from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
 from shmloader.sampling.sampler_order import EpochDraw, SamplerOrder
@@ -171,7 +170,7 @@ class EpochPlan:
             finally:
                 self.is_elsewhere = False
 
-    def take_back(self, resumed: dict[str, Any] | None) -> None:
+    def undo_begin(self, resumed: dict[str, Any] | None) -> None:
         """Undo a failed :meth:`begin`: the next epoch still continues from this state."""
         self.counter.forget_iterator()
         if resumed is not None:

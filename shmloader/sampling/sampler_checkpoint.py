@@ -31,8 +31,7 @@ from torch.utils.data import (
 
 from shmloader.messages import Unsaved
 from shmloader.probing import probe
-from shmloader.sampling.epochs import EpochSampler
-from shmloader.sampling.own_state import has_own_state, take_state
+from shmloader.sampling.own_state import ask_state, has_own_state
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
@@ -42,7 +41,7 @@ from shmloader.sampling.rng import (
     with_global_rng_state,
 )
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
-from shmloader.sampling.samplers import IntervalSampler
+from shmloader.sampling.samplers import EpochSampler, IntervalSampler
 from shmloader.sampling.seeded_samplers import (
     SeededRandomSampler,
     SeededSequentialSampler,
@@ -372,7 +371,7 @@ def _unseed(samplers: list[RandomSampler]) -> None:
 
 def own_entry(sampler: object) -> dict[str, object]:
     """Return the entry of a checkpoint for a sampler's own state, or for why there is none."""
-    own: object = take_state(
+    own: object = ask_state(
         sampler,
         "Correct its state_dict(), or set state_dict = None in its class: the sampler is then "
         "iterated again from the epoch's beginning when the loader is resumed",

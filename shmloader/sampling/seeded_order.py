@@ -22,9 +22,8 @@ from shmloader.sampling.drawing import (
     too_few,
     without_done,
 )
-from shmloader.sampling.epoch_counter import EpochCounter
 from shmloader.sampling.indices import PositionedIndices
-from shmloader.sampling.progress import Progress
+from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.ranks import Ranks
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.rollover import CarryOver

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from shmloader.probing import probe
-from shmloader.sampling.epoch_counter import EpochCounter
+from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.steps import Cut, Steps, order_of
 
 # Lightning's two packages.

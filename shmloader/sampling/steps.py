@@ -261,7 +261,7 @@ class DrawnSteps(Steps):
         cut = self._cut
         while self._to_pass:
             items = self._draw_items(min(self._to_pass, cut.global_count))
-            self._note_beginning(items)
+            self._keep_beginning(items)
             self._to_pass -= len(items)
             if not items and self._to_pass >= cut.global_count:
                 before, found = (
@@ -272,7 +272,7 @@ class DrawnSteps(Steps):
                 self._to_pass = 0
         self._check_passed(self.newest)
 
-    def _note_beginning(self, items: list[Any]) -> None:
+    def _keep_beginning(self, items: list[Any]) -> None:
         if self._last_batch == "pad" and len(self._beginning) < self._cut.global_count:
             self._beginning += items[: self._cut.global_count - len(self._beginning)]
 
@@ -282,7 +282,7 @@ class DrawnSteps(Steps):
             with self._random_numbers():
                 self._pass_over()
         items = self._take(cut.global_count)
-        self._note_beginning(items)
+        self._keep_beginning(items)
         missing = cut.global_count - len(items)
         if missing == 0:
             return items[cut.rank * cut.share :][: cut.share]

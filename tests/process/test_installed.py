@@ -26,7 +26,7 @@ import shmloader
 from shmloader.loader.calls import CountingIterator
 from shmloader.loader.in_process import InProcessIterator
 from shmloader.loader.in_workers import WorkerIterator
-from shmloader.loader.threaded import ThreadIterator
+from shmloader.loader.other_workers import ThreadIterator
 from tests.process.support import Bad, Numbers, Streams, run_program
 
 KINDS = {

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
-from shmloader.loader import by_torch, calls, config, in_process, iterator, threaded
+from shmloader.loader import by_torch, calls, config, in_process, iterator, other_workers
 from shmloader.loader.options import LEND_LIMIT, MINIMUM_SLOT_BYTES
 
 DATA = torch.arange(12)
@@ -27,7 +27,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [by_torch, calls, config, in_process, iterator, threaded], ids=str
+    "module", [by_torch, calls, config, in_process, iterator, other_workers], ids=str
 )
 def test_iterators_read_no_private_attribute_of_the_loader(module) -> None:
     assert re.findall(r"\bloader\._\w+", inspect.getsource(module)) == []
@@ -51,9 +51,9 @@ def test_what_is_resumed_is_taken_once_and_replaces_where_the_datasets_were() ->
         DatasetCheckpoints.at_beginning(n) for n in (1, 2)
     )
     resumed = parts.resumed_checkpoints
-    assert parts.take_resumed() is resumed
+    assert parts.pop_resumed() is resumed
     assert parts.checkpoints is None
-    assert parts.take_resumed() is None
+    assert parts.pop_resumed() is None
 
 
 @pytest.mark.parametrize(

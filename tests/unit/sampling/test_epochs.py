@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from shmloader.sampling.epochs import EpochSampler, random_numbers
+from shmloader.sampling.samplers import EpochSampler, random_numbers
 
 WORDS = st.integers(0, 2**64 - 1)
 
