@@ -152,7 +152,10 @@ def _describe(key: str, saved: Any, own: object, batches: BatchArgument) -> str:
         if saved not in _REMEDIES:
             remedy = "Give samplers of these classes."
     elif key == "global_batch" and batches == "batch_sampler":
-        name, remedy = "batches of batch_sampler", "Give a batch_sampler that makes such batches."
+        # Those of a seeded order are texts, for any number of ranks.
+        ranks = "; the number of ranks may differ" if isinstance(saved, str) else ""
+        name = "batches of batch_sampler"
+        remedy = f"Give a batch_sampler that makes such batches{ranks}."
     elif key == "global_batch" and batches == "batch_size":
         name, remedy = batches, f"Set batch_size={_short(saved)}."
     elif key == "global_batch":

@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader.loader.states import sealed
+from shmloader.sampling import BucketBatchSampler
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 
@@ -713,6 +714,19 @@ def test_each_argument_has_its_remedy(saved, own, text):
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole text follows
         shmloader.DataLoader(Squares(), 4, **own).load_state_dict(state)
     assert str(raised.value) == f"the state does not fit this loader:\n- {text}"
+
+
+def test_batches_of_another_kind_say_that_the_number_of_ranks_may_differ():
+    def make(world_size, shards):
+        batches = BucketBatchSampler(range(1, 41), 4, 4, shards)
+        return shmloader.ShardedDataLoader(
+            range(40), batch_sampler=batches, rank=0, world_size=world_size
+        )
+
+    state = make(2, 0).state_dict()
+    make(1, 0).load_state_dict(state)
+    with pytest.raises(ValueError, match="makes such batches; the number of ranks may differ"):
+        make(1, 2).load_state_dict(state)
 
 
 def test_a_global_batch_of_another_size_names_what_it_is_the_product_of():
