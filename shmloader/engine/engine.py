@@ -491,9 +491,10 @@ class Engine:
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that are to be sent."""
         scheduler = self._scheduler
-        while scheduler.unsent:
-            ticket = scheduler.next_task(now_ns)
-            assert ticket is not None
+        unsent = scheduler.unsent
+        while unsent:
+            ticket = unsent.popleft()
+            ticket.sent_ns = now_ns
             try:
                 refused = self._pool.send(ticket, scheduler.epoch)
             except SharedMemoryError as error:

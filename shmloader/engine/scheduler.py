@@ -22,7 +22,7 @@ window.
 
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
 The resulting actions stay in the scheduler until the engine performs them: tasks by
-:meth:`next_task`, tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table, and
+``unsent``, tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table, and
 the next batch by :meth:`take_next`. So no decision is lost when an exception ends the call in which
 the engine would have acted on it.
 
@@ -90,7 +90,7 @@ class Scheduler:
         workers: The workers' records.
         restart_limit: The most workers restarted in an epoch.
         progress: Keeps checkpoints of the workers' datasets; None if there are none.
-        unsent: Tickets to be sent, the oldest first.
+        unsent: Tickets to be sent, the oldest first. Whoever sends one removes it.
         is_workers_due: Whether the worker table may have a worker to start, replace or end.
     """
 
@@ -222,14 +222,6 @@ class Scheduler:
         if fallback is not None:
             self._next_worker = (fallback.worker_id + 1) % count
         return fallback
-
-    def next_task(self, now_ns: int = 0) -> Ticket | None:
-        """Return the next ticket to send; None if there is none."""
-        if not self.unsent:
-            return None
-        ticket = self.unsent.popleft()
-        ticket.sent_ns = now_ns
-        return ticket
 
     def answered(
         self,

@@ -259,7 +259,8 @@ class Told:
     def send(self, *tasks: Any) -> None:
         for indices in tasks:
             self.scheduler.offer(indices)
-            for ticket in iter(self.scheduler.next_task, None):
+            while self.scheduler.unsent:
+                ticket = self.scheduler.unsent.popleft()
                 self.slot_ids[ticket.seq] = ticket.slot_id
                 assert self.pool.send(ticket, self.scheduler.epoch) is None
 

@@ -167,7 +167,7 @@ def subject_of(worker_count, **options):
     subject = Scheduler(worker_count, worker_count, 4, **options)
     for number in range(worker_count):
         subject.offer([number])
-        subject.next_task()
+        subject.unsent.popleft()
     return subject
 
 
@@ -240,7 +240,7 @@ def test_in_any_order_a_batch_of_an_epoch_that_was_left_delays_no_end():
     subject.start_epoch()
     for number in range(2):
         subject.offer([number])
-        subject.next_task()
+        subject.unsent.popleft()
     subject.stream_ended(0, 1, Beginning())
     subject.answered(1, 1, "batch", note=DatasetNote(1))
     end = DatasetNote(0, next_epoch=Beginning())

@@ -1,7 +1,6 @@
 """The scheduler against a simple model, invariant by invariant."""
 
 import collections
-import functools
 import pickle
 from dataclasses import dataclass
 
@@ -46,6 +45,13 @@ class Known:
     answer: Answer | None = None
     kills: int = 0
     is_sent: bool = False
+
+
+def sent(subject: Scheduler) -> list[Ticket]:
+    """Send what is to be sent."""
+    tickets = [*subject.unsent]
+    subject.unsent.clear()
+    return tickets
 
 
 # For what would end every epoch early if it were as likely as the rest.
@@ -189,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _send_tasks(self):
         """What the engine does after each event: send what there is to be sent."""
-        while (ticket := self.scheduler.next_task()) is not None:
+        for ticket in sent(self.scheduler):
             known, worker_id = self.tickets[ticket.seq], ticket.worker_id
             assert ticket.slot_id == known.slot_id
             if self.has_queue:
@@ -638,7 +644,7 @@ def offered(subject: Scheduler, count: int) -> list[Ticket]:
 
 def taken(subject: Scheduler) -> list[tuple[int, int]]:
     """Tickets that are to be sent now, each with its worker."""
-    return [(ticket.seq, ticket.worker_id) for ticket in iter(subject.next_task, None)]
+    return [(ticket.seq, ticket.worker_id) for ticket in sent(subject)]
 
 
 def lose(subject: Scheduler, worker_id: int, death="death", at_work=None) -> None:
@@ -651,7 +657,7 @@ def restarted(subject: Scheduler) -> list[Ticket]:
     worker = subject.workers.first(WorkerState.LOST)
     subject.worker_started(worker.worker_id)
     assert worker.death is None
-    return list(iter(subject.next_task, None))
+    return sent(subject)
 
 
 def test_an_epoch_may_go_on_at_any_worker_and_without_those_whose_streams_have_ended():
@@ -732,8 +738,7 @@ def with_queue(window=4, *, in_order=True) -> Scheduler:
 def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answer():
     subject = with_queue()
     offered = [subject.offer([number], 7) for number in range(4)]
-    assert list(iter(functools.partial(subject.next_task, 7), None)) == offered
-    assert [ticket.sent_ns for ticket in offered] == [7] * 4
+    assert sent(subject) == offered
     assert {ticket.worker_id for ticket in offered} == {UNASSIGNED}
     assert {ticket.slot_id for ticket in offered} == {UNASSIGNED}, "batches come as they are"
     with pytest.raises(InternalError, match="I4"):
@@ -757,11 +762,11 @@ def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     for number in range(4):
         subject.offer([number])
     subject.answered(1, 0, "batch", taker=0)
-    list(iter(subject.next_task, None))
+    sent(subject)
     subject.end_epoch([0, 2, 3])
     assert subject.tickets == []
     assert subject.slots.states == []
-    assert subject.next_task() is None
+    assert not subject.unsent
     subject.start_epoch()
     assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
 
@@ -822,7 +827,7 @@ def test_with_a_queue_a_ticket_that_hangs_is_sent_again_when_its_thread_is_repla
     subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
     for number in range(3):
         subject.offer([number])
-    assert len(list(iter(subject.next_task, None))) == 3
+    assert len(sent(subject)) == 3
     hang(subject, 1, seq=1, sample=3)
     assert subject.workers.first(WorkerState.LOST).worker_id == 1
     (ticket,) = restarted(subject)
@@ -836,11 +841,11 @@ def test_a_thread_that_hangs_in_an_earlier_epoch_is_replaced_and_nothing_sent_ag
     subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
     for number in range(3):
         subject.offer([number])
-    list(iter(subject.next_task, None))
+    sent(subject)
     subject.end_epoch(range(3))
     subject.start_epoch()
     subject.offer([7])
-    assert subject.next_task().indices == [7]
+    assert subject.unsent.popleft().indices == [7]
     hang(subject, 0, seq=0, epoch=0)
     assert restarted(subject) == []
     assert subject.tickets[0].hung is None
