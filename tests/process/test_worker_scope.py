@@ -217,34 +217,6 @@ def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path
 
 
 @pytest.mark.slow
-def test_ranks_see_how_many_tasks_the_workers_have_of_each_other(run, tmp_path):
-    begun, let_go = tmp_path / "begun", tmp_path / "let go"
-    waits = {index: Waiting(let_go) for index in range(COUNT)}
-
-    def ends() -> Any:
-        iterator = iter(loader(Samples(at=waits)))
-        begun.touch()
-        next(iterator)
-
-    def looks() -> Any:
-        wait_until(begun.exists, LONG_S)
-        with loader(Samples(at=waits), persistent_workers=True) as one:
-            iterator = iter(one)
-            workers = iterator._pool._workers
-            found = [workers.loads_of_others()]
-            os.kill(victim.process.pid, signal.SIGKILL)
-            wait_until(lambda: sum(workers.loads_of_others()) == 0, LONG_S)
-            let_go.touch()
-            batches = contents(iterator)  # those of the killed rank have been made before
-            return [*found, workers.loads_of_others()], batches
-
-    victim = run.start(ends, 0)
-    loads, batches = run.start(looks, 1).result()
-    assert loads == [[1, 1], [0, 0]]
-    assert batches == expected(1)[0]
-
-
-@pytest.mark.slow
 def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_workers(run, tmp_path):
     told = tmp_path / "told"
 
