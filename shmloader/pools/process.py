@@ -156,7 +156,8 @@ class ProcessPool(SlotReader):
     def poll(self, worker_id: int, events: Events) -> bool:
         """Report what was answered, if a message is here or about to arrive."""
         if worker_id < 0:
-            return self._report_all(self._workers.look(), events)
+            happened = self._report_all(self._workers.look(), events)
+            return self._tell_count(events) or happened
         receive = self._workers.channels[worker_id].channel.recv
         for _ in range(LOOKS):
             try:
