@@ -9,7 +9,7 @@ import copy
 import logging
 import operator
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -588,18 +588,25 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._plan
         if plan is None:
             return
-        # copy.copy() shares these with the original. No epoch runs in the copy.
-        counter = copy.copy(plan.counter)
-        plan = self._plan = copy.copy(plan)
-        plan.order = copy.copy(plan.order)
-        if isinstance(self.batch_sampler, RolloverBatchSampler):
-            self.__dict__["batch_sampler"] = copy.copy(self.batch_sampler)
-        if isinstance(self.sampler, SeededSampler) and self.sampler.epochs is plan.counter:
-            sampler = copy.copy(self.sampler)
-            sampler.epochs = counter
-            self._set_own_sampler(sampler)
-        self._counter = plan.counter = counter
         before, self._sources = plan.order, self._order_sources()
         order = plan.order = plan.newest = self._make_order()
         if isinstance(order, SeededOrder) and isinstance(before, SeededOrder):
             order.know_epochs_of(before)
+
+    def __copy__(self) -> Self:
+        """Return a copy with a plan and samplers of its own. No epoch runs in it."""
+        other = object.__new__(type(self))
+        vars(other).update(self.__getstate__())
+        plan = other._plan
+        if plan is not None:
+            counter = other._counter = copy.copy(plan.counter)
+            own = other._plan = copy.copy(plan)
+            own.order, own.counter = copy.copy(plan.order), counter
+            if isinstance(other.batch_sampler, RolloverBatchSampler):
+                vars(other)["batch_sampler"] = copy.copy(other.batch_sampler)
+            if isinstance(other.sampler, SeededSampler) and other.sampler.epochs is plan.counter:
+                sampler = copy.copy(other.sampler)
+                sampler.epochs = counter
+                other._set_own_sampler(sampler)
+        other.__setstate__({})
+        return other

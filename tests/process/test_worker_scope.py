@@ -517,9 +517,9 @@ def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
     ("options", "text"),
     [
         ({"worker_scope": "node"}, "worker_scope should be 'rank' or 'host'"),
-        ({"num_workers": 0}, "needs worker processes"),
-        ({"thread_pool": True}, "needs worker processes"),
-        ({"multiprocessing_context": "fork"}, "cannot be combined with worker_scope='host'"),
+        ({"num_workers": 0}, "needs num_workers > 0"),
+        ({"thread_pool": True}, "cannot be combined with thread_pool"),
+        ({"multiprocessing_context": "fork"}, "cannot be combined with multiprocessing_context"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_at_construction(options, text):
