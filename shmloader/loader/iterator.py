@@ -311,7 +311,8 @@ class EngineIterator(CountingIterator):
 
     @property
     def _was_closed_by_user(self) -> bool:
-        return self._engine.was_closed_by_user and not self._is_exhausted
+        is_over = self._is_exhausted or self._is_replaced
+        return self._engine.was_closed_by_user and not is_over
 
     def _count_wait(self, began_ns: int) -> None:
         self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)

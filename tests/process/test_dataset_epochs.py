@@ -161,6 +161,31 @@ def test_numbers_that_the_user_sets_are_kept(workers) -> None:
         assert epochs_in(loader) == {9}
 
 
+class Private(Dataset):
+    """Keeps its epoch under a name of its own."""
+
+    now = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.now
+
+    def set_epoch(self, epoch: int) -> None:
+        self.now = epoch
+
+
+def test_a_change_of_a_dataset_that_does_not_show_its_epoch_is_told_of_as_well() -> None:
+    dataset = Private()
+    with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
+        dataset.set_epoch(5)
+        list(loader)
+        dataset.set_epoch(6)
+        with pytest.warns(UserWarning, match=r"Private was changed, as by its set_epoch\(\)"):
+            list(loader)
+
+
 def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() -> None:
     dataset = Samples()
     with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:

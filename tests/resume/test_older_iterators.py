@@ -80,16 +80,18 @@ def test_a_state_that_does_not_fit_leaves_the_iterator_as_it_was():
     assert len(list(batches)) == len(loader) - 1
 
 
-def test_a_stream_that_was_begun_before_says_so_as_well():
+@pytest.mark.parametrize("way", ["in process", "persistent workers"])
+def test_a_stream_that_was_begun_before_says_so_as_well(way):
     class Numbers(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(range(8))
 
-    loader = shmloader.DataLoader(Numbers(), 2)
-    next(iter(loader))
-    state = loader.state_dict()
-    older = iter(loader)
-    loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="load_state_dict"):
-        next(older)
-    assert read(loader) == [[2, 3], [4, 5], [6, 7]]
+    options = {**WAYS[way], "num_workers": min(1, WAYS[way].get("num_workers", 0))}
+    with shmloader.DataLoader(Numbers(), 2, **options) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        older = iter(loader)
+        loader.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"call iter\(\) of the loader again"):
+            next(older)
+        assert read(loader) == [[2, 3], [4, 5], [6, 7]]
