@@ -24,6 +24,7 @@ behind. They must not meet those of the next launch.
 import contextlib
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -423,17 +424,16 @@ class Meeting:
 
         Yields None if the host has ended already, or is not visible from here.
         """
-        try:
-            pidfd = os.pidfd_open(self.host_pid) if self.host_pid else None
-        except ProcessLookupError:
-            pidfd = None
-        if pidfd is None:
+        pids = (self.host_pid,) if self.host_pid else ()
+        process = None
+        with contextlib.suppress(ProcessLookupError):
+            # An interruption comes after both calls or before them, so no descriptor is lost.
+            process = next(map(io.FileIO, map(os.pidfd_open, pids)), None)
+        if process is None:
             yield None
             return
-        try:
-            yield pidfd
-        finally:
-            os.close(pidfd)
+        with process:
+            yield process.fileno()
 
     # Both --------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 The worker has one dataset, and for each iterator of a rank a channel and a queue, with the rank's
 own slots, functions and seed. It receives a task from the queue that it has served longest ago, of
 those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
-whose batches take long, and which therefore waits, gets more of the workers' time.
+whose batches take long, and which therefore waits, gets more of the workers' time. Nor is a rank
+served that takes no answers, such as a stopped one: sending would keep the worker from the others.
 
 Before it sleeps, a worker has looked into all queues. So it does not matter which queue's message
 has woken it, and which one another worker has emptied meanwhile.
@@ -218,7 +219,9 @@ class _Rank:
         self._line: Line | None = None
         self._tasks: TaskServer | None = None
         self._queue: socket.socket | None = None
-        self._watches_queue = False
+        self._watches_queue = self._is_full = False
+        self._writable = select.poll()
+        self._writable.register(channel, select.POLLOUT)
 
     def read(self, then: Callable[[TaskServer, ReceivedPayload], None]) -> bool:
         """Handle the messages that have arrived by the channel.
@@ -229,6 +232,8 @@ class _Rank:
         Raises:
             ConnectionError: If the rank has closed its channel.
         """
+        if self._is_full:
+            self._look_for_room()
         with contextlib.suppress(BlockingIOError):
             while self._receiver is not None:
                 payload = self._receiver.receive(socket.MSG_DONTWAIT)
@@ -254,6 +259,9 @@ class _Rank:
     def receive_task(self) -> bytes | None:
         """Return the next task of the rank's queue, or None."""
         if self._queue is None or not self._watches_queue:
+            return None
+        self._look_for_room()
+        if self._is_full:
             return None
         assert self._line is not None
         self._line.held[0] = RECEIVING
@@ -283,10 +291,28 @@ class _Rank:
         line.held[0] = NO_TASK
         line.idle()
         line.note_use(has_task=True)
-        if tasks.uses_queue is not self._watches_queue:
+        self._watch()
+
+    def _look_for_room(self) -> None:
+        """See whether the channel takes an answer; if not, wait for that rather than for tasks.
+
+        The kernel reports that a channel can be written to while a quarter of it is used at most,
+        which leaves room for one answer of any size.
+        """
+        is_full = not self._writable.poll(0)
+        if is_full is not self._is_full:
+            self._is_full = is_full
+            self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+            self._watch()
+
+    def _watch(self) -> None:
+        """Have tasks of the queue wake this worker, or not, as things are now."""
+        assert self._tasks is not None
+        watches = self._tasks.uses_queue and not self._is_full
+        if watches is not self._watches_queue:
             assert self._queue is not None
-            self._watches_queue = tasks.uses_queue
-            if tasks.uses_queue:
+            self._watches_queue = watches
+            if watches:
                 watch_queue(self._poll, self._queue)
             else:
                 self._poll.unregister(self._queue)
