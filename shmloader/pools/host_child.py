@@ -266,7 +266,9 @@ class _Rank:
         assert self._line is not None
         self._line.held[0] = RECEIVING
         with contextlib.suppress(BlockingIOError):
-            return self._queue.recv(RECEIVE_BYTES)
+            data = self._queue.recv(RECEIVE_BYTES)
+            if data:  # otherwise the rank has closed the queue, and is about to close its channel
+                return data
         self._line.held[0] = NO_TASK
         return None
 

@@ -159,7 +159,6 @@ def simulate_pinning() -> None:
 def simulate_device() -> None:
     """Simulate a device in this process's memory. Its copies are done one query late."""
     from shmloader.device import backend, device
-    from shmloader.loader import arguments, dataloader
 
     class Event:
         def __init__(self) -> None:
@@ -182,7 +181,7 @@ def simulate_device() -> None:
     def parse(value: object, _argument: str = "device") -> torch.device | None:
         return None if value is None else torch.device("meta")
 
-    arguments.parse_device = dataloader.parse_device = parse
+    backend.parse_device = parse
     device.open_backend = Device
 
 

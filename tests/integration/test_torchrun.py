@@ -740,7 +740,6 @@ ONE_DATASET = """
     import torch
     import shmloader
     from shmloader import ShardedDataLoader
-    from shmloader.process_state import PROCESS
 
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -762,7 +761,8 @@ ONE_DATASET = """
 
     if __name__ == "__main__":
         dataset = shmloader.share_on_host(Texts)
-        files = {os.fstat(segment._fd).st_ino for segment in PROCESS.segments.values()}
+        mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        files = {line[4] for line in mapped if line[5:] and line[5].endswith("-segment")}
         total = 0
         for method in ("fork", "spawn"):
             with ShardedDataLoader(
