@@ -76,7 +76,7 @@ class TaskQueue:
     def recall(self) -> list[int]:
         """Take back all tasks that no worker has received, and return their tickets' numbers."""
         recalled = []
-        while True:
+        while self._receiver.fileno() >= 0:  # closing may begin again after an interruption
             try:
                 recalled.append(self._receiver.recv(RECEIVE_BYTES))
             except BlockingIOError:

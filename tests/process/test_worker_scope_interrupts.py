@@ -62,6 +62,16 @@ def read_all(one: Any) -> Any:
     return contents(one)
 
 
+def spawned_children() -> list[psutil.Process]:
+    """The interpreters that multiprocessing has started for this process and not reaped yet."""
+    children = psutil.Process().children()
+    return [
+        each
+        for each in children
+        if each.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(each.cmdline())
+    ]
+
+
 def test_while_a_rank_starts_the_owner_and_ends_it(run):
     """Alone: each trial has an owner of its own, of which nothing is left."""
 
@@ -78,9 +88,7 @@ def test_while_a_rank_starts_the_owner_and_ends_it(run):
             forget_frames(outcome.error)
             gc.collect()
             wait_until(functools.partial(has_ended, owner), LONG_S)
-            children = psutil.Process().children()
-            left = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
-            assert not left, outcome.where
+            wait_until(lambda: not spawned_children(), LONG_S)
             return outcome
 
         return try_all(trial, places=4)
