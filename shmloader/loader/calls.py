@@ -38,7 +38,7 @@ from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part, warn_user
 
 if TYPE_CHECKING:  # which imports this module's users
-    from shmloader.loader.local_dataset import LocalCheckpoint
+    from shmloader.loader.local_checkpoint import LocalCheckpoint
 
 #: Raised by an iterator that was made before a state was loaded.
 REPLACED = (
