@@ -43,7 +43,7 @@ class Fault:
         raises: Name of the exception's class, if it raises one.
         arrives_as: Name of the class that a worker's exception has in the main process.
         only_user_code: Whether only the user's own code can raise it.
-        noise: Regular expression of what a process that it ends may write to stderr.
+        noise: Regular expression of what libraries may write to stderr because of it.
     """
 
     name: str
@@ -71,7 +71,8 @@ _FAULTS = [
     Fault("gil", Kind.STOPS),
     Fault("sigint", Kind.INTERRUPTS),
     Fault("ctrl-c", Kind.INTERRUPTS),
-    Fault("emfile", Kind.STARVES),
+    # PyTorch's cpuinfo reads this file when a process first computes in parallel.
+    Fault("emfile", Kind.STARVES, noise=r"Error in cpuinfo: [^\n]*/proc/cpuinfo\n?"),
     Fault("memory", Kind.RAISES, 1, "MemoryError", "MemoryError"),
     Fault("sys-exit", Kind.RAISES, 4, "SystemExit", "RuntimeError", only_user_code=True),
     *(
