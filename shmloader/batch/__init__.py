@@ -4,14 +4,14 @@
 ``fetchers``, which load samples and skip bad ones, and the ``collator``. ``samples`` says how a
 dataset is asked for samples. ``concurrent_fetcher`` loads several at once, ``arrays`` gathers them
 from arrays, ``sample_watch`` watches how long they take, and ``timer`` measures the parts of the
-work. ``ragged`` explains why samples cannot be collated.
+work. ``explain`` names the samples that cannot be collated, and the parts of the user's objects
+that cannot be pickled.
 
 ``sample_rng`` seeds random number generators, with the numbers of ``seeds``.
-``remote_error`` carries exceptions to the main process, and ``failures`` failed samples.
+``failures`` carries exceptions and failed samples to the main process.
 ``iterable_state`` and ``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint``
 describes.
 
-``payload`` carries the dataset and the functions to a worker, and ``portable`` to a process of an
-executor. ``payload_digest`` tells whether ranks would send the same. ``unpicklable`` finds the part
-that cannot be pickled.
+``payload`` carries the dataset and the functions to a worker or to a process of an executor.
+``payload_digest`` tells whether ranks would send the same.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from os import getpid
 from typing import TYPE_CHECKING, Any
 
-from shmloader.batch.ragged import explain
+from shmloader.batch.explain import explain_collate_error
 from shmloader.batch.timer import Timer
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.collate import is_plain
@@ -67,7 +67,7 @@ class Collator:
 
         Raises:
             TypeError: If the samples are coroutines that were not awaited.
-            BaseException: What the collate function raises; see :func:`ragged.explain`.
+            BaseException: What the collate function raises; see :func:`explain_collate_error`.
         """
         timer, writer, rng = self._timer, self._writer, self._rng
         began_ns = _now_ns()
@@ -83,7 +83,7 @@ class Collator:
         except Exception as error:
             if indices is not None and _close_coroutines(samples):
                 raise TypeError(describe_coroutines("the dataset")) from error
-            explain(error, samples, indices)
+            explain_collate_error(error, samples, indices)
             raise
         finally:
             timer.collate_ns += _now_ns() - began_ns

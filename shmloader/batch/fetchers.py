@@ -18,12 +18,12 @@ from shmloader.batch.failures import (
     BadSample,
     OnError,
     SampleReport,
+    add_note,
     describe_index,
     describe_indices,
 )
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fingerprint import fingerprint, fingerprint_of
-from shmloader.batch.remote_error import note_sample
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.samples import Get, Wrapper, list_loader, one_by_one, one_of
 from shmloader.errors import SampleTimeoutError
@@ -149,7 +149,7 @@ class MapFetcher:
                 raise
             if self._is_strict or not isinstance(error, Exception):
                 what = describe_indices(indices)
-                note_sample(error, f"One call of __getitems__ for {what} failed.")
+                add_note(error, f"One call of __getitems__ for {what} failed.")
                 raise
             end_if_forked(self._pid)
         else:
@@ -197,7 +197,7 @@ class MapFetcher:
             return False
         if not self._is_strict and isinstance(error, Exception):
             return True
-        note_sample(error, f"The sample of index {describe_index(index)} failed.")
+        add_note(error, f"The sample of index {describe_index(index)} failed.")
         return False
 
     def _replacement(self, index: Any, error: Any) -> Any:
@@ -214,7 +214,7 @@ class MapFetcher:
         except BaseException as raised:
             if not is_from_outside(raised):
                 what = f"the sample of index {describe_index(index)}"
-                note_sample(raised, f"It was raised by on_error for {what}.")
+                add_note(raised, f"It was raised by on_error for {what}.")
             raise
 
     def _without_skipped(self, samples: list[Any]) -> list[Any]:
@@ -312,7 +312,7 @@ class StreamFetcher:
             self._has_hung = isinstance(error, SampleTimeoutError)
             if not is_from_outside(error):
                 number, where = self._count + len(samples), " in this worker"
-                note_sample(
+                add_note(
                     error,
                     f"The dataset's iterator failed at sample {number}, counted from 0"
                     f"{where if get_worker_info() is not None else ''} since "

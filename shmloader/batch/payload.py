@@ -1,4 +1,4 @@
-"""Carries the dataset and the functions to the workers: pickled once, loaded by each.
+"""Carries the dataset and the functions to other processes: pickled once, loaded by each.
 
 Under fork nothing is pickled: the child has the objects. Under spawn and forkserver, torch pickles
 everything once for each worker, one after the other, through a pipe that each child reads when it
@@ -8,16 +8,22 @@ copy-on-write: their memory is shared until a worker writes to it.
 
 A worker gets the handle when it is started. :func:`shmloader.share_on_host` sends its objects to
 the other ranks of the host in the same way, and the processes that the nursery forks reach it so.
+
+An executor's processes may be on this machine or on others, and only bytes are sure to reach them.
+So a :class:`PortablePayload` is named by the digest of its contents. The processes of this machine
+open its segment through ``/proc``. A process that cannot open it raises
+:class:`MissingPayloadError`, gets the contents as bytes, and makes its own segment of them.
 """
 
 import contextlib
 import errno
+import functools
+import hashlib
 import multiprocessing.context
 import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.reduction import ForkingPickler
@@ -27,9 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, Pickler, Reduce, dump, reduce_data
+from shmloader.errors import SharedMemoryError
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, reduce_data
 from shmloader.memory.segment import (
     BULK_BYTES,
+    TOKEN_BYTES,
     BufferTable,
     SealedSegment,
     Segment,
@@ -45,12 +53,10 @@ from shmloader.shared.arrays import reduce_tensor
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
 
-# How long to try to send descriptors while the kernel refuses them.
-_SEND_S = 10.0
-_RETRY_S = 0.001
-
 # Sent before the handle, with descriptors that do not fit beside the handle.
 _MORE = b"."
+
+# Descriptors ------------------------------------------------------------------------------
 
 
 class _Descriptor:
@@ -73,7 +79,7 @@ class _Descriptor:
 
 
 class Recorder:
-    """Stands for the child that multiprocessing pickles for, and notes the child's descriptors.
+    """Stands for the child that multiprocessing pickles for, and keeps the child's descriptors.
 
     A lock, queue or tensor that is shared with the workers pickles to a descriptor. Here it pickles
     to an index into the list of descriptors, which is the same for every worker.
@@ -85,7 +91,7 @@ class Recorder:
         self.descriptors: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Note a descriptor; return its index."""
+        """Add a descriptor; return its index."""
         self.descriptors.append(fd)
         return len(self.descriptors) - 1
 
@@ -101,32 +107,13 @@ def spawning(popen: Any) -> Iterator[None]:
         multiprocessing.context.set_spawning_popen(before)
 
 
-def reduce_bulk(value: Any, parts: OutOfBand) -> Any:
-    """Reduce an array or tensor so that its data lie beside the pickle.
-
-    Returns NotImplemented for any other value.
-
-    A tensor that the user has moved to shared memory stays there, as with torch's loader: all
-    processes see what is written to it.
-    """
-    if type(value) is np.memmap:
-        return reduce_memory_map(value)
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad and not value.is_leaf:
-            return NotImplemented  # torch raises an error for it
-        if value.layout is torch.strided and (value.is_shared() or value.device.type != "cpu"):
-            return NotImplemented
-        return reduce_tensor(value) or reduce_data(value, parts)
-    storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
-    if isinstance(storage, torch.UntypedStorage) and storage.is_shared():
-        return NotImplemented
-    return reduce_data(value, parts)
-
-
 def reducers_of_multiprocessing() -> dict[type, Any]:
     """Return the reducers for a process that multiprocessing starts, torch's among them."""
     reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     return reducers
+
+
+# Pickles in segments ----------------------------------------------------------------------
 
 
 def main_is_importable() -> bool:
@@ -157,23 +144,31 @@ def unimportable_main_hidden() -> Iterator[None]:
         main.__file__ = file
 
 
-class Sealed(NamedTuple):
-    """A pickle in a segment.
+def reduce_bulk(value: Any, parts: OutOfBand, *, is_portable: bool = False) -> Any:
+    """Reduce an array or tensor so that its data lie beside the pickle.
 
-    Attributes:
-        segment: The segment. Its owner closes it.
-        spans: Offsets of the table of buffers and of the pickle, and the pickle's length, in bytes.
-        by_value: Whether cloudpickle was used.
+    Args:
+        value: Any object. The result is NotImplemented if it is neither an array nor a tensor.
+        parts: Gets the data.
+        is_portable: Whether the pickle may go to another machine. Then tensors in torch's shared
+            memory are copied. Otherwise they stay there, as with torch's loader: all processes see
+            what is written to them.
     """
+    if type(value) is np.memmap:
+        return reduce_memory_map(value)
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and not value.is_leaf:
+            return NotImplemented  # torch raises an error for it
+        if not is_portable:
+            if value.layout is torch.strided and (value.is_shared() or value.device.type != "cpu"):
+                return NotImplemented
+            return reduce_tensor(value) or reduce_data(value, parts)
+    return reduce_data(value, parts)
 
-    segment: SealedSegment
-    spans: tuple[int, int, int]
-    by_value: bool
 
-
-def seal(
-    objects: object, reduce: Reduce, reducers: dict[type, Any], recorder: Recorder | None
-) -> Sealed:
+def _seal(
+    objects: object, recorder: Recorder | None
+) -> tuple[SealedSegment, tuple[int, int, int], bool]:
     """Pickle objects into a segment.
 
     Standard pickle is tried first: it refers to functions and classes by name. cloudpickle is used
@@ -181,11 +176,15 @@ def seal(
 
     Args:
         objects: The objects.
-        reduce: Reduces arrays and tensors.
-        reducers: Further reducers, by type.
-        recorder: Has the descriptors of the pickle. None if it has none, and is for processes with
-            another main file, so that what is defined in ours must be pickled by value.
+        recorder: Gets the descriptors of the pickle. None if it must have none, and is for
+            processes with another main file, so that what is defined in ours is pickled by value.
+
+    Returns:
+        The segment; the offsets of the table of buffers and of the pickle, and the pickle's length,
+        in bytes; and whether cloudpickle was used.
     """
+    reduce = functools.partial(reduce_bulk, is_portable=recorder is None)
+    reducers = {} if recorder is None else reducers_of_multiprocessing()
     body: bytes | None = None
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):
@@ -197,21 +196,20 @@ def seal(
         body, parts = dump(objects, reduce, reducers, by_value=True, least_bytes=BULK_BYTES)
     assert body is not None
     with SegmentWriter() as writer:
-        outside = writer.append(pickle.dumps(write_buffers(parts, writer)))
-        spans = (outside, writer.append(body), len(body))
-        return Sealed(writer.seal(), spans, by_value)
+        table_at = writer.append(pickle.dumps(write_buffers(parts, writer)))
+        spans = (table_at, writer.append(body), len(body))
+        return writer.seal(), spans, by_value
 
 
-def unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
-    """Unpickle the objects of a segment, as new copies.
-
-    Raises:
-        Exception: What unpickling the user's objects raises.
-    """
-    outside_at, body_at, nbytes = spans
+def _unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
+    """Unpickle the objects of a segment, as new copies."""
+    table_at, body_at, nbytes = spans
     whole = memoryview(segment)
-    outside: BufferTable = pickle.loads(whole[outside_at:body_at])
-    return load_with_buffers(whole[body_at : body_at + nbytes], outside, segment)
+    table: BufferTable = pickle.loads(whole[table_at:body_at])
+    return load_with_buffers(whole[body_at : body_at + nbytes], table, segment)
+
+
+# Payloads for processes that this one starts, or has a socket to ---------------------------
 
 
 class Payload:
@@ -232,9 +230,9 @@ class Payload:
     def __init__(self, objects: object) -> None:
         recorder = Recorder()
         with spawning(recorder):
-            sealed = seal(objects, reduce_bulk, reducers_of_multiprocessing(), recorder)
+            sealed = _seal(objects, recorder)
             self._segment, _, self.by_value = sealed
-            self._handle = pickle.dumps(tuple(sealed))
+            self._handle = pickle.dumps(sealed)
         self._descriptors = recorder.descriptors
 
     @property
@@ -257,37 +255,13 @@ class Payload:
             yield self._handle if is_last else _MORE, self._descriptors[at:end]
 
     def send(self, channel: socket.socket) -> None:
-        """Send it to a process that is already running. Waits while the kernel has no room.
-
-        Raises:
-            OSError: If the process has gone, or if the kernel still refuses the descriptors after
-                10 s, since too many are on their way (unix(7), ETOOMANYREFS).
-        """
-        deadline = time.monotonic() + _SEND_S
+        """Send it to a process that is already running. Waits while the kernel has no room."""
         for data, descriptors in self.messages():
-            while True:
-                try:
-                    socket.send_fds(channel, [data], descriptors)
-                    break
-                except OSError as error:
-                    if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
-                        raise
-                    time.sleep(_RETRY_S)
+            socket.send_fds(channel, [data], descriptors)
 
     def close(self) -> None:
         """Close the descriptor. May be called again. Workers that have started keep theirs."""
         self._segment.close()
-
-
-def pickle_to(value: object, file: Any) -> None:
-    """Pickle a value for workers into a file, by value. What lies beside the pickle is dropped.
-
-    Raises:
-        Exception: What pickling the value raises.
-    """
-    with spawning(Recorder()):
-        parts, reducers = OutOfBand(BULK_BYTES), reducers_of_multiprocessing()
-        Pickler(file, reduce_bulk, parts, reducers, by_value=True).dump(value)
 
 
 class ForkedPayload:
@@ -306,24 +280,36 @@ class ForkedPayload:
         """Do nothing, since there is nothing to close."""
 
 
-def _received(handle: bytes, descriptors: list[Any]) -> "ReceivedPayload":
+class ReceivedPayload:
+    """A payload in a worker.
+
+    Attributes:
+        by_value: Whether cloudpickle was used; set by :meth:`load`.
+    """
+
+    def __init__(self, handle: bytes, descriptors: list[int]) -> None:
+        self._handle, self._descriptors = handle, descriptors
+        self.by_value = False
+
+    def load(self) -> Any:
+        """Unpickle the objects. Called once.
+
+        Raises:
+            Exception: What unpickling the user's objects raises.
+        """
+        PROCESS.received = self._descriptors
+        segment, spans, self.by_value = pickle.loads(self._handle)
+        return _unseal(segment, spans)
+
+    def close(self) -> None:
+        """Close the descriptors instead of loading."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _received(handle: bytes, descriptors: list[Any]) -> ReceivedPayload:
     """Unpickle a payload in a process that multiprocessing has started with it."""
     return ReceivedPayload(handle, [descriptor.detach() for descriptor in descriptors])
-
-
-def receive_payload(channel: socket.socket) -> "ReceivedPayload":
-    """Wait for a payload that is sent by :meth:`Payload.messages`.
-
-    Called in the nursery, and in a rank that gets an object from ``share_on_host``.
-
-    Raises:
-        OSError: If this process has too few descriptors left.
-        ConnectionResetError: If the sender is gone, or has closed the loader.
-    """
-    receiver = PayloadReceiver(channel)
-    while (payload := receiver.receive()) is None:
-        pass
-    return payload
 
 
 class PayloadReceiver:
@@ -338,7 +324,7 @@ class PayloadReceiver:
         self._descriptors: list[int] = []
         self._is_short = False
 
-    def receive(self, flags: int = 0) -> "ReceivedPayload | None":
+    def receive(self, flags: int = 0) -> ReceivedPayload | None:
         """Receive one message; return the payload if it was the last one.
 
         Args:
@@ -346,7 +332,8 @@ class PayloadReceiver:
 
         Raises:
             BlockingIOError: With MSG_DONTWAIT, if no message is there.
-            OSError, ConnectionResetError: As :func:`receive_payload`.
+            OSError: If this process has too few descriptors left.
+            ConnectionResetError: If the sender is gone, or has closed the loader.
         """
         data, some, got, _ = socket.recv_fds(
             self._channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC | flags
@@ -357,41 +344,114 @@ class PayloadReceiver:
         self._is_short = self._is_short or bool(got & socket.MSG_CTRUNC)
         if data == _MORE:
             return None
+        payload = ReceivedPayload(data, self._descriptors)
         if self._is_short:
-            # Closed, since the process continues, to report this error.
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            raise OSError(
-                errno.EMFILE,
-                f"process {os.getpid()} has too few file descriptors for what the dataset shares; "
-                "raise `ulimit -n`",
-            )
-        return ReceivedPayload(data, self._descriptors)
+            payload.close()  # the process continues, to report this error
+            text = f"process {os.getpid()} has too few file descriptors for what the dataset shares"
+            raise OSError(errno.EMFILE, f"{text}; raise `ulimit -n`")
+        return payload
 
 
-class ReceivedPayload:
-    """A payload in a worker.
+def receive_payload(channel: socket.socket) -> ReceivedPayload:
+    """Wait for a payload that is sent by :meth:`Payload.messages`.
+
+    Called in the nursery, and in a rank that gets an object from ``share_on_host``. Raises as
+    :meth:`PayloadReceiver.receive` does.
+    """
+    receiver = PayloadReceiver(channel)
+    while (payload := receiver.receive()) is None:
+        pass
+    return payload
+
+
+# Payloads for an executor's processes -----------------------------------------------------
+
+
+class MissingPayloadError(Exception):
+    """A process cannot open a payload's segment, and got no contents. Never reaches the user."""
+
+
+class PayloadHandle(NamedTuple):
+    """Names a payload in each task. It takes some hundred bytes.
 
     Attributes:
-        by_value: Whether cloudpickle was used; set by :meth:`load`.
+        digest: Digest of the contents.
+        segment: A pickled handle of the segment, for processes of the same machine.
+        spans: Where the table of buffers and the pickle lie in the segment.
+        by_value: Whether cloudpickle was used; batches may need it, too.
     """
 
-    def __init__(self, handle: bytes, descriptors: list[int]) -> None:
-        self._handle = handle
-        self._descriptors = descriptors
-        self.by_value = False
+    digest: bytes
+    segment: bytes
+    spans: tuple[int, int, int]
+    by_value: bool
 
-    def load(self) -> Any:
-        """Unpickle the objects. Called once.
 
-        Raises:
-            Exception: What unpickling the user's objects raises.
-        """
-        PROCESS.received = self._descriptors
-        segment, spans, self.by_value = pickle.loads(self._handle)
-        return unseal(segment, spans)
+class PortablePayload:
+    """Objects pickled for any process. Its owner closes it.
+
+    Attributes:
+        handle: The :class:`PayloadHandle` that each task carries.
+        nbytes: Bytes of the pickle, and of the arrays and tensors beside it.
+
+    Args:
+        objects: Any object, such as a tuple of the dataset and the functions.
+
+    Raises:
+        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects.
+        SharedMemoryError: If there is not enough memory for the pickle.
+        Exception: What the objects' own methods raise.
+    """
+
+    def __init__(self, objects: object) -> None:
+        self._segment, spans, by_value = _seal(objects, None)
+        self.nbytes = self._segment.nbytes
+        self._path = f"/proc/self/fd/{self._segment.file.fileno()}"
+        with Path(self._path).open("rb") as file:
+            file.seek(TOKEN_BYTES)
+            digest = hashlib.file_digest(file, "blake2b").digest()
+        self.handle = PayloadHandle(digest, pickle.dumps(self._segment), spans, by_value)
+
+    def contents(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a copy of the segment's bytes, which can be sent to another machine."""
+        return np.fromfile(self._path, np.uint8)
 
     def close(self) -> None:
-        """Close the descriptors instead of loading."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        """Close the segment. May be called again. Processes that have mapped it keep it."""
+        self._segment.close()
+
+
+def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
+    """Unpickle the objects of a payload, as new copies.
+
+    Args:
+        handle: The payload's handle.
+        contents: The segment's bytes, if they were sent; else None.
+
+    Raises:
+        MissingPayloadError: If there are no contents, and the segment cannot be opened.
+        Exception: What unpickling the user's objects raises.
+    """
+    try:
+        segment: Segment = (
+            pickle.loads(handle.segment) if contents is None else Segment.of_contents(contents)
+        )
+    except (SharedMemoryError, OSError) as error:
+        if contents is not None:
+            raise
+        raise MissingPayloadError from error
+    with explained_missing():
+        return _unseal(segment, handle.spans)
+
+
+@contextlib.contextmanager
+def explained_missing() -> Iterator[None]:
+    """Add a note that files and modules have to exist where an executor's processes run."""
+    try:
+        yield
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        error.add_note(
+            f"With executor=, this has to exist on each machine that makes batches, for "
+            f"{sys.executable}."
+        )
+        raise

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.batch.explain import Unpicklable, find_unpicklable
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
-from shmloader.batch.unpicklable import Unpicklable, find_unpicklable
 from shmloader.cli.parts import Part, Parts, find_hazard, type_name
 from shmloader.cli.target import Run, UsageError, without_workers
 from shmloader.grammar import described_type
@@ -28,8 +28,6 @@ _METHODS = ("fork", "forkserver", "spawn")
 _PICKLED = ("forkserver", "spawn")
 # What of a loader is sent to its workers.
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-# The longest search for the part that cannot be pickled.
-_SEARCH_S = 10.0
 _ROOT = Path("/")
 
 _OPEN_THERE = (
@@ -242,7 +240,7 @@ def _pickle(found: Diagnosis, roots: list[Part]) -> None:
     try:
         payload = Payload(values)
     except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        part = find_unpicklable(values, _SENT, _SEARCH_S)
+        part = find_unpicklable(values, _SENT)
         path, value = part or Unpicklable("the arguments of the loader", values)
         what = f"it cannot be pickled ({_first_line(error)})"
         remedy = (

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shmloader.batch.explain import explain_unpicklable, find_unpicklable
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
 from shmloader.batch.payload_digest import mark_common
-from shmloader.batch.remote_error import RemoteError
-from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, admit, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
@@ -217,7 +217,9 @@ def _pickled(shared: object) -> Payload:
         if is_interruption(error):
             raise
         found = find_unpicklable([shared], ["dataset"])
-        raise explain(error, found, "the other ranks of this host", _OPEN_LATER) from error
+        raise explain_unpicklable(
+            error, found, "the other ranks of this host", _OPEN_LATER
+        ) from error
 
 
 _OPEN_LATER = "Set it to None in build(), and create it when it is first used."
@@ -347,7 +349,9 @@ def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
         Exception: What the host raised, or what unpickling the object raises.
     """
     if isinstance(answer, RemoteError):
-        answer.reraise(f"The object for all ranks of this host was built by {_describe(builder)}.")
+        raise answer.rebuilt(
+            f"The object for all ranks of this host was built by {_describe(builder)}."
+        )
     with PROCESS.opening:
         before = PROCESS.received
         try:

@@ -4,8 +4,8 @@ import secrets
 import weakref
 
 from shmloader.batch.arrays import LocalArrays
-from shmloader.batch.portable import PortablePayload
-from shmloader.batch.unpicklable import explain, find_unpicklable
+from shmloader.batch.explain import explain_unpicklable, find_unpicklable
+from shmloader.batch.payload import PortablePayload
 from shmloader.engine.engine import Engine
 from shmloader.interruptions import Caught, attempt
 from shmloader.loader.config import LoaderConfig
@@ -103,7 +103,7 @@ def _make_payload(config: LoaderConfig) -> PortablePayload:
         "memory of this machine, such as a lock or a queue, cannot be used by an executor."
     )
     found = find_unpicklable(objects, _NAMES)
-    explained = explain(payload.error, found, "the executor's processes", remedy)
+    explained = explain_unpicklable(payload.error, found, "the executor's processes", remedy)
     if explained is payload.error:
         raise explained
     raise explained from payload.error

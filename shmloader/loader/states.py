@@ -6,8 +6,8 @@ import reprlib
 import zlib
 from typing import Any, Literal
 
+from shmloader.batch.explain import find_unpicklable
 from shmloader.batch.fingerprint import fingerprint
-from shmloader.batch.unpicklable import find_unpicklable
 from shmloader.interruptions import is_interruption
 
 #: Version of the format, the only one that is read.

@@ -181,6 +181,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         parts: Gets what lies outside the pickle.
         reducers: Reducers by type, besides those of ``copyreg``.
         by_value: Whether to use cloudpickle.
+
+    Attributes:
+        newest: The object whose reduction was asked for last. If pickling fails, it is the one that
+            cannot be pickled.
     """
 
     def __init__(
@@ -193,12 +197,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         by_value: bool,
     ) -> None:
         self._reduce, self._parts, self._by_value = reduce, parts, by_value
+        self.newest: object = None
         base: Any = cloudpickle.Pickler.dispatch_table if by_value else copyreg.dispatch_table
         self.dispatch_table = {**base, **reducers}
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.add)
 
     def reducer_override(self, value: Any) -> Any:
         """Return a value's reduction. Called by pickle."""
+        self.newest = value
         reduced = self._reduce(value, self._parts)
         if reduced is NotImplemented and self._by_value and type(value) not in self.dispatch_table:
             return super().reducer_override(value)
@@ -240,18 +246,12 @@ def batch_reducers() -> dict[type, Any]:
 
 
 def reduce_data(value: Any, parts: OutOfBand) -> Any:
-    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
+    """Return the reduction of a CPU tensor or an array; NotImplemented for other values."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _reduce_tensor(value, parts)
     if kind is np.ndarray:
         return _reduce_array(value)
-    if kind is torch.UntypedStorage and value.device.type == "cpu":
-        storage = parts.storage(value)
-        storage.add(0, value.nbytes(), 1)
-        return rebuild_storage, (parts.mark(storage),)
-    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
-        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
 
 
@@ -349,16 +349,6 @@ def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) 
 def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Return the array, which pickle has built already."""
     return array
-
-
-def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
-    """Return the storage. All its bytes were needed."""
-    return partial.storage
-
-
-def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Make a typed storage."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:

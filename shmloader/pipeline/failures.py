@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
 
-from shmloader.batch.failures import describe_index
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError, describe_index
 from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
 

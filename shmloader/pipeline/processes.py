@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.remote_error import RemoteError
 from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox

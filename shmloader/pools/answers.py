@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.failures import SampleReport
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.errors import InternalError
 from shmloader.interruptions import is_interruption
 from shmloader.memory.codec import PickledLayout, PickledReader

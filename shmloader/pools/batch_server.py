@@ -13,13 +13,12 @@ from collections.abc import Callable
 from os import getpid
 from typing import Any
 
-from shmloader.batch.failures import SampleReport
+from shmloader.batch.explain import pickle_or_explain
+from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.fetchers import EmptyBatchError
-from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.state_slot import StatePickler
 from shmloader.batch.timer import Timer
-from shmloader.batch.unpicklable import pickle_or_explain
 from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.admission import MemoryAdmission
@@ -252,7 +251,7 @@ class BatchServer:
         if report is None:
             return None
         sent = self._put(pickle.dumps(report))
-        return pickle.dumps(report.shortened()) if isinstance(sent, TooLong) else sent
+        return pickle.dumps(report.counts()) if isinstance(sent, TooLong) else sent
 
     def _put_notes(self) -> tuple[Sent | None, SentState]:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils import signal_handling
 
-from shmloader.batch.remote_error import RemoteError, note_sample
+from shmloader.batch.failures import RemoteError, add_note
 from shmloader.batch.seeds import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
@@ -244,7 +244,7 @@ def load(payload: Any) -> Any:
         return payload.load()
     except AttributeError as error:
         if str(error).startswith("Can't get attribute"):
-            note_sample(
+            add_note(
                 error,
                 "The worker has imported the program's main file, but classes and functions under "
                 "its main guard are not defined there. Define what the dataset uses above the "

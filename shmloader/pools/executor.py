@@ -14,7 +14,7 @@ decides which process makes a batch. So the engine's order and restarts are thos
 processes, and only this pool knows the executor. There are no slots: the executor's own transport
 has made the memory in which a batch arrives.
 
-A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.portable`). A process
+A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.payload`). A process
 that cannot open the payload by its handle says so. Its task is then sent again with the payload: as
 bytes, or by reference where the executor has a store of objects (Dask's ``scatter``, or
 ``RayExecutor``).
@@ -43,8 +43,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.portable import PortablePayload
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError
+from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Caught, attempt

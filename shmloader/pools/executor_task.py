@@ -27,15 +27,15 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import LocalArrays
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.portable import (
+from shmloader.batch.payload import (
     MissingPayloadError,
     PayloadHandle,
-    explain_missing,
+    explained_missing,
     load_portable,
 )
-from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.batch.timer import Timer
 from shmloader.memory.collate import install
@@ -311,11 +311,8 @@ class _Maker:
         if dataset_epoch not in (None, self._told_epoch):
             self._told_epoch = dataset_epoch
             set_dataset_epoch(self._dataset, dataset_epoch)
-        try:
+        with explained_missing():
             batch = self._maker.make(pickle.loads(indices))
-        except (FileNotFoundError, ModuleNotFoundError) as error:
-            explain_missing(error)
-            raise
         return pack_batch(batch, by_value=self._by_value)
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
-from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.seeds import seed_worker
 from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import is_interruption

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.batch.explain import pickle_or_explain
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetchers import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.timer import bytes_of
-from shmloader.batch.unpicklable import pickle_or_explain
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.pickled import PartialStorage
 from shmloader.pools.answers import Answer, Batch, Empty, Failure

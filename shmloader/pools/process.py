@@ -5,7 +5,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption

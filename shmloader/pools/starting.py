@@ -20,8 +20,8 @@ from multiprocessing import context
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
+from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
-from shmloader.batch.unpicklable import explain, find_unpicklable
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Arena
@@ -259,7 +259,9 @@ def _raise_explained(
         Exception: An exception of the same class as ``error``.
     """
     receiver = f"worker processes that are started by {method!r}"
-    explained = explain(error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER)
+    explained = explain_unpicklable(
+        error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER
+    )
     if explained is error:
         raise error
     try:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from os import getpid
 from typing import Any
 
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.remote_error import RemoteError
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked

@@ -45,10 +45,9 @@ import torch
 from shmloader.batch.arrays import no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.failures import OnError
+from shmloader.batch.failures import OnError, RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError

@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.batch.failures import OnError
+from shmloader.batch.failures import OnError, RemoteError, add_note
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.iterable_state import (
     Saved,
@@ -27,7 +27,6 @@ from shmloader.batch.iterable_state import (
     save_dataset,
 )
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.remote_error import RemoteError, note_sample
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.state_slot import StatePickler
 from shmloader.batch.timer import Timer
@@ -334,7 +333,7 @@ def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
     try:
         init_fn(worker_id)
     except Exception as error:
-        note_sample(error, f"It was raised by worker_init_fn({worker_id}).")
+        add_note(error, f"It was raised by worker_init_fn({worker_id}).")
         raise
 
 

@@ -93,6 +93,7 @@ def _make_far() -> None:
 
     class Far:
         HIGHEST_PROTOCOL = pickle.HIGHEST_PROTOCOL
+        dumps = staticmethod(pickle.dumps)
 
         @staticmethod
         def loads(data: Any, **_: Any) -> Any:

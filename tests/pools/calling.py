@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.remote_error import RemoteError
+from shmloader.batch.failures import RemoteError
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Batch, Failure

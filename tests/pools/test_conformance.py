@@ -27,8 +27,7 @@ import torch
 from shmloader import ShardedDataLoader
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.payload import ForkedPayload
-from shmloader.batch.portable import PortablePayload
+from shmloader.batch.payload import ForkedPayload, PortablePayload
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError, WorkerDiedError

@@ -553,9 +553,7 @@ def test_failures_that_do_not_fit_beside_the_batch_are_counted_all_the_same(size
     )  # fmt: skip
     assert [batch.shape for batch in loader] == [(1, nbytes)] * 2
     assert loader.failures.total == 2 * (size - 1)
-    assert listed(loader)[-1] == 2 * size - 1
-    assert 1 <= len(loader.failures) <= 100
-    assert "m" * 100 in str(loader.failures[-1].error)
+    assert len(loader.failures) == 0
 
 
 def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):

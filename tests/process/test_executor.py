@@ -675,8 +675,8 @@ def import_missing_module(index: int) -> Any:
 @pytest.mark.parametrize(
     ("sample", "kind", "text"),
     [
-        (load_missing_file, FileNotFoundError, "it has to exist on each machine"),
-        (import_missing_module, ModuleNotFoundError, "it has to be installed there, too"),
+        (load_missing_file, FileNotFoundError, "this has to exist on each machine"),
+        (import_missing_module, ModuleNotFoundError, "this has to exist on each machine"),
     ],
 )
 def test_what_a_sample_misses_there_is_told(pool, sample, kind, text) -> None:
@@ -707,7 +707,7 @@ def test_a_memory_map_whose_file_is_missing_there_is_told(tmp_path) -> None:
     text = "".join([str(caught.value), *caught.value.__notes__])
     assert "in a process of the executor (pid " in text
     assert str(file) in text
-    assert "it has to exist on each machine that makes batches" in text
+    assert "this has to exist on each machine that makes batches" in text
     away.rename(file)
     assert torch.cat(list(loader)).tolist() == list(range(40))
     loader.close()

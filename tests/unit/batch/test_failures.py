@@ -1,13 +1,52 @@
-"""Reports of samples that cross a process, whatever the user's objects do."""
+"""Exceptions and failed samples cross a process, whatever the user's classes do."""
 
 import pickle
+import weakref
 
 import pytest
 
-from shmloader.batch.failures import LISTED, BadSample, SampleReport, describe_index
-from shmloader.messages import INLINE_BYTES
+from shmloader.batch.failures import (
+    LISTED,
+    BadSample,
+    RemoteError,
+    SampleReport,
+    describe_index,
+    describe_indices,
+)
 
 WHERE = "in DataLoader worker process 3"
+NOTE = "Worker 3 (pid 812) was loading batch 41 (indices 2624 to 2687)."
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class KeywordOnlyError(Exception):
+    message = "set on the class"
+
+    def __init__(self, *, code):
+        super().__init__(code)
+
+
+class Shy:
+    """Neither its pickle nor its text can be had."""
+
+    def __reduce__(self):
+        raise ZeroDivisionError
+
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
+def caught(error: BaseException) -> RemoteError:
+    """Return an exception as it arrives in the main process."""
+    try:
+        raise error
+    except BaseException:
+        arrived: RemoteError = pickle.loads(pickle.dumps(RemoteError.caught(WHERE)))
+        return arrived
 
 
 def bad(index: object, error: Exception) -> BadSample:
@@ -17,80 +56,95 @@ def bad(index: object, error: Exception) -> BadSample:
         return BadSample.caught(index, WHERE)
 
 
-def crossed(report: SampleReport) -> SampleReport:
-    data = pickle.dumps(report)
-    return pickle.loads(data)
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), ValueError),
+        (KeyError("x"), KeyError),
+        (TwoArgumentsError(1, "x"), RuntimeError),
+        (KeywordOnlyError(code=1), RuntimeError),
+        (StopIteration(), RuntimeError),
+        (KeyboardInterrupt(), RuntimeError),
+    ],
+)
+def test_the_class_arrives_where_a_text_makes_one_and_the_note_is_added(error, kind):
+    arrived = caught(error).rebuilt(NOTE)
+    assert type(arrived) is kind
+    assert arrived.__notes__ == [NOTE]
+    assert str(arrived).startswith(f"Caught {type(error).__name__} {WHERE}.\nOriginal Traceback (")
+    assert NOTE not in str(arrived)
 
 
-class FailsToPickle:
-    def __reduce__(self):
-        raise ZeroDivisionError
+def test_the_worker_s_traceback_and_the_cause_are_in_the_text():
+    def broken():
+        raise ValueError("the cause")
 
-    def __repr__(self):
-        return "the key"
+    try:
+        try:
+            broken()
+        except ValueError as error:
+            raise TypeError("the effect") from error
+    except TypeError as error:
+        text = str(RemoteError.of(error, WHERE).rebuilt(NOTE))
+    for part in ("in broken", "the cause", "direct cause", "the effect", __file__.split("/")[-1]):
+        assert part in text
 
 
-class Shy(FailsToPickle):
-    def __repr__(self):
-        raise ZeroDivisionError
+def test_an_error_keeps_no_frame_alive():
+    class Witness:
+        pass
+
+    def fails():
+        witness = Witness()
+        alive.append(weakref.ref(witness))
+        raise ValueError("x")
+
+    alive = []
+    try:
+        fails()
+    except ValueError:
+        error = RemoteError.caught(WHERE)
+    assert alive[0]() is None
+    assert pickle.dumps(error)
+
+
+def test_ten_megabytes_of_text_are_shortened_to_their_beginning_and_end():
+    error = caught(ValueError("begin " + "x" * 10_000_000 + " end"))
+    short = error.shortened(4096)
+    assert len(pickle.dumps(short)) < 6000
+    text = str(short.rebuilt(NOTE))
+    assert "Traceback (most recent call last)" in text
+    assert text.rstrip().endswith("x end")
+    assert " characters …]" in text
+    assert short.summary.startswith("ValueError: begin xxx")
+    assert short.shortened(100_000) == short
 
 
 def test_a_report_comes_out_as_it_went_in():
     report = SampleReport(7)
     for index in (0, "a", (1, 2)):
         report.add(bad(index, LookupError(f"no {index}")))
-    arrived = crossed(report)
+    arrived = pickle.loads(pickle.dumps(report))
     assert arrived == report
     assert (arrived.sample_count, arrived.failed_count) == (7, 3)
     assert [one.index for one in arrived.newest] == [0, "a", (1, 2)]
     assert [one.error.summary for one in arrived.newest] == [
         "LookupError: no 0", "LookupError: no a", "LookupError: no (1, 2)",
     ]  # fmt: skip
+    assert arrived.counts() == SampleReport(7, 3)
 
 
 def test_a_report_names_the_newest_and_counts_all():
     report = SampleReport(300)
     for index in range(250):
         report.add(bad(index, ValueError("bad")))
-    assert len(report.newest) == LISTED
-    arrived = crossed(report)
-    assert (arrived.failed_count, len(arrived.newest)) == (250, LISTED)
-    assert [one.index for one in arrived.newest] == list(range(150, 250))
-    arrived.add(bad(250, ValueError("bad")))
-    assert len(arrived.newest) == LISTED
+    assert (report.failed_count, len(report.newest)) == (250, LISTED)
+    assert [one.index for one in report.newest] == list(range(150, 250))
 
 
-def test_a_traceback_is_shortened_to_its_beginning_and_its_end():
-    one = bad(1, ValueError("m" * 10_000_000 + " is the end"))
-    assert len(one.error.text) < 5000
-    assert one.error.text.startswith("Traceback (most recent call last)")
-    assert one.error.text.endswith("is the end\n")
-
-
-def test_a_shortened_report_has_the_counts_and_the_last_failure():
-    class Local(Exception):  # noqa: N818 - a class that pickles by value
-        filler = "f" * 3000
-
-    report = SampleReport(300)
-    for index in range(200):
-        report.add(bad("€" * 1300 + str(index), Local("€" * 100_000)))
-    assert len(pickle.dumps(report)) > 64 * 1024
-    short = report.shortened()
-    assert len(pickle.dumps(short)) <= INLINE_BYTES // 4
-    arrived = crossed(short)
-    assert (arrived.sample_count, arrived.failed_count) == (300, 200)
-    (one,) = arrived.newest
-    assert "199" in one.index
-    assert one.error.kind == "Local"
-    assert SampleReport(5).shortened() == SampleReport(5)
-
-
-def test_a_shortened_report_keeps_a_short_key_and_class():
-    report = SampleReport(300)
-    report.add(bad((1, "two"), LookupError("x" * 100_000)))
-    (one,) = crossed(report.shortened()).newest
-    assert one.index == (1, "two")
-    assert type(one.error.rebuilt("")) is LookupError
+def test_keys_that_cannot_cross_are_named_by_their_text():
+    assert bad(Shy(), ValueError()).index.startswith("<Shy ")
+    assert str(bad("x" * 100_000, ValueError()).index).startswith("'xxx")
 
 
 @pytest.mark.parametrize(
@@ -98,3 +152,20 @@ def test_a_shortened_report_keeps_a_short_key_and_class():
 )
 def test_every_index_has_a_short_description(index):
     assert 0 < len(describe_index(index)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([64, 65, 66], "indices 64 to 66"),
+        ([3, 1], "indices 3, 1"),
+        (["a"], "index 'a'"),
+        (5, "index 5"),
+        ([], "no indices"),
+        (None, "the next sample"),
+        ([None] * 4, "the next 4 samples"),
+        ([2 * n for n in range(9)], "9 indices: 0, 2, 4, 6, 8, 10, 12, 14, …"),
+    ],
+)
+def test_the_indices_of_a_batch_in_words(indices, text):
+    assert describe_indices(indices) == text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.portable import PortablePayload
+from shmloader.batch.payload import PortablePayload
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.executor_task import Result
 from shmloader.pools.process_numbers import ProcessNumbers

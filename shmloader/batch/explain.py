@@ -1,0 +1,288 @@
+"""Explains two errors that do not say which part of the user's data they are about.
+
+Samples that cannot be collated: torch's error names no sample. A note on it names the place in the
+samples, and the samples' indices. The place is found by collating the samples part by part.
+
+Objects that cannot be pickled: pickle's error names a type. The error that is raised instead names
+the path to the object, which is searched for from the object that was pickled.
+"""
+
+import collections
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.batch.failures import add_note, describe_index, describe_indices
+from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
+from shmloader.grammar import with_article
+from shmloader.interruptions import Suppressed
+from shmloader.memory.codec import pickle_batch
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, Pickler, batch_reducers, reduce_data
+
+# How errors of torch's default_collate, torch.stack and numpy.stack begin that are about the
+# samples themselves.
+_COLLATE_ERRORS = (
+    "stack expects each tensor to be equal size",
+    "each element in list of batch should be of equal size",
+    "all input arrays must have the same shape",
+    "expected Tensor as element",
+    "default_collate: batch must contain",
+    "Could not infer dtype of ",
+    "must be real number, not ",
+    "new(): invalid data type ",
+    "only one element tensors can be converted to Python scalars",
+    "torch.cat(): input types can't be cast",
+    "stack(): functions with out=... arguments don't support automatic",
+)
+
+_COLLATE_REMEDY = (
+    "Give them one type, dtype and shape in the dataset, or a collate_fn= that does. "
+    "(pad_sequence pads tensors, a transform makes tensors of images, detach() ends autograd.)"
+)
+
+# How many different kinds of samples a note names.
+_SHOWN = 4
+
+# The most objects among which the one that cannot be pickled is searched for.
+_SEARCHED = 100_000
+
+_SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+# The attributes that are pickled with objects whose state does not name them.
+_ATTRIBUTES = {
+    types.FunctionType: ("__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+}
+
+
+# Samples that cannot be collated ----------------------------------------------------------
+
+
+def explain_collate_error(error: Exception, samples: Any, indices: Any) -> None:
+    """Add a note to an exception of collating that is about the samples.
+
+    Args:
+        error: What the collate function raised.
+        samples: What the dataset returned for the batch.
+        indices: The samples' indices; None for those of an iterable dataset.
+    """
+    is_known = type(error) in (RuntimeError, TypeError, ValueError)
+    is_known = is_known and str(error).startswith(_COLLATE_ERRORS)
+    if not isinstance(samples, list) or not (is_known or type(error) is KeyError):
+        return
+    with Suppressed(Exception):  # a container of the user's may raise anything
+        found = _find_uncollatable(samples, "sample")
+        if found is not None:
+            text = f"In this batch, {found[0]} is {_describe(found[1], indices)}. "
+            add_note(error, text + _COLLATE_REMEDY)
+
+
+def _find_uncollatable(parts: list[Any], path: str) -> tuple[str, list[Any]] | None:
+    """Return the innermost place where samples cannot be collated, and what they have there."""
+    first, steps = parts[0], []
+    if isinstance(first, Mapping):
+        steps = [(f"[{key!r}]", key) for key in first]
+    elif isinstance(first, Sequence) and not isinstance(first, str | bytes):
+        names = getattr(first, "_fields", None)
+        steps = [(f"[{at}]" if names is None else f".{names[at]}", at) for at in range(len(first))]
+    try:
+        inner = [(path + step, [part[key] for part in parts]) for step, key in steps]
+        if not steps:
+            default_collate(parts)
+        elif len({len(part) for part in parts}) > 1 and not isinstance(first, Mapping):
+            return path, parts
+    except Exception:  # noqa: BLE001 - that is what is asked
+        return path, parts
+    found = (_find_uncollatable(column, place) for place, column in inner)
+    return next((one for one in found if one is not None), None)
+
+
+def _describe(parts: list[Any], indices: Any) -> str:
+    """Return which samples have what: "a float32 Tensor of shape [3] for indices 0, 2; …"."""
+    is_known = isinstance(indices, Sequence) and len(indices) == len(parts)
+    keys: Sequence[Any] = range(len(parts))
+    if is_known and not all(index is None for index in indices):  # None: an iterable dataset
+        keys = indices
+    alike: dict[str, list[Any]] = {}
+    for part, key in zip(parts, keys, strict=True):
+        alike.setdefault(_kind_of(part), []).append(key)
+    shown = []
+    for kind, which in list(alike.items())[:_SHOWN]:
+        where = describe_indices(which)
+        if keys is not indices:
+            where = where.replace("index", "sample").replace("indices", "samples")
+        shown.append(f"{kind} for {where}")
+    return "; ".join(shown) + (f"; and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else "")
+
+
+def _kind_of(part: Any) -> str:
+    kind = type(part).__name__
+    if isinstance(part, torch.Tensor | np.ndarray):
+        dtype = str(part.dtype).removeprefix("torch.")
+        grad = " that requires grad" if getattr(part, "requires_grad", False) else ""
+        return f"{with_article(f'{dtype} {kind}')} of shape {list(part.shape)}{grad}"
+    if isinstance(part, Mapping):
+        return f"{with_article(kind)} with the keys {list(part)}"
+    if isinstance(part, Sequence) and not isinstance(part, str | bytes):
+        return f"{with_article(kind)} of length {len(part)}"
+    return with_article(kind)
+
+
+# Objects that cannot be pickled -----------------------------------------------------------
+
+
+class Unpicklable(NamedTuple):
+    """A part that cannot be pickled.
+
+    Attributes:
+        path: Where the part is, such as "dataset.transforms[2].client".
+        value: The part.
+    """
+
+    path: str
+    value: object
+
+
+def find_unpicklable(
+    objects: Sequence[object],
+    names: Sequence[str],
+    make_pickler: Callable[[Any], Pickler] | None = None,
+) -> Unpicklable | None:
+    """Return the part that cannot be pickled; None if each of the objects can be.
+
+    Args:
+        objects: The objects that could not be pickled together.
+        names: What the user calls each of the objects.
+        make_pickler: Returns a pickler to a file, of the kind that has failed; None for that of
+            datasets and functions.
+    """
+    for name, value in zip(names, objects, strict=False):
+        pickler = (make_pickler or _pickler_for_workers)(_Sink())
+        try:
+            with spawning(Recorder()):
+                pickler.dump(value)
+        except Exception:  # noqa: BLE001 - that is what is asked
+            part = pickler.newest
+            return Unpicklable(_path_to(part, name, value) or f"a part of {name}", part)
+    return None
+
+
+class _Sink:
+    """A file that drops what is written to it."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def _pickler_for_workers(file: Any) -> Pickler:
+    parts, reducers = OutOfBand(), reducers_of_multiprocessing()
+    return Pickler(file, reduce_bulk, parts, reducers, by_value=True)
+
+
+def _path_to(target: object, name: str, root: object) -> str | None:
+    """Return the shortest path from an object to a part of it; None if it was not found."""
+    waiting, seen = collections.deque([(name, root)]), {id(root): root}
+    while waiting:
+        path, value = waiting.popleft()
+        if value is target:
+            return path
+        with Suppressed(Exception):  # methods of the object failed
+            for step, part in _parts_of(value):
+                if type(part) not in _SIMPLE and id(part) not in seen and len(seen) < _SEARCHED:
+                    seen[id(part)] = part  # kept alive, so that its id is not used again
+                    waiting.append((_joined(path, step), part))
+    return None
+
+
+def _joined(path: str, step: str) -> str:
+    if step.startswith((".", "[")):
+        return f"({path}){step}" if " of " in path else f"{path}{step}"
+    return f"{step} {path}"  # "variable 'client' of dataset.function"
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield the parts that are pickled with a value, each with the step that leads to it."""
+    if isinstance(value, dict):
+        yield from ((f"[{describe_index(key)}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from (("an element of", part) for part in value)
+    elif isinstance(value, types.FunctionType):
+        # cloudpickle pickles these with a function that cannot be imported by name.
+        names = inspect.getclosurevars(value)
+        for name, part in {**names.globals, **names.nonlocals}.items():
+            yield f"variable {name!r} of", part
+    for name in _ATTRIBUTES.get(type(value), ()):
+        yield f".{name}", getattr(value, name)
+    if isinstance(value, (type, types.ModuleType, *_ATTRIBUTES)):
+        return
+    state = value.__getstate__()
+    # The values of slots come in a second dict.
+    for part in state if type(state) is tuple else (state,):
+        if isinstance(part, dict):
+            yield from ((f".{name}", inner) for name, inner in part.items())
+        else:
+            yield ".__getstate__()", part
+
+
+def explain_unpicklable(
+    error: Exception, found: Unpicklable | None, receiver: str, remedy: str
+) -> Exception:
+    """Return the exception to raise for objects that cannot be pickled.
+
+    Args:
+        error: What pickling raised.
+        found: The part that cannot be pickled, if it was found.
+        receiver: What the pickle was to be sent to, in words.
+        remedy: What to do, as sentences.
+
+    Returns:
+        If ``error`` is an instance of a class in ``PICKLE_ERRORS``, a new exception of that class,
+        whose text begins with the text of ``error``. Otherwise ``error`` itself, with a note.
+    """
+    where = "A part of the dataset, or of a function given to the loader,"
+    if found is not None:
+        where = f"{found.path} (of type {_type_name(found.value)})"
+    text = f"{where} cannot be pickled, so it cannot be sent to {receiver}. {remedy}"
+    for kind in PICKLE_ERRORS:
+        if isinstance(error, kind):
+            return kind(f"{error}\n{text}")
+    error.add_note(text)
+    return error
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+    """Pickle a batch; see :func:`pickle_batch`.
+
+    Raises:
+        TypeError: If part of the batch cannot be pickled; names that part.
+        MemoryError: If there is no memory for that.
+    """
+    try:
+        return pickle_batch(batch, by_value=by_value)
+    except MemoryError:
+        raise
+    except Exception as error:
+
+        def make_pickler(file: Any) -> Pickler:
+            return Pickler(file, reduce_data, OutOfBand(), batch_reducers(), by_value=by_value)
+
+        path, part = find_unpicklable([batch], ["batch"], make_pickler) or ("batch", batch)
+        raise TypeError(
+            f"a batch cannot be sent from its worker: {path} is {with_article(_type_name(part))} "
+            f"and cannot be pickled ({type(error).__name__}: {error}). Return something picklable "
+            "from the dataset or collate_fn."
+        ) from error

@@ -1,0 +1,231 @@
+"""Errors name the samples that cannot be collated, and the part that cannot be pickled."""
+
+import functools
+import pickle
+import threading
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset, default_collate
+
+from shmloader.batch.explain import (
+    Unpicklable,
+    explain_collate_error,
+    explain_unpicklable,
+    find_unpicklable,
+)
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+def error_of(collate_fn, samples, indices=None):
+    with pytest.raises((RuntimeError, ValueError, TypeError, LookupError)) as raised:
+        collate_fn(samples)
+    explain_collate_error(raised.value, samples, indices)
+    return raised.value
+
+
+def note_of(samples, indices=(7, 8), collate_fn=default_collate):
+    (note,) = error_of(collate_fn, samples, indices).__notes__
+    assert note.endswith("detach() ends autograd.)")
+    return note.removeprefix("In this batch, ").partition(". Give them one type, dtype and")[0]
+
+
+def zeros(*lengths):
+    return [torch.zeros(length) for length in lengths]
+
+
+THREE_AND_FOUR = (
+    "is a float32 Tensor of shape [3] for index 7; a float32 Tensor of shape [4] for index 8"
+)
+
+
+class PngImage:
+    """Stands for an image that was not transformed."""
+
+
+@pytest.mark.parametrize(
+    ("samples", "note"),
+    [
+        (zeros(3, 4), f"sample {THREE_AND_FOUR}"),
+        ([{"id": 1, "image": one} for one in zeros(3, 4)], f"sample['image'] {THREE_AND_FOUR}"),
+        ([(1, one) for one in zeros(3, 4)], f"sample[1] {THREE_AND_FOUR}"),
+        ([Pair(one, 1) for one in zeros(3, 4)], f"sample.image {THREE_AND_FOUR}"),
+        ([{"x": [0, {"y": one}]} for one in zeros(3, 4)], f"sample['x'][1]['y'] {THREE_AND_FOUR}"),
+        ([(1, zeros(3)[0]), (1.5, zeros(4)[0])], f"sample[1] {THREE_AND_FOUR}"),
+        (
+            [{"x": np.zeros(length)} for length in (3, 4)],
+            f"sample['x'] {THREE_AND_FOUR}".replace("32 Tensor", "64 ndarray"),
+        ),
+        (
+            [{"ids": [1, 2]}, {"ids": [1, 2, 3]}],
+            "sample['ids'] is a list of length 2 for index 7; a list of length 3 for index 8",
+        ),
+        ([1, "a"], "sample is an int for index 7; a str for index 8"),
+        ([None, None], "sample is a NoneType for indices 7 to 8"),
+        (
+            [(np.zeros(2), 0), (0, 0)],
+            "sample[0] is a float64 ndarray of shape [2] for index 7; an int for index 8",
+        ),
+        (
+            [{1: 1}, {2: 2}],
+            "sample is a dict with the keys [1] for index 7; a dict with the keys [2] for index 8",
+        ),
+        ([(PngImage(), 0)] * 2, "sample[0] is a PngImage for indices 7 to 8"),
+    ],
+)
+def test_the_place_in_the_samples_and_their_indices_are_named(samples, note):
+    assert note_of(samples) == note
+
+
+def test_what_the_user_s_own_function_stacks_is_explained_too():
+    assert note_of(zeros(3, 4), collate_fn=torch.stack) == f"sample {THREE_AND_FOUR}"
+    arrays = [np.zeros(length, np.float32) for length in (3, 4)]
+    expected = f"sample {THREE_AND_FOUR}".replace("Tensor", "ndarray")
+    assert note_of(arrays, collate_fn=np.stack) == expected
+
+
+@pytest.mark.parametrize("indices", [None, [None, None], iter(())])
+def test_without_indices_the_samples_of_the_batch_are_numbered(indices):
+    note = note_of(zeros(3, 4), indices)
+    assert note.endswith("[3] for sample 0; a float32 Tensor of shape [4] for sample 1")
+
+
+def test_many_kinds_and_indices_are_not_all_listed():
+    assert note_of(zeros(*range(1, 200)), list(range(199))).endswith(
+        "[4] for index 3; and 195 more"
+    )
+    note = note_of(zeros(*[3, 4] * 100), list(range(200)))
+    assert "[3] for 100 indices: 0, 2, 4, 6, 8, 10, 12, 14, …; a float32" in note
+
+
+@pytest.mark.parametrize(
+    ("samples", "collate_fn"),
+    [
+        (["a", "b"], lambda samples: torch.stack(zeros(3, 4))),  # not of the samples
+        (zeros(3, 3), lambda samples: torch.stack(zeros(3, 4))),
+        (zeros(3, 4), lambda samples: int("no number")),
+        (zeros(3, 3), lambda samples: {}[0]),
+        (object(), lambda samples: torch.stack(zeros(3, 4))),
+    ],
+)
+def test_any_other_error_is_raised_as_it_is(samples, collate_fn):
+    assert not hasattr(error_of(collate_fn, samples, [0, 1]), "__notes__")
+
+
+# Objects that cannot be pickled -----------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+class Holder:
+    """A dataset or a transform with some attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def __call__(self, value):
+        return value
+
+    def __len__(self):
+        return 2
+
+
+class Slotted:
+    __slots__ = ("connection", "name")
+
+    def __init__(self, connection):
+        self.name = "a name"
+        self.connection = connection
+
+
+class OwnState:
+    """Leaves out its lock, but puts a list of its own into the pickle."""
+
+    def __init__(self, parts):
+        self.lock = LOCK
+        self.parts = parts
+
+    def __getstate__(self):
+        return [1, *self.parts]
+
+
+class OwnReduce:
+    def __reduce__(self):
+        return Holder, (LOCK,)
+
+
+class Refusing:
+    def __reduce__(self):
+        raise TypeError("I stay here")
+
+    def __repr__(self):
+        return "I"
+
+
+def function_with(lock):
+    def collate(samples):
+        return lock, samples
+
+    return collate
+
+
+def in_a_ring():
+    inner = Holder(lock=LOCK)
+    inner.outer = Holder(inner=inner)
+    return inner.outer
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path"),
+    [
+        (LOCK, "dataset"),
+        (Refusing(), "dataset"),
+        (Holder(a=1, connection=LOCK), "dataset.connection"),
+        (Holder(transforms=[Holder(), 3, Holder(client=LOCK)]), "dataset.transforms[2].client"),
+        (Holder(by_name={"x": 1, "train": (0, LOCK)}), "dataset.by_name['train'][1]"),
+        (Holder(locks={LOCK}), "an element of dataset.locks"),
+        (Holder(part=Slotted(LOCK)), "dataset.part.connection"),
+        (Subset(Holder(connection=LOCK), [0]), "dataset.dataset.connection"),
+        (ConcatDataset([Holder(), Holder(file=LOCK)]), "dataset.datasets[1].file"),
+        (OwnState([2, LOCK]), "dataset.__getstate__()[2]"),
+        (OwnReduce(), "a part of dataset"),
+        (Holder(call=Holder(lock=LOCK).__call__), "dataset.call.__self__.lock"),
+        (Holder(call=functools.partial(max, 1, key=LOCK)), "dataset.call.keywords['key']"),
+        (Holder(call=function_with(LOCK)), "variable 'lock' of dataset.call"),
+        (
+            Holder(call=function_with(Holder(lock=LOCK))),
+            "(variable 'lock' of dataset.call).lock",
+        ),
+        (Holder(call=lambda lock=LOCK: lock), "dataset.call.__defaults__[0]"),
+        (in_a_ring(), "dataset.inner.lock"),
+    ],
+)  # fmt: skip
+def test_the_path_to_what_cannot_be_pickled(dataset, path):
+    found = find_unpicklable((Holder(), dataset), ("sampler", "dataset"))
+    assert found is not None
+    assert found.path == path
+    assert type(found.value) in {type(LOCK), Refusing}
+
+
+def test_nothing_is_found_where_all_can_be_pickled():
+    objects = (Holder(a=1), function_with(3), None)
+    assert find_unpicklable(objects, ("dataset", "collate_fn", "worker_init_fn")) is None
+
+
+def test_the_text_begins_with_pickle_s_own_and_says_what_to_do():
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps(LOCK)
+    found = Unpicklable("dataset.connection", LOCK)
+    explained = explain_unpicklable(caught.value, found, "worker processes", "Open it there.")
+    assert type(explained) is TypeError
+    assert str(explained) == (
+        "cannot pickle '_thread.lock' object\n"
+        "dataset.connection (of type _thread.lock) cannot be pickled, so it cannot be sent to "
+        "worker processes. Open it there."
+    )
+    other = ZeroDivisionError("mine")
+    assert explain_unpicklable(other, Unpicklable("dataset", 3), "others", "Do.") is other
+    assert other.__notes__[0].startswith("dataset (of type int) cannot be pickled")
