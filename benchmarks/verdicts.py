@@ -31,16 +31,15 @@ from _machine import describe_machine
 from torch.utils.data import Dataset, Sampler
 
 import shmloader
-from shmloader.insight.verdict import Finding
+from shmloader.insight.stats import Finding
 
 _RIGHT_SHARE = 0.95
 _RUN_LIMIT_S = 600.0
 
 #: Findings whose remedies are the opposite of each other.
 CONTRADICTIONS = (
-    {Finding.TOO_FEW_WORKERS, Finding.TOO_MANY_WORKERS},
     {Finding.NOTHING_TO_GAIN, Finding.TOO_FEW_WORKERS},
-    {Finding.CORES_TAKEN, Finding.TOO_FEW_WORKERS},
+    {Finding.CORES_BUSY, Finding.TOO_FEW_WORKERS},
 )
 
 
@@ -225,11 +224,11 @@ def run_none(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 KINDS: dict[str, tuple[Callable[[Callable[[float], float]], shmloader.LoaderStats], Finding]] = {
     "too few workers": (run_too_few, Finding.TOO_FEW_WORKERS),
     "slow collate": (run_slow_collate, Finding.SLOW_COLLATE),
-    "stragglers": (run_stragglers, Finding.STRAGGLERS),
-    "cores taken by others": (run_cores_taken, Finding.CORES_TAKEN),
-    "pinning": (run_pinning, Finding.PINNING),
+    "stragglers": (run_stragglers, Finding.TOO_FEW_AHEAD),
+    "cores taken by others": (run_cores_taken, Finding.CORES_BUSY),
+    "pinning": (run_pinning, Finding.COPYING),
     "start-up": (run_start_up, Finding.START_UP),
-    "bursts": (run_bursts, Finding.BURSTS),
+    "bursts": (run_bursts, Finding.TOO_FEW_AHEAD),
     "sampler": (run_sampler, Finding.SAMPLER),
     "held slots": (run_held_slots, Finding.SLOTS_HELD),
     "none": (run_none, Finding.NOTHING_TO_GAIN),

@@ -15,9 +15,9 @@ from typing import Any, Self
 import torch.utils.data
 
 from shmloader.grammar import described_type
-from shmloader.insight.figures import Machine
 from shmloader.insight.record import Record, Statistics
-from shmloader.insight.stats import LoaderStats, snapshot
+from shmloader.insight.stats import LoaderStats, Machine
+from shmloader.insight.verdict import snapshot
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.pools.cores import usable_cores

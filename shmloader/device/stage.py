@@ -15,7 +15,7 @@ class Stage(abc.ABC):
         ahead: Batches that may be ready and not yet taken; None for as many as there are tickets.
         name: The thread's name.
         kind: The stage's name in the statistics; one of
-            :data:`~shmloader.insight.figures.STAGES`.
+            :data:`~shmloader.insight.stats.PARTS`.
     """
 
     ahead: int | None

@@ -8,9 +8,8 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 
 import dataclasses
 import errno
-import functools
-import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,9 +60,7 @@ class BatchTimes(NamedTuple):
 
 
 #: Makes a :class:`BatchTimes` from a tuple, in a third of the time that a call of the class takes.
-batch_times: Callable[[tuple[object, ...]], BatchTimes] = functools.partial(
-    tuple.__new__, BatchTimes
-)
+batch_times: Callable[[tuple[object, ...]], BatchTimes] = partial(tuple.__new__, BatchTimes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,7 +70,6 @@ class Counts:
     Attributes:
         lent: Batches that were lent.
         copied: Batches that could have been lent, but were copied out.
-        grown: How often a slot took more memory than it had.
         restarts: Workers that were replaced.
         slot_count: Maximum number of slots.
         slot_bytes: Bytes of memory that all slots take now.
@@ -84,7 +80,6 @@ class Counts:
 
     lent: int = 0
     copied: int = 0
-    grown: int = 0
     restarts: int = 0
     slot_count: int = 0
     slot_bytes: int = 0
@@ -100,13 +95,13 @@ class Usage:
     Attributes:
         pid: Process id; None for a thread.
         cpu_ns: CPU time.
-        stalled_ns: Time in which it could have run but no core was free; None if not known.
+        stalled_ns: Time in which it could have run but no core was free; 0 if not known.
         pss_bytes: The worker's memory, with its share of the shared pages; None if not known.
     """
 
     pid: int | None = None
     cpu_ns: int = 0
-    stalled_ns: int | None = None
+    stalled_ns: int = 0
     pss_bytes: int | None = None
 
 
@@ -135,47 +130,24 @@ class Readings:
         """Return the newest usage of each worker; ``thoroughly`` measures memory as well."""
         ask = self._ask
         now = None if ask is None else ask(thoroughly)
-        if now is not None and self._ask is not None:
-            # Where memory was not measured this time, the last measured value is kept.
-            pairs = itertools.zip_longest(now, self._latest[: len(now)])
-            self._latest = [
-                usage
-                if usage.pss_bytes is not None or earlier is None
-                else dataclasses.replace(usage, pss_bytes=earlier.pss_bytes)
-                for usage, earlier in pairs
-            ]
+        if now is not None and self._ask is not None:  # they were not closed meanwhile
+            self._latest = now
         return self._latest
 
 
-class CoreTime(NamedTuple):
-    """What the kernel reports of a thread, in ns since the thread began.
+def stalled_ns(thread: str = "thread-self") -> int:
+    """Return the time in which a thread could have run but no core was free, since it began.
 
-    Attributes:
-        cpu_ns: CPU time.
-        stalled_ns: Time in which it could have run but no core was free.
+    It is 0 if the kernel does not report it, or the thread has ended.
+
+    Args:
+        thread: The thread's directory in ``/proc``; by default that of the calling thread.
     """
-
-    cpu_ns: int
-    stalled_ns: int
-
-
-def core_time_here() -> CoreTime | None:
-    """Return the calling thread's core time; None if the kernel does not report it."""
-    return _read("thread-self")
-
-
-def core_time_of(native_id: int) -> CoreTime | None:
-    """Return the core time of a thread of this process; None also if the thread has ended."""
-    return _read(f"self/task/{native_id}")
-
-
-def _read(thread: str) -> CoreTime | None:
     try:
-        cpu_ns, stalled_ns, _ = Path(f"/proc/{thread}/schedstat").read_bytes().split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):
-        return None
+        return int(Path(f"/proc/{thread}/schedstat").read_bytes().split()[1])
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return None
-    return CoreTime(int(cpu_ns), int(stalled_ns))
+        return 0

@@ -5,16 +5,14 @@ needs at one moment is a single value, so that it counts each call and each epoc
 """
 
 import copy
-import itertools
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shmloader.insight.measurements import Counts, Readings, core_time_of
-from shmloader.insight.sums import ITER, Call, Sums, Totals
+from shmloader.insight.measurements import Counts, Readings
+from shmloader.insight.sums import Call, Sums
 
 # With more calls than this, they are summed up, so that memory is bounded: a call takes half a
 # kilobyte.
@@ -46,15 +44,14 @@ class Record:
 
     Attributes:
         is_over: Whether the epoch has ended or was given up.
-        lane: Number of the iterator among those at work at the same time; 0 for a single one.
         failures: Batches that raised.
         most_calls: How many calls are kept before they are summed up. A trace keeps all.
         calls: The sums of earlier calls (None before any), and the later calls.
     """
 
     __slots__ = (
-        "_begun", "_final", "_first_ns", "_in_order", "_keeps_workers", "_sources", "_thread_id",
-        "calls", "epoch", "failures", "is_over", "kind", "lane", "most_calls", "worker_count",
+        "_begun", "_final", "_first_ns", "_keeps_workers", "_sources", "calls", "epoch",
+        "failures", "in_order", "is_over", "kind", "most_calls", "worker_count",
     )  # fmt: skip
 
     def __init__(
@@ -71,29 +68,27 @@ class Record:
         begin_ns: int | None = None,
     ) -> None:
         self.epoch, self.kind, self.worker_count = epoch, kind, worker_count
-        self._keeps_workers, self._in_order = keeps_workers, in_order
-        self.lane = self.failures = 0
+        self._keeps_workers, self.in_order = keeps_workers, in_order
+        self.failures = 0
         self.is_over = False
         self.most_calls = _MOST_CALLS
         self._first_ns = time.monotonic_ns() if begin_ns is None else begin_ns
         self.calls: tuple[Sums | None, list[Call]] = (None, [])
         self._sources = (counts, readings, failed)
-        self._final: Totals | None = None
-        self._begun: Totals | None = None
-        if kind != "in-process":  # such epochs may be many and short
-            self._thread_id = threading.get_native_id()
-            self._begun = self._read()
+        self._final: Sums | None = None
+        # In-process epochs may be many and short.
+        self._begun = None if kind == "in-process" else self._read()
 
     def add(self, *call: Any) -> None:
         """Add a call: see :mod:`shmloader.insight.sums`."""
         calls = self.calls[1]
         calls.append(call)
         if len(calls) > self.most_calls:
-            self.calls = (self._sums(*self.calls), [])
+            self.calls = (self._sum_up(), [])
 
     def begin(self, draw_ns: int = 0) -> None:
         """Add the call of ``iter()``, which returns now, after ``draw_ns`` in the sampler."""
-        self.add(self._first_ns, time.monotonic_ns(), draw_ns, None, ITER, 0)
+        self.add(self._first_ns, time.monotonic_ns(), draw_ns, None, "start", 0)
 
     def end(self) -> None:
         """End the record: no batch follows. May be called again."""
@@ -103,33 +98,30 @@ class Record:
             self.is_over = True
             self._sources = (None, None, None)
 
-    def totals(self) -> Totals:
-        """Return what was recorded so far, with the workers' memory. Any thread may call it."""
-        return self._totals(self._sums(*self.calls), self._first_ns, self._begun)
-
-    def _sums(self, before: Sums | None, calls: Sequence[Call]) -> Sums:
-        """Return the sums of the calls and of those before them."""
-        sums = copy.deepcopy(before) or Sums(self._in_order, is_local=self.kind == "in-process")
-        sums.add(list(calls))
+    def _sum_up(self) -> Sums:
+        before, calls = self.calls
+        sums = copy.deepcopy(before) or Sums()
+        sums.add(list(calls), in_order=self.in_order, is_local=self.kind == "in-process")
         return sums
 
-    def _totals(self, sums: Sums, first_ns: int, begun: Totals | None) -> Totals:
-        """Return the totals of calls since ``first_ns``, and of what was read since ``begun``."""
-        totals = sums.finish(first_ns)
-        totals.merge(self._read(thoroughly=True))
-        for name, before in begun.added.items() if begun is not None else ():
-            if name in totals.added:
-                totals.added[name] -= before
-        totals.newest |= {
+    def sums(self) -> Sums:
+        """Return what was recorded so far, with the workers' memory. Any thread may call it."""
+        sums = self._sum_up()
+        sums.finish(self._first_ns)
+        sums.merge(self._read(thoroughly=True))
+        if self._begun is not None:
+            before = self._begun.added.items()
+            sums.added.subtract({name: one for name, one in before if name in sums.added})
+        sums.newest |= {
             "epoch": self.epoch,
             "kind": self.kind,
             "num_workers": self.worker_count,
             "persistent_workers": self._keeps_workers,
             "is_over": self.is_over,
         }
-        return totals
+        return sums
 
-    def _read(self, *, thoroughly: bool = False) -> Totals:
+    def _read(self, *, thoroughly: bool = False) -> Sums:
         """Return what was counted and used since the engine and the workers began.
 
         Args:
@@ -138,59 +130,19 @@ class Record:
         counts, readings, failed = self._sources
         if self._final is not None:  # looked at last, since another thread may end the epoch
             return self._final
-        totals = Totals()
-        added, newest = totals.added, totals.newest
+        sums = Sums()
+        added, newest = sums.added, sums.newest
         added["failures"] = self.failures + (failed.total if failed is not None else 0)
-        if self.kind == "in-process":
-            return totals
         if counts is not None:
-            for name in ("lent", "copied", "grown", "restarts"):
+            for name in ("lent", "copied", "restarts"):
                 added[name] = getattr(counts, name)
-            totals.set_most(largest_bytes=counts.largest_bytes, slot_bytes=counts.most_bytes)
+            sums.set_most(largest_bytes=counts.largest_bytes, slot_bytes=counts.most_bytes)
             newest |= {"slot_count": counts.slot_count, "share_bytes": counts.share_bytes}
         for worker_id, usage in enumerate(readings.read(thoroughly=thoroughly) if readings else ()):
-            added[worker_id, "cpu"] = usage.cpu_ns
-            if usage.stalled_ns is not None:
-                added[worker_id, "stalled"] = usage.stalled_ns
+            added[worker_id, "cpu"], added[worker_id, "stalled"] = usage.cpu_ns, usage.stalled_ns
             known = {"pid": usage.pid, "pss_bytes": usage.pss_bytes}
             newest |= {(worker_id, name): value for name, value in known.items() if value}
-        added["process_cpu"] = time.process_time_ns()
-        spent = core_time_of(self._thread_id)
-        if spent is not None:
-            added["consumer_cpu"], added["consumer_stalled"] = spent
-        return totals
-
-
-class Part:
-    """The calls of an epoch from now on, for a trace. The record keeps them all until ``end``.
-
-    Attributes:
-        record: The record.
-        calls: The calls, once the part has ended.
-        totals: Their sums, once the part has ended.
-    """
-
-    calls: Sequence[Call]
-    totals: Totals
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        record.most_calls = sys.maxsize
-        self._before, self._calls = record.calls
-        self._start = len(self._calls)
-        is_whole = not self._start and self._before is None
-        self._first_ns = record._first_ns if is_whole else time.monotonic_ns()
-        self._begun = record._begun if is_whole else record._read()
-
-    def end(self) -> None:
-        """End the part: it gets no further call."""
-        record = self.record
-        self.calls = self._calls[self._start :]
-        sums = record._sums(self._before, self._calls[: self._start])
-        sums.clear()
-        sums.add(self.calls)
-        self.totals = record._totals(sums, self._first_ns, self._begun)
-        record.most_calls = _MOST_CALLS
+        return sums
 
 
 class Statistics:
@@ -200,57 +152,50 @@ class Statistics:
 
     Attributes:
         epochs: Number of epochs begun.
-        parts: What is traced, a part for each epoch; None while nothing is.
+        traced: The records that a trace keeps; None while none is made.
     """
 
-    __slots__ = ("_newest", "_state", "epochs", "parts")
+    __slots__ = ("_newest", "_state", "epochs", "traced")
 
     def __init__(self) -> None:
         self._newest: Record | None = None
         # The sum of earlier epochs, and the newest ones and those that still run, with their
         # iterators.
-        self._state: tuple[Totals | None, tuple[tuple[Record, weakref.ref[Any]], ...]] = (None, ())
+        self._state: tuple[Sums | None, tuple[tuple[Record, weakref.ref[Any]], ...]] = (None, ())
         self.epochs = 0
-        self.parts: list[Part] | None = None
+        self.traced: list[Record] | None = None
 
     def begin(self, record: Record, iterator: object) -> None:
         """Add the record of an epoch that begins, and its iterator."""
         self._end_abandoned(iterator)
         past, recent = self._state
         if len(recent) >= _MOST_RECENT:
-            past = sum_of(past, [other.totals() for other, _ in recent if other.is_over])
+            past = sum_of(past, [other for other, _ in recent if other.is_over])
             recent = tuple(each for each in recent if not each[0].is_over)
-        taken = [other.lane for other, _ in recent if not other.is_over]
-        if taken:
-            record.lane = next(lane for lane in itertools.count() if lane not in taken)
         self._state = (past, (*recent, (record, weakref.ref(iterator))))
-        if self.parts is not None:
-            self.parts.append(Part(record))
+        if self.traced is not None:
+            record.most_calls = sys.maxsize
+            self.traced.append(record)
         self._newest = record
         self.epochs += 1
 
-    def begin_trace(self) -> None:
-        """Keep all calls from now on."""
+    def end_trace(self) -> list[Record]:
+        """Return the records of the epochs that began since ``traced`` was set."""
+        records, self.traced = self.traced or [], None
+        for record in records:
+            record.most_calls = _MOST_CALLS
+        return records
+
+    def newest(self) -> Sums | None:
+        """Return the sums of the newest epoch; None before the first."""
         self._end_abandoned()
-        self.parts = [Part(record) for record, _ in self._state[1] if not record.is_over]
+        return None if self._newest is None else self._newest.sums()
 
-    def end_trace(self) -> list[Part]:
-        """Return what was traced."""
-        parts, self.parts = self.parts or [], None
-        for part in parts:
-            part.end()
-        return parts
-
-    def newest(self) -> Totals | None:
-        """Return the totals of the newest epoch; None before the first."""
-        self._end_abandoned()
-        return None if self._newest is None else self._newest.totals()
-
-    def total(self) -> Totals | None:
+    def total(self) -> Sums | None:
         """Return the sum of all epochs; None before the first."""
         self._end_abandoned()
         past, recent = self._state
-        return sum_of(past, [record.totals() for record, _ in recent]) if recent or past else None
+        return sum_of(past, [record for record, _ in recent]) if recent or past else None
 
     def _end_abandoned(self, again: object = None) -> None:
         """End the records whose iterators are garbage, or begin ``again``."""
@@ -259,9 +204,9 @@ class Statistics:
                 record.end()
 
 
-def sum_of(past: Totals | None, later: Sequence[Totals]) -> Totals:
+def sum_of(past: Sums | None, later: Sequence[Record]) -> Sums:
     """Return the sum of earlier epochs and of later ones."""
-    whole = copy.deepcopy(past) or Totals()
+    whole = copy.deepcopy(past) or Sums()
     for each in later:
-        whole.merge(each)
+        whole.merge(each.sums())
     return whole

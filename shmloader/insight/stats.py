@@ -1,34 +1,190 @@
-"""The statistics of a loader, with a verdict and as a table."""
+"""The statistics of a loader, frozen, and how they print."""
 
-import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from shmloader.grammar import as_html, counted, seconds, size
-from shmloader.insight.figures import (
-    PLACES,
-    STAGES,
-    ConsumerStats,
-    Figures,
-    Machine,
-    SlotStats,
-    Stages,
-    StageStats,
-    WaitPlaces,
-    WaitStats,
-    WorkerStats,
-)
-from shmloader.insight.sums import Totals
-from shmloader.insight.verdict import Finding, judge
 
-_NS = 1e9
+#: The parts of a batch's way, in order, and what each means; the fields of :class:`Times`.
+PARTS = {
+    "start": "iter(), or its worker was starting",
+    "draw": "the batch sampler was drawing",
+    "slot": "waiting for a slot and a worker",
+    "queue": "behind earlier batches of its worker",
+    "fetch": "in the dataset",
+    "collate": "in collate_fn",
+    "encode": "being described by its worker",
+    "transport": "loaded, on its way to the main process",
+    "reorder": "waiting for an earlier batch",
+    "ready": "waiting for the consumer",
+    "build": "being built (or copied out of its slot) and handed over",
+    "pin": "being pinned",
+    "device": "being copied to the device, in device_transform",
+    "end": "there was none: the epoch ended",
+    "other": "not known, or an error was raised",
+}
 
 # Length of the longest bar of a table, in characters.
 _BAR = 20
-# Places with a smaller share of the wait are not printed.
+# Parts with a smaller share of the wait are not printed.
 _SHOWN_SHARE = 0.01
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoaderStats(Figures):
+class Times(NamedTuple):
+    """Seconds in each part of a batch's way. All fields are 0 where a part does not occur.
+
+    Attributes:
+        start: ``iter()`` made the iterator, or the batch's worker had not begun its first batch of
+            the epoch, because the worker was starting. Not in ``stages``.
+        draw: The batch sampler drew indices on the consumer's thread, most often those of a later
+            batch. Not in ``stages``.
+        slot: The indices are drawn, and the batch waits for a slot and a worker.
+        queue: The task is sent, and waits for earlier batches of its worker.
+        fetch: The dataset loads the samples.
+        collate: ``collate_fn`` makes the batch.
+        encode: The worker describes the batch for the main process.
+        transport: The batch is loaded, and the main process has not noticed that yet.
+        reorder: The batch waits for an earlier one. Only in ``stages``.
+        ready: The batch waits for the consumer. Only in ``stages``.
+        build: Tensors are made of the slot or copied out of it, and the next task is drawn and
+            sent. With ``device="cpu"``, ``device_transform`` is called.
+        pin: The batch is copied into page-locked memory.
+        device: The batch is copied to the device, or ``device_transform`` is called.
+        end: There is no next batch: the epoch ends, and so do workers that do not persist. Not in
+            ``stages``.
+        other: An error is raised in place of the batch, or it is not known where the batch is. Not
+            in ``stages``.
+    """
+
+    start: float = 0.0
+    draw: float = 0.0
+    slot: float = 0.0
+    queue: float = 0.0
+    fetch: float = 0.0
+    collate: float = 0.0
+    encode: float = 0.0
+    transport: float = 0.0
+    reorder: float = 0.0
+    ready: float = 0.0
+    build: float = 0.0
+    pin: float = 0.0
+    device: float = 0.0
+    end: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStats:
+    """How long the consumer waited, in seconds.
+
+    Attributes:
+        total_s: Time in ``iter()`` and ``next()``.
+        share: ``total_s`` as a share of ``elapsed_s``; 0 to 1.
+        p50_s: Median time of a call of ``next()``; accurate to 7 %, like the next one.
+        p99_s: 99th percentile.
+        max_s: Longest call of ``next()``.
+        startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
+        places: Where the next batch was during ``total_s``; the fields add up to it. The verdict
+            is based on them. Without workers, the consumer's own thread loads the batch meanwhile.
+            Where torch's own iterator loads, all waiting is in ``start`` and ``other``.
+    """
+
+    total_s: float = 0.0
+    share: float = 0.0
+    p50_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+    startup_s: float = 0.0
+    places: Times = Times()  # noqa: RUF009 - it cannot change
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """The statistics of one worker.
+
+    Attributes:
+        worker_id: Number of the worker.
+        pid: Process id of the newest process with this number; None for a thread.
+        batches: Number of its batches that were delivered.
+        busy_s: Seconds that it took to load these batches.
+        busy_share: ``busy_s`` as a share of the time since it began its first batch; 0 to 1.
+        idle_s: Seconds between its batches, from the end of one to the beginning of the next.
+        cpu_s: CPU seconds that it has used, including its start.
+        stalled_s: Seconds in which it could have run but no core was free; 0 where the system does
+            not report it.
+        pss_bytes: Its memory in bytes, with its share of the shared pages, when it was last
+            measured. None for a thread, or if it ended too soon.
+    """
+
+    worker_id: int
+    pid: int | None = None
+    batches: int = 0
+    busy_s: float = 0.0
+    busy_share: float = 0.0
+    idle_s: float = 0.0
+    cpu_s: float = 0.0
+    stalled_s: float = 0.0
+    pss_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """The use of shared memory.
+
+    Attributes:
+        count: Maximum number of slots; 0 without worker processes.
+        nbytes: Maximum memory that all slots took together, in bytes.
+        lent: Number of batches whose slot was lent to the consumer.
+        copied: Number of batches that were copied out, since the consumer held too many.
+        largest_bytes: Bytes that the largest batch took.
+        share_bytes: Maximum bytes that a batch may take, by ``shm_size``; 0 for no maximum.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    lent: int = 0
+    copied: int = 0
+    largest_bytes: int = 0
+    share_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the machine offers this process.
+
+    Attributes:
+        cores: Number of cores that this process may use.
+        free_bytes: Bytes of memory that may still be taken; None if not known.
+        limit: What limits the memory, in words.
+    """
+
+    cores: int = 0
+    free_bytes: int | None = None
+    limit: str = ""
+
+
+class Finding(enum.StrEnum):
+    """The rule that made the verdict."""
+
+    NOTHING_YET = "nothing yet"
+    MEMORY = "memory near the limit"
+    NOTHING_TO_GAIN = "nothing to gain"
+    START_UP = "start-up"
+    SAMPLER = "slow sampler"
+    UNKNOWN = "errors, or another loader"
+    IN_PROCESS = "no workers"
+    COPYING = "pinning or device copy"
+    SLOTS_HELD = "slots held by the consumer"
+    DELIVERY = "delivering"
+    CORES_BUSY = "no free core"
+    TOO_FEW_AHEAD = "too few batches ahead"
+    SLOW_COLLATE = "slow collate"
+    TOO_FEW_WORKERS = "too few workers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderStats:
     """Where the time of a loader goes. ``print`` shows it as a table.
 
     Attributes:
@@ -46,32 +202,39 @@ class LoaderStats(Figures):
         elapsed_s: Seconds from ``iter()`` to the last return of ``next()``, summed over the epochs.
         samples_per_s: Samples per second of ``elapsed_s``.
         wait: How long the consumer waited.
-        stages: Where batches spent their time.
-        load_p50_s: Median seconds that a worker took for a batch; accurate to 7 %.
-        load_p99_s: 99th percentile of these seconds.
+        stages: Where the delivered batches spent their time. Many are in flight at the same time,
+            so the sum may exceed the time that passed.
         workers: The statistics of each worker.
-        consumer: What the process that takes the batches used.
         slots: The use of shared memory.
         restarts: Number of workers that were replaced.
         failures: Number of samples that were left out or replaced, and of batches that raised.
         machine: What the machine offers this process.
+        finding: The rule that made the verdict.
+        verdict: What limits the speed and what to change, in one sentence or two.
     """
 
     __module__ = "shmloader"  # users import it from there
 
-    @property
-    def finding(self) -> Finding:
-        """The rule that made the verdict: a member of ``shmloader.insight.verdict.Finding``."""
-        return judge(self)[0]
-
-    @property
-    def verdict(self) -> str:
-        """What limits the speed and what to change, in one sentence or two.
-
-        It names the cause of most of the wait; two causes if the second has at least three quarters
-        of the first's weight. Nearly full memory comes before all others.
-        """
-        return judge(self)[1]
+    epoch: int | None = None
+    epochs: int = 0
+    is_over: bool = False
+    kind: str = ""
+    num_workers: int = 0
+    persistent_workers: bool = False
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    elapsed_s: float = 0.0
+    samples_per_s: float = 0.0
+    wait: WaitStats = WaitStats()
+    stages: Times = Times()  # noqa: RUF009 - it cannot change
+    workers: tuple[WorkerStats, ...] = ()
+    slots: SlotStats = SlotStats()
+    restarts: int = 0
+    failures: int = 0
+    machine: Machine = Machine()
+    finding: Finding = Finding.NOTHING_YET
+    verdict: str = "No batch has been delivered yet."
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
@@ -92,146 +255,64 @@ class LoaderStats(Figures):
         return as_html(str(self))
 
 
-def snapshot(totals: Totals | None, epochs: int, machine: Machine) -> LoaderStats:
-    """Return the statistics of what was recorded.
-
-    Args:
-        totals: The totals; None before the first epoch.
-        epochs: Number of epochs in them.
-        machine: What the machine offers this process.
-    """
-    if totals is None or not totals.newest:
-        return LoaderStats(machine=machine)
-    added, most, newest = totals.added, totals.most, totals.newest
-    spent = {name: count / _NS for name, count in added.items()}  # of use for times only
-    elapsed_s = max(1 / _NS, spent["elapsed"])
-    total_s = spent.get("iter", 0.0) + spent.get("next", 0.0)
-    places = {name: spent.get(("wait", name), 0.0) for name in PLACES}
-    places["build"] = max(0.0, total_s - sum(places.values()))
-    stages = {name: spent.get(("stage", name), 0.0) for name in STAGES}
-    batches = added["batches"]
-    numbers = sorted({name[0] for name in (*added, *newest) if isinstance(name[0], int)})
-    max_ns = most.get("next", 0)
-    p50_ns, p90_ns, p99_ns = (min(max_ns, totals.waits.percentile(at)) for at in (50, 90, 99))
-    return LoaderStats(
-        **{name: value for name, value in newest.items() if name in _OF_NEWEST},
-        epochs=epochs,
-        batches=batches,
-        samples=added["samples"],
-        nbytes=added["nbytes"],
-        elapsed_s=elapsed_s,
-        samples_per_s=added["samples"] / elapsed_s,
-        wait=WaitStats(
-            total_s,
-            min(1.0, total_s / elapsed_s),
-            p50_ns / _NS,
-            p90_ns / _NS,
-            p99_ns / _NS,
-            max_ns / _NS,
-            spent.get("startup", 0.0),
-            WaitPlaces(**places),
-        ),
-        stages=Stages(
-            **{name: StageStats(sum_s, sum_s / max(1, batches)) for name, sum_s in stages.items()}
-        ),
-        load_p50_s=totals.loads.percentile(50) / _NS,
-        load_p99_s=totals.loads.percentile(99) / _NS,
-        workers=tuple(_worker_stats(totals, number) for number in numbers),
-        consumer=ConsumerStats(
-            spent.get("process_cpu", 0.0), spent.get("consumer_cpu"), spent.get("consumer_stalled")
-        ),
-        slots=SlotStats(
-            newest.get("slot_count", 0),
-            most.get("slot_bytes", 0),
-            added["lent"],
-            added["copied"],
-            added["grown"],
-            most.get("largest_bytes", 0),
-            newest.get("share_bytes", 0),
-        ),
-        restarts=added["restarts"],
-        failures=added["failures"],
-        machine=machine,
-    )
-
-
-_OF_NEWEST = ("epoch", "kind", "num_workers", "persistent_workers", "is_over")
-
-
-def _worker_stats(totals: Totals, number: int) -> WorkerStats:
-    added, newest = totals.added, totals.newest
-    times = ("busy", "fetch", "collate", "idle", "idle_awaited", "cpu")
-    span_ns = added[number, "span"]
-    stalled_ns = added.get((number, "stalled"))
-    return WorkerStats(
-        worker_id=number,
-        pid=newest.get((number, "pid")),
-        batches=added[number, "batches"],
-        busy_share=min(1.0, added[number, "busy"] / span_ns) if span_ns else 0.0,
-        stalled_s=None if stalled_ns is None else stalled_ns / _NS,
-        pss_bytes=newest.get((number, "pss_bytes")),
-        **{f"{name}_s": added[number, name] / _NS for name in times},
-    )
+_KINDS = {
+    "processes": "{} worker processes",
+    "threads": "{} worker threads",
+    "executor": "an executor with {} batches in flight",
+    "in-process": "loaded in-process",
+    "torch": "torch's own iterator, {} workers",
+    "other": "another loader, {} workers",
+}
 
 
 def _table(stats: LoaderStats) -> str:
     """Return the lines of a table, with the verdict."""
     if not stats.kind:
         return f"shmloader: {stats.verdict}"
-    wait, slots, count = stats.wait, stats.slots, stats.num_workers
-    how = {
-        "processes": counted(count, "worker process", "worker processes"),
-        "threads": counted(count, "worker thread"),
-        "executor": f"an executor with {counted(count, 'batch', 'batches')} in flight",
-        "in-process": "loaded in-process",
-        "torch": f"torch's own iterator, {counted(count, 'worker')}",
-        "other": f"another loader, {counted(count, 'worker')}",
-    }[stats.kind]
-    cores = f", {counted(stats.machine.cores, 'core')}" if stats.machine.cores else ""
-    nbytes = f", {size(stats.nbytes)}" if stats.nbytes else ""
-    batches, samples = counted(stats.batches, "batch", "batches"), counted(stats.samples, "sample")
-    lines = [f"shmloader: {_epochs(stats)}, {how}{cores}", ""]
-    lines.append(
-        f"  delivered {batches}, {samples}{nbytes} in {seconds(stats.elapsed_s)}: "
-        f"{stats.samples_per_s:,.0f} samples/s"
-    )
-    lines.append(
-        f"  waited    {seconds(wait.total_s)} ({wait.share:.0%}), start-up "
-        f"{seconds(wait.startup_s)}; next(): median {seconds(wait.p50_s)}, 90 % "
-        f"{seconds(wait.p90_s)}, 99 % {seconds(wait.p99_s)}, most {seconds(wait.max_s)}"
-    )
+    wait, slots, batches = stats.wait, stats.slots, counted(stats.batches, "batch", "batches")
+    how, cores = _KINDS[stats.kind].format(stats.num_workers), counted(stats.machine.cores, "core")
+    lines = [
+        f"shmloader: {_epochs(stats)}, {how}, {cores}",
+        "",
+        (
+            f"  delivered {batches}, {counted(stats.samples, 'sample')}, {size(stats.nbytes)} in "
+            f"{seconds(stats.elapsed_s)}: {stats.samples_per_s:,.0f} samples/s"
+        ),
+        (
+            f"  waited    {seconds(wait.total_s)} ({wait.share:.0%}), start-up "
+            f"{seconds(wait.startup_s)}; next(): median {seconds(wait.p50_s)}, 99 % "
+            f"{seconds(wait.p99_s)}, most {seconds(wait.max_s)}"
+        ),
+    ]
     if slots.count:
         lines.append(
             f"  slots     {slots.count}, {size(slots.nbytes)}; lent {slots.lent:,}, copied out "
-            f"{slots.copied:,}, grown {slots.grown:,}"
+            f"{slots.copied:,}"
         )
     if stats.restarts or stats.failures:
-        lines.append(
-            f"  trouble   {counted(stats.restarts, 'restart')}, "
-            f"{counted(stats.failures, 'failure')}"
-        )
-    longest = max(stage.mean_s for stage in stats.stages)
+        restarts = counted(stats.restarts, "restart")
+        lines.append(f"  trouble   {restarts}, {counted(stats.failures, 'failure')}")
+    longest = max(stats.stages)
     if longest:
         lines += ["", "stages (mean time per batch)"]
-    for name, stage in stats.stages._asdict().items():
-        if stage.total_s:
-            bar = "█" * round(_BAR * stage.mean_s / longest)
-            lines.append(f"  {name:<10}{seconds(stage.mean_s):>9}  {bar:<{_BAR}}  {STAGES[name]}")
+    for name, spent_s in stats.stages._asdict().items():
+        if spent_s:
+            bar, mean_s = "█" * round(_BAR * spent_s / longest), spent_s / max(1, stats.batches)
+            lines.append(f"  {name:<10}{seconds(mean_s):>9}  {bar:<{_BAR}}  {PARTS[name]}")
     if wait.total_s:
         lines += ["", "where the next batch was while the consumer waited"]
     for name, spent_s in wait.places._asdict().items():
         share = spent_s / (wait.total_s or 1.0)
         if share > _SHOWN_SHARE:
-            lines.append(f"  {name:<10}{seconds(spent_s):>9}  {share:>5.0%}  {PLACES[name]}")
+            lines.append(f"  {name:<10}{seconds(spent_s):>9}  {share:>5.0%}  {PARTS[name]}")
     if stats.workers:
         names = "".join(f"{name:>10}" for name in ("batches", "busy", "CPU", "no core", "memory"))
         lines += ["", f"  worker  {names}"]
     for worker in stats.workers:
-        stalled = "–" if worker.stalled_s is None else seconds(worker.stalled_s)
         memory = "–" if worker.pss_bytes is None else size(worker.pss_bytes)
         lines.append(
             f"  {worker.worker_id:<8}{worker.batches:>10}{worker.busy_share:>10.0%}"
-            f"{seconds(worker.cpu_s):>10}{stalled:>10}{memory:>10}"
+            f"{seconds(worker.cpu_s):>10}{seconds(worker.stalled_s):>10}{memory:>10}"
         )
     return "\n".join([*lines, "", stats.verdict])
 

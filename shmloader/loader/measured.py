@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from shmloader.insight.record import sum_of
-from shmloader.insight.sums import Totals
+from shmloader.insight.sums import Sums
 from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.limits import free_memory
 from shmloader.pools.cores import usable_cores
@@ -57,25 +57,25 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             return self._snapshot(statistics.newest(), min(1, statistics.epochs))
         return self._snapshot(statistics.total(), statistics.epochs)
 
-    def _snapshot(self, totals: Totals | None, epochs: int) -> "LoaderStats":
-        from shmloader.insight.figures import Machine  # noqa: PLC0415 - takes 10 ms
-        from shmloader.insight.stats import snapshot  # noqa: PLC0415
+    def _snapshot(self, sums: Sums | None, epochs: int) -> "LoaderStats":
+        from shmloader.insight.stats import Machine  # noqa: PLC0415 - takes 10 ms
+        from shmloader.insight.verdict import snapshot  # noqa: PLC0415
 
         root = Path(self._root)
         free = free_memory(root)
         machine = Machine(usable_cores(root))
         if free is not None:
             machine = Machine(machine.cores, free.nbytes, free.limit)
-        return snapshot(totals, epochs, machine)
+        return snapshot(sums, epochs, machine)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the path of each batch inside the block, and write it to a file at the end.
+        """Record the epochs that begin inside the block, and write them to a file at the end.
 
         The file opens in ui.perfetto.dev, and ``shmloader report`` makes a page of it. It has the
-        batches of all iterators of this loader that were delivered inside the block, and the
-        statistics of just these batches and of the waits for them. Recording takes about half a
-        kilobyte of memory per batch. The file is also written if the block raises.
+        batches of these epochs that were delivered inside the block, and their statistics.
+        Recording takes about half a kilobyte of memory per batch. The file is also written if the
+        block raises.
 
         Args:
             path: Path of the file, which is overwritten.
@@ -86,22 +86,20 @@ class MeasuredLoader(ResumableLoader[_T_co]):
             RuntimeError: If a trace of this loader is being recorded already.
         """
         statistics, target = self._parts.statistics, Path(path)
-        if statistics.parts is not None:
+        if statistics.traced is not None:
             raise RuntimeError("a trace of this loader is being recorded already")
         with target.open("w"):
             pass
-        statistics.begin_trace()
+        statistics.traced = []
         try:
             yield
         finally:
-            parts = statistics.end_trace()
-            totals = [part.totals for part in parts if part.calls]
-            total = totals[0] if len(totals) == 1 else sum_of(None, totals)
-            stats = self._snapshot(total, len(totals))
-            about = {"verdict": stats.verdict, "table": str(stats)}
+            records = statistics.end_trace()
             from shmloader.insight.trace import write_trace  # noqa: PLC0415 - few runs are traced
 
-            write_trace(parts, target, {**about, "stats": dataclasses.asdict(stats)})
+            total = records[0].sums() if len(records) == 1 else sum_of(None, records)
+            stats = self._snapshot(total, len(records))
+            write_trace(records, target, {"stats": dataclasses.asdict(stats), "table": str(stats)})
 
 
 class CachedBatches(Generic[_T]):

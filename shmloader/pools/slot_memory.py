@@ -118,7 +118,6 @@ class SlotMemory:
         if touched_bytes <= before:
             return
         counts = self.counts
-        counts.grown += before > 0
         counts.largest_bytes = max(counts.largest_bytes, touched_bytes)
         self._set_pages(slot, before, touched_bytes)
         if self._admission is not None:

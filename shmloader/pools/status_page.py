@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
-from shmloader.insight.measurements import Usage, core_time_here
+from shmloader.insight.measurements import Usage, stalled_ns
 from shmloader.memory.memfd import MEMFD_NAME, map_range
 
 # Phase, epoch, seq, time.monotonic_ns() when the phase began, and the ident of the worker's thread.
@@ -150,7 +150,7 @@ class StatusPage:
     def clear(self, worker_id: int) -> None:
         """Reset a worker's line before the worker starts; the usage of its predecessor is kept."""
         before = self.usage(worker_id, 0)
-        self._used_before[worker_id] = before.cpu_ns, before.stalled_ns or 0
+        self._used_before[worker_id] = before.cpu_ns, before.stalled_ns
         offset = worker_id * _LINE_BYTES
         _LINE.pack_into(self._mapping, offset, 0, 0, 0, time.monotonic_ns(), 0)
         _USAGE.pack_into(self._mapping, offset + _USAGE_AT, 0, -1, -1)
@@ -190,12 +190,12 @@ class StatusPage:
             ValueError: If the page is closed.
         """
         offset = worker_id * _LINE_BYTES + _USAGE_AT
-        cpu_ns, stalled_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
-        cpu_before_ns, stalled_before_ns = self._used_before.get(worker_id, (0, 0))
+        cpu_ns, waited_ns, pss_bytes = _USAGE.unpack_from(self._mapping, offset)
+        cpu_before_ns, waited_before_ns = self._used_before.get(worker_id, (0, 0))
         return Usage(
             pid,
             cpu_ns + cpu_before_ns,
-            None if stalled_ns < 0 else stalled_ns + stalled_before_ns,
+            waited_ns + waited_before_ns,
             None if pss_bytes < 0 else pss_bytes,
         )
 
@@ -354,12 +354,11 @@ class Line:
     def note_usage(self) -> None:
         """Write what this process has used."""
         self._usage_ns = self._idle_ns
-        spent = core_time_here()
         _USAGE.pack_into(
             self._mapping,
             self._offset + _USAGE_AT,
             time.process_time_ns(),
-            -1 if spent is None else spent.stalled_ns,
+            stalled_ns(),
             self.memory.pss_bytes,
         )
 

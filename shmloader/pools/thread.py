@@ -51,7 +51,7 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
-from shmloader.insight.measurements import Counts, Readings, Usage, core_time_here, core_time_of
+from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
 from shmloader.memory.packer import RowGatherer
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
@@ -171,7 +171,7 @@ class _Worker(BackgroundThread):
         self._is_left = False
         # CPU time, and time stalled, that the thread has used.
         self._cpu_ns = 0
-        self._stalled_ns: int | None = None
+        self._stalled_ns = 0
 
     def wake(self) -> None:
         """Make the thread drop its batch after the present sample. Called from any thread."""
@@ -194,10 +194,8 @@ class _Worker(BackgroundThread):
 
     def usage(self) -> Usage:
         """Return the CPU time up to the last batch, and time stalled. Called from any thread."""
-        number = self.system_id
-        spent = None if number is None else core_time_of(number)
-        if spent is not None:
-            self._stalled_ns = spent.stalled_ns
+        if self.system_id is not None:
+            self._stalled_ns = stalled_ns(f"self/task/{self.system_id}") or self._stalled_ns
         return Usage(None, self._cpu_ns, self._stalled_ns)
 
     def was_at(self, *, with_stack: bool = False) -> AtWork:
@@ -235,8 +233,7 @@ class _Worker(BackgroundThread):
             while self._serve_one(failure):
                 pass
         finally:
-            spent = core_time_here()
-            self._stalled_ns = None if spent is None else spent.stalled_ns
+            self._stalled_ns = stalled_ns()
 
     def depart(self) -> None:
         """End the threads that load samples for this one."""

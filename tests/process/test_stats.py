@@ -29,8 +29,8 @@ from shmloader import (
     LoaderStats,
     ShardedDataLoader,
 )
-from shmloader.insight.sums import Totals
-from shmloader.insight.verdict import Finding
+from shmloader.insight.stats import Finding
+from shmloader.insight.sums import Sums
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
 
@@ -71,17 +71,16 @@ def test_an_epoch_counts_what_was_given(kind) -> None:
     assert stats.samples_per_s == pytest.approx(21 / stats.elapsed_s)
     assert 0 < stats.wait.total_s <= stats.elapsed_s
     assert stats.wait.share == pytest.approx(stats.wait.total_s / stats.elapsed_s)
-    assert 0 < stats.wait.p50_s <= stats.wait.p90_s <= stats.wait.p99_s <= stats.wait.max_s
-    assert stats.stages.fetch.total_s > 0
-    assert stats.stages.collate.total_s > 0
-    assert stats.stages.fetch.mean_s == pytest.approx(stats.stages.fetch.total_s / 6)
+    assert 0 < stats.wait.p50_s <= stats.wait.p99_s <= stats.wait.max_s
+    assert stats.stages.fetch > 0
+    assert stats.stages.collate > 0
     if stats.num_workers:
         assert sum(at_work(stats)) == 6
         assert len(stats.workers) == 2
         assert all(0 < worker.busy_share <= 1 for worker in stats.workers if worker.batches)
         assert sum(worker.cpu_s for worker in stats.workers) > 0
-        spent = sum(worker.fetch_s for worker in stats.workers)
-        assert spent == pytest.approx(stats.stages.fetch.total_s)
+        spent_s = sum(worker.busy_s for worker in stats.workers)
+        assert spent_s == pytest.approx(sum(stats.stages[4:7]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +89,7 @@ def test_samples_of_arrays_that_are_gathered_count(kind) -> None:
         assert sum(len(batch) for batch in loader) == 21
     stats = loader.stats()
     assert (stats.batches, stats.samples) == (6, 21)
-    assert stats.stages.fetch.total_s > 0
+    assert stats.stages.fetch > 0
 
 
 @pytest.mark.sampled(2)
@@ -146,10 +145,6 @@ def test_memory_of_live_workers_is_their_share_of_it() -> None:
         live = loader.stats()
         assert all((worker.pss_bytes or 0) > 1 << 20 for worker in live.workers)
         assert all(worker.pid and worker.pid != os.getpid() for worker in live.workers)
-        del batches
-    assert [one.pss_bytes for one in loader.stats().workers] == [
-        one.pss_bytes for one in live.workers
-    ]
 
 
 def test_a_worker_that_waits_is_not_busy() -> None:
@@ -198,25 +193,14 @@ def test_slots_that_the_consumer_holds_are_copied_out() -> None:
     assert slots.nbytes >= 5 * slots.largest_bytes
 
 
-def test_slots_that_grow_are_counted() -> None:
-    sizes = [1 << 16] * 8 + [1 << 20] * 8
-
-    with DataLoader(
-        Calls(lambda index: torch.zeros(sizes[index]), 16), batch_size=None, num_workers=1
-    ) as loader:
-        for _ in loader:
-            pass
-    assert 1 <= loader.stats().slots.grown <= 6
-
-
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "thread_pool": True}])
 def test_stages_of_a_device_are_told_apart(options) -> None:
     with switched_on(), loader_of(device="late", **options) as loader:
         count = sum(1 for _ in loader)
     stages = loader.stats().stages
     assert count == 6
-    assert stages.device.total_s > 0
-    assert stages.pin.total_s == 0
+    assert stages.device > 0
+    assert stages.pin == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
@@ -225,8 +209,8 @@ def test_pinning_is_a_stage(options) -> None:
         for _ in loader:
             pass
     stages = loader.stats().stages
-    assert stages.pin.total_s > 0
-    assert stages.device.total_s == 0
+    assert stages.pin > 0
+    assert stages.device == 0
 
 
 @pytest.mark.sampled(2)
@@ -260,15 +244,15 @@ def test_an_epoch_that_was_given_up_is_over(kind) -> None:
 
 def test_who_asks_while_epochs_are_summed_up_counts_each_epoch_once(monkeypatch) -> None:
     asked: list[int] = []
-    merge = Totals.merge
+    merge = Sums.merge
 
-    def ask_and_merge(totals: Totals, later: Totals) -> None:
+    def ask_and_merge(sums: Sums, later: Sums) -> None:
         if not asked:
             asked.append(0)
             asked[0] = loader.stats("total").batches
-        merge(totals, later)
+        merge(sums, later)
 
-    monkeypatch.setattr(Totals, "merge", ask_and_merge)
+    monkeypatch.setattr(Sums, "merge", ask_and_merge)
     with loader_of() as loader:
         given = 0
         while not asked:

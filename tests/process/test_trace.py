@@ -12,9 +12,6 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.insight.measurements import BatchTimes
-from shmloader.insight.record import Part, Record
-from shmloader.insight.trace import write_trace
 from tests.process.support import Bad, Calls, Numbers
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,7 +27,6 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "ts": (int, float),
         "dur": (int, float),
     },
-    "C": {"name": str, "pid": int, "ts": (int, float), "args": dict},
     **{
         phase: {
             "name": str,
@@ -64,11 +60,11 @@ def check_format(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def slices(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+def slices(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
     tracks = collections.defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            tracks[event["tid"]].append(event)
+            tracks[event["pid"], event["tid"]].append(event)
     return tracks
 
 
@@ -99,7 +95,7 @@ def check_arrows(events: list[dict[str, Any]]) -> None:
         for stop in stops:
             assert any(
                 ns(one, "ts") <= ns(stop, "ts") < ns(one, "ts") + ns(one, "dur")
-                for one in tracks[stop["tid"]]
+                for one in tracks[stop["pid"], stop["tid"]]
             ), stop
 
 
@@ -114,9 +110,9 @@ def loader_of(length: int = 40, **options: Any) -> DataLoader:
 @pytest.mark.parametrize(
     ("options", "tracks"),
     [
-        ({"num_workers": 2}, {"worker 0", "worker 1", "engine", "consumer"}),
-        ({"num_workers": 2, "seed": 0}, {"worker 0", "worker 1", "engine", "consumer"}),
-        ({"num_workers": 1, "thread_pool": True}, {"worker 0", "engine", "consumer"}),
+        ({"num_workers": 2}, {"worker 0", "worker 1", "consumer"}),
+        ({"num_workers": 2, "seed": 0}, {"worker 0", "worker 1", "consumer"}),
+        ({"num_workers": 1, "thread_pool": True}, {"worker 0", "consumer"}),
         ({}, {"consumer"}),
     ],
 )
@@ -147,7 +143,7 @@ def test_the_thread_of_a_stage_has_a_track(tmp_path, kind) -> None:
     assert f"{kind} thread" in names_of(check_format(path))
 
 
-def test_only_the_block_is_traced(tmp_path) -> None:
+def test_epochs_that_begin_in_the_block_are_traced_until_its_end(tmp_path) -> None:
     path = tmp_path / "run.json"
     with loader_of(num_workers=1, persistent_workers=True) as loader:
         batches = iter(loader)
@@ -156,42 +152,23 @@ def test_only_the_block_is_traced(tmp_path) -> None:
             next(batches)
             with pytest.raises(RuntimeError, match="recorded already"), loader.trace(path):
                 pass
-        next(batches)
+            batches = iter(loader)
+            next(batches)
+        list(batches)
         events = check_format(path)
         assert sum(event["name"].startswith("next()") for event in events) == 1
-        # And a whole further epoch.
-        with loader.trace(path):
-            for _ in loader:
-                pass
-        events = check_format(path)
-        assert sum(event["name"].startswith("next() →") for event in events) == 10
 
 
-def test_slices_of_what_is_sent_at_nearly_the_same_time_do_not_cross(tmp_path) -> None:
-    record = Record(0, "processes", 1)
-    part = Part(record)
-    for number, (sent, handed, taken) in enumerate([(100, 5_000, 9_000), (700, 9_400, 9_900)]):
-        times = BatchTimes(0, 50, sent, (2_000 + number * 1_000, 400, 0, 0, 1), 0, 4_000, handed, 8)
-        record.add(handed - 10, taken, 0, times, None, 0)
-    # Sent just before the batch above is built, and just before it is.
-    for sent in (8_900, 9_350):
-        times = BatchTimes(0, 50, sent, (20_000 + sent, 400, 0, 0, 1), 0, 40_000, 50_000 + sent, 8)
-        record.add(50_000 + sent, 50_100 + sent, 0, times, None, 0)
-    part.end()
-    write_trace([part], tmp_path / "run.json", {})
-    check_format(tmp_path / "run.json")
-
-
-def test_iterators_at_the_same_time_have_tracks_of_their_own(tmp_path) -> None:
+def test_each_epoch_is_a_process_of_the_trace(tmp_path) -> None:
+    """Also those of iterators at the same time, whose slices would cross on one track."""
     path = tmp_path / "run.json"
     with DataLoader(Calls(slow, 6), num_workers=1) as loader, loader.trace(path):
         for _, _ in zip(loader, loader, strict=True):
             pass
-        for _ in loader:  # and one after these has the first ones
-            break
-    names = names_of(check_format(path))
-    of_one = {"worker 0", "engine", "consumer"}
-    assert names == of_one | {f"{name} (iterator 2)" for name in of_one}
+    events = check_format(path)
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["epoch 0", "epoch 1"]
+    assert {event["pid"] for event in events} == {1, 2}
 
 
 def slow(index: int) -> int:
@@ -233,4 +210,4 @@ def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path) -> None:
         raise AssertionError("the block was entered")
     with loader.trace(tmp_path / "run.json"):
         pass
-    assert check_format(tmp_path / "run.json")
+    assert check_format(tmp_path / "run.json") == []

@@ -8,17 +8,14 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from shmloader.grammar import counted, seconds, size
-from shmloader.insight.figures import (
-    PLACES,
-    STAGES,
+from shmloader.insight.stats import (
+    PARTS,
+    LoaderStats,
     SlotStats,
-    Stages,
-    StageStats,
-    WaitPlaces,
+    Times,
     WaitStats,
     WorkerStats,
 )
-from shmloader.insight.stats import LoaderStats
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,7 @@ STATS = LoaderStats(
     elapsed_s=2.0,
     samples_per_s=2_000.0,
     wait=WaitStats(total_s=0.5, share=0.25),
-    stages=Stages(fetch=StageStats(total_s=1.5, mean_s=1.5e-3)),
+    stages=Times(fetch=1.5),
     workers=(WorkerStats(worker_id=0, batches=1_000, busy_share=0.5, cpu_s=1.0),),
     slots=SlotStats(count=6, nbytes=1_000),
 )
@@ -70,7 +67,7 @@ def test_statistics_have_a_short_repr() -> None:
 
 
 def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
-    places = WaitPlaces(draw=0.1, fetch=0.397, pin=0.003)
+    places = Times(draw=0.1, fetch=0.397, pin=0.003)
     stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, places=places))
     head, _, rest = str(stats).partition("where the next batch was while the consumer waited\n")
     assert "draw" not in head
@@ -82,8 +79,7 @@ def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
 
 
 def test_each_place_has_words() -> None:
-    assert tuple(PLACES) == WaitPlaces._fields
-    assert tuple(STAGES) == Stages._fields
+    assert tuple(PARTS) == Times._fields
 
 
 @pytest.mark.parametrize("worker", [0, "<script>alert('&')</script>"])
