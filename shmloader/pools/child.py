@@ -37,7 +37,7 @@ from shmloader.pools.status_page import (
     StatusPage,
     WorkerStatusPage,
 )
-from shmloader.pools.task_queue import watch_queue
+from shmloader.pools.task_queue import LOOK_S, watch_queue
 from shmloader.pools.task_server import TaskConfig, TaskServer
 from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_dataset import introduce
@@ -212,7 +212,7 @@ class _Worker:
         if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
             line.note_memory()
         while True:
-            ready = self._poll.poll()
+            ready = self._poll.poll(LOOK_S)
             if queue is not None and self._watches_queue:
                 line.held[0] = RECEIVING
                 with contextlib.suppress(BlockingIOError):

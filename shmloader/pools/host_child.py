@@ -40,7 +40,7 @@ from shmloader.pools.status_page import (
     Phase,
     StatusPage,
 )
-from shmloader.pools.task_queue import watch_queue
+from shmloader.pools.task_queue import LOOK_S, watch_queue
 from shmloader.pools.task_server import TaskServer
 from shmloader.pools.waker import poll_soon
 from shmloader.pools.worker_dataset import introduce
@@ -134,7 +134,7 @@ class _HostWorker:
         """Wait for the next event. This process's memory is measured first if that is due."""
         if self._line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
             self._line.note_memory()
-        self._poll.poll()
+        self._poll.poll(LOOK_S)
 
     def _prepare(self, payload: ReceivedPayload) -> None:
         """Load the dataset, and call ``worker_init_fn``."""

@@ -1,0 +1,39 @@
+"""The queue of tasks: what the kernel does not take waits here, and is sent once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmloader.messages import Task, pack
+from shmloader.pools.task_queue import TaskQueue
+
+
+class Interrupted:
+    """A socket during whose next call of ``send`` a signal handler raises, after the kernel's."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def send(self, data: bytes) -> None:
+        self._channel.send(data)
+        raise KeyboardInterrupt
+
+
+def test_no_task_is_sent_twice_though_a_signal_handler_raises() -> None:
+    queue, count = TaskQueue(), 0
+    while queue.send(pack(Task(count, 0, 0, bytes(10_000)))):
+        count += 1
+    assert not queue.flush()
+    receiver = queue.receiver()
+    first = [receiver.recv(1 << 15) for _ in range(2)]
+    sender = queue.sender
+    queue.sender = Interrupted(sender)
+    with pytest.raises(KeyboardInterrupt):
+        queue.flush()
+    queue.sender = sender
+    assert queue.flush()
+    assert [len(first), *queue.recall()] == [2, *range(2, count + 1)]
+    receiver.close()
+    queue.close()
