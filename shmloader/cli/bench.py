@@ -3,19 +3,24 @@
 import argparse
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
-from shmloader.cli.target import Run, UsageError, make_loader, on_torch
+from shmloader.cli.target import UsageError, close, make_loader, on_torch
 from shmloader.grammar import described_type, seconds
-from shmloader.insight.stats import LoaderStats
+from shmloader.insight.record import Record, Statistics
+from shmloader.insight.stats import LoaderStats, Machine
+from shmloader.insight.verdict import snapshot
+from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
+from shmloader.pools.cores import usable_cores
+from shmloader.probing import probe
 
-# Seconds between two lines of progress.
-_LINE_EVERY_S = 1.0
+# Marks the end of an epoch.
+_END = object()
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -27,7 +32,7 @@ def bench(options: argparse.Namespace) -> None:
     """
     loader = make_loader(options.target)
     if options.vs is None:
-        stats, interrupted = _run("bench", loader, options)
+        stats, interrupted = _run(loader, options)
         print(stats)
     elif isinstance(loader, DataLoader) and not isinstance(loader, ShardedDataLoader):
         interrupted = _compare(loader, options)
@@ -36,53 +41,80 @@ def bench(options: argparse.Namespace) -> None:
             f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
             f"{described_type(loader)}"
         )
-    if interrupted is not None:
-        raise interrupted
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-def _compare(loader: DataLoader[Any], options: argparse.Namespace) -> KeyboardInterrupt | None:
+def _compare(loader: DataLoader[Any], options: argparse.Namespace) -> bool:
     """Run the loader and torch's in turns, with new loaders in each round, and print the results.
 
     Within a round, both see the same state of the machine. Which one runs first alternates.
+    Returns whether it was interrupted.
     """
-    measured: dict[str, list[LoaderStats]] = {"shmloader": [], "torch": []}
-    interrupted = None
-    for turn in range(2 * options.rounds):
-        number, is_second = divmod(turn, 2)
-        name = list(measured)[is_second ^ number % 2]
-        if number and not is_second:
+    rounds: list[tuple[LoaderStats, LoaderStats]] = []
+    interrupted = False
+    while not interrupted and len(rounds) < options.rounds:
+        pair = [loader, on_torch(loader)]
+        order = (1, 0) if len(rounds) % 2 else (0, 1)
+        found = dict[int, LoaderStats]()
+        for number in order:
+            if not interrupted:
+                found[number], interrupted = _run(pair[number], options)
+        if not interrupted:
+            rounds.append((found[0], found[1]))
             loader = make_loader(options.target)
-        each = on_torch(loader) if name == "torch" else loader
-        stats, interrupted = _run(f"{name}, round {number + 1}", each, options)
-        if interrupted is not None:
-            break
-        measured[name].append(stats)
-    for stats in measured["shmloader"][-1:]:
-        print(stats)
-    rounds = list(zip(measured["shmloader"], measured["torch"], strict=False))
     if rounds:
-        print()
+        print(f"{rounds[-1][0]}\n")
         _print_rounds(rounds)
     return interrupted
 
 
-def _run(
-    name: str, loader: Any, options: argparse.Namespace
-) -> tuple[LoaderStats, KeyboardInterrupt | None]:
-    interrupted, said_s = None, time.monotonic()
-    with Run(loader, options.step_ms / 1e3) as run:
-        batches = run.batches()  # keeps the workers alive, which `stats` examines
-        try:
-            for _ in itertools.islice(batches, options.batches):
-                if time.monotonic() - said_s > _LINE_EVERY_S:
-                    said_s = time.monotonic()
-                    print(f"{name}: {run.taken} of {options.batches} batches", file=sys.stderr)
-        except KeyboardInterrupt as error:
-            interrupted = error
-            print(f"interrupted after {run.taken} of {options.batches} batches")
-        stats = run.stats()
-        batches.close()
+def _run(loader: Any, options: argparse.Namespace) -> tuple[LoaderStats, bool]:
+    """Take batches, and return the statistics and whether a Ctrl-C came."""
+    record, interrupted, taken = Statistics(), False, 0
+    batches = _batches(loader, record, options.step_ms / 1e3)
+    try:
+        for _ in itertools.islice(batches, options.batches):
+            taken += 1
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted after {taken} of {options.batches} batches")
+    # The workers live still, so that their memory can be measured.
+    if isinstance(loader, DataLoader) and loader.stats("total").batches:
+        stats = loader.stats("total")
+    else:
+        stats = snapshot(record.total(), record.epochs, Machine(usable_cores(Path("/"))))
+    batches.close()
+    close(loader)
     return stats, interrupted
+
+
+def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[None]:
+    """Take batches of any iterable, epoch after epoch, with a training step after each.
+
+    Ends only if the loader cannot be iterated again, such as a generator.
+
+    Raises:
+        UsageError: If the first epoch has no batch.
+    """
+    batch_size, is_empty = probe(loader, "batch_size") or 1, False
+    while not is_empty:
+        record = Record(statistics.epochs + 1, "other", probe(loader, "num_workers", 0))
+        statistics.begin(record, _batches)  # each epoch ends the one before
+        iterator, is_empty = iter(loader), True
+        record.begin()
+        began_ns = time.monotonic_ns()
+        while (batch := next(iterator, _END)) is not _END:
+            samples = samples_of(batch, batch_size)
+            record.add(began_ns, time.monotonic_ns(), 0, None, samples, 0)
+            is_empty = False
+            del batch
+            time.sleep(step_s)
+            yield
+            began_ns = time.monotonic_ns()
+        record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
+        if is_empty and statistics.epochs == 1:
+            raise UsageError("the loader returns no batch")
 
 
 def _rate(stats: LoaderStats) -> float:
@@ -95,25 +127,19 @@ _ROWS: list[tuple[str, Callable[[LoaderStats], float], Callable[[float], str], s
     ("batches/s", _rate, "{:,.1f}".format, "higher is better"),
     ("waited", lambda stats: stats.wait.total_s, seconds, "lower is better"),
     ("start-up", lambda stats: stats.wait.startup_s, seconds, "lower is better"),
-    ("share waited", lambda stats: stats.wait.share, "{:.0%}".format, "lower is better"),
 ]
 
 
 def _print_rounds(rounds: Sequence[tuple[LoaderStats, LoaderStats]]) -> None:
     """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
-    count = len(rounds)
-    plural = "" if count == 1 else "s"
-    print(f"  median (range) of {count} round{plural} in turns, in one process")
+    print(f"  median (range) of {len(rounds)} rounds in turns, in one process")
     print(f"  {'':<13}{'shmloader':>26}{'torch':>26}{'shmloader / torch':>22}")
     for name, read, write, better in _ROWS:
         ours, torchs = ([read(stats) for stats in column] for column in zip(*rounds, strict=True))
-        ratios = [one / other for one, other in zip(ours, torchs, strict=True) if other]
+        ratios = [one / max(1e-9, other) for one, other in zip(ours, torchs, strict=True)]
         cells = [_median(ours, write), _median(torchs, write), _median(ratios, "{:.2f}".format)]
         print(f"  {name:<13}{cells[0]:>26}{cells[1]:>26}{cells[2]:>22}  {better}")
 
 
 def _median(values: Sequence[float], write: Callable[[float], str]) -> str:
-    if not values:
-        return "–"
-    text = write(statistics.median(values))
-    return text if len(values) == 1 else f"{text} ({write(min(values))}–{write(max(values))})"
+    return f"{write(statistics.median(values))} ({write(min(values))}–{write(max(values))})"

@@ -1,10 +1,9 @@
 """Finds what does not work in a loader's workers, and how much memory the loader takes."""
 
-import itertools
 import multiprocessing
-import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,30 @@ from torch.utils.data import Dataset
 from shmloader.batch.explain import Unpicklable, find_unpicklable
 from shmloader.batch.payload import Payload
 from shmloader.batch.timer import bytes_of
-from shmloader.cli.parts import Part, Parts, find_hazard, type_name
-from shmloader.cli.target import Run, UsageError, without_workers
-from shmloader.grammar import described_type
+from shmloader.cli.hazards import Part, find_hazard, type_name, walk
+from shmloader.cli.target import UsageError, close, without_workers
+from shmloader.grammar import counted, described_type, seconds, size
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import free_memory
 from shmloader.probing import probe
 from shmloader.shared.arrays import SharedArray
 from shmloader.shared.counting import estimate_objects
 
-_METHODS = ("fork", "forkserver", "spawn")
+#: How workers start, and what that means.
+METHODS = {
+    "fork": "Workers start in milliseconds and share loaded memory; nothing is pickled.",
+    "forkserver": "Workers start in milliseconds after a server has imported torch. The dataset is "
+    "pickled once for all of them.",
+    "spawn": "As with forkserver, and each loader starts a server of its own.",
+}
 _PICKLED = ("forkserver", "spawn")
 # What of a loader is sent to its workers.
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-_ROOT = Path("/")
+# From this many Python objects on, the report suggests sharing the dataset.
+_MANY_OBJECTS = 100_000
 
-_OPEN_THERE = (
-    "open it in the worker: leave it None in __init__, and open it in __getitem__ when it is None, "
-    "or in worker_init_fn"
-)
-_FORKSERVER = 'multiprocessing_context="forkserver"'
+#: A value, and what it means for a loader.
+Row = tuple[str, str]
 
 
 @dataclass
@@ -46,71 +49,33 @@ class Problem:
         kind: Name of the part's type.
         what: What goes wrong.
         remedy: What to do.
-        methods: The start methods with which it goes wrong; "threads" stands for
-            ``thread_pool=True``. Empty if it goes wrong with all of them.
-        is_certain: True if it does go wrong; False if it only may.
-        matters: Whether it does go wrong with the loader's own start method or threads.
+        methods: The start methods with which it goes wrong; empty for all of them.
     """
 
     path: str
     kind: str
     what: str
     remedy: str
-    methods: tuple[str, ...]
-    is_certain: bool = True
-    matters: bool = False
+    methods: tuple[str, ...] = ()
 
 
 @dataclass
 class Diagnosis:
-    """What was found out about a loader. All sizes are in bytes; None stands for unknown.
+    """What was found out about a loader.
 
     Attributes:
         kind: Name of the type of the loader or dataset that the function returned.
-        workers: The loader's number of workers, or 2 if it has none.
         method: How the workers start, or "threads".
-        problems: What goes wrong.
-        is_healthy: Whether nothing goes wrong with the loader as it is.
-        fitting: The start methods with which nothing goes wrong.
-        objects: How many Python objects the dataset holds, estimated.
-        object_bytes: Memory of these objects. Each worker gets its own copy of those that it uses.
-        array_bytes: Memory of the tensors and arrays of the dataset and of the loader's functions,
-            which the workers share.
-        shared_bytes: Memory of those that lie in shared memory already, or are mapped from files.
-        is_complete: Whether all parts of the dataset and of the functions were looked at.
-        pickle_bytes: Size of what is sent to the workers with "spawn" and "forkserver".
-        pickle_s: How long pickling took, in seconds.
-        by_value: Whether cloudpickle was needed.
-        batch_bytes: Size of the tensors and arrays of one batch.
-        batch_s: How long the first batch took, in seconds, without workers.
-        slots: Number of batches for which shared memory may be taken.
-        slot_bytes: Shared memory for the batches of one rank.
-        worker_bytes: Memory of one worker without the interpreter: objects, and its share of the
-            slots.
-        rank_bytes: Memory that each further rank of a host takes, for its dataset and its workers,
-            without the interpreters, and what lies in shared memory or mapped files already.
+        rows: The rows of the report.
+        problems: What goes wrong with the loader as it is.
+        notes: What would go wrong with another start method.
     """
 
     kind: str
-    workers: int
     method: str
-    problems: list[Problem] = field(default_factory=list)
-    is_healthy: bool = True
-    fitting: list[str] = field(default_factory=list)
-    objects: int = 0
-    object_bytes: int = 0
-    array_bytes: int = 0
-    shared_bytes: int = 0
-    is_complete: bool = True
-    pickle_bytes: int | None = None
-    pickle_s: float | None = None
-    by_value: bool = False
-    batch_bytes: int | None = None
-    batch_s: float | None = None
-    slots: int = 0
-    slot_bytes: int = 0
-    worker_bytes: int | None = None
-    rank_bytes: int = 0
+    rows: dict[str, Row]
+    problems: list[Problem]
+    notes: list[Problem]
 
 
 def diagnose(target: object, name: str) -> Diagnosis:
@@ -124,23 +89,42 @@ def diagnose(target: object, name: str) -> Diagnosis:
         UsageError: If ``target`` is neither a loader nor a dataset.
     """
     loader = _loader_of(target, name)
+    workers = loader.num_workers or 2
     context = probe(loader, "multiprocessing_context") or multiprocessing.get_context()
     is_threaded = probe(loader, "thread_pool", False)
     method = "threads" if is_threaded else context.get_start_method()
-    found = Diagnosis(type(target).__name__, loader.num_workers or 2, method)
-    roots = [Part(name, probe(loader, name)) for name in _SENT]
-    _look_at_parts(found, [root for root in roots if root.value is not None])
-    _look_at_process(found)
-    _pickle(found, roots)
-    _make_batch(found, loader)
-    for problem in found.problems:
-        is_concerned = not problem.methods or method in problem.methods
-        problem.matters = problem.is_certain and is_concerned
-    found.is_healthy = not any(problem.matters for problem in found.problems)
-    bad = {each for problem in found.problems if problem.is_certain for each in problem.methods}
-    found.fitting = [each for each in _METHODS if each not in bad]
-    _add_up(found)
-    return found
+    roots = [Part(name, value) for name in _SENT if (value := probe(loader, name)) is not None]
+    objects, object_bytes = estimate_objects(loader.dataset)
+    array_bytes, shared_bytes, found = _look_at_parts(roots)
+    found += _look_at_process()
+    rows = {"dataset": _describe_dataset(array_bytes, shared_bytes, objects, object_bytes)}
+    if not is_threaded:
+        rows["pickle"] = _pickle(roots, array_bytes + object_bytes, found)
+    batch_bytes, rows["batch"] = _make_batch(loader, found)
+    config = loader._config() if isinstance(loader, DataLoader) and loader.num_workers else None
+    slots = config.most_window + config.lend_limit if config else 2 * workers + 4
+    slot_bytes = 0 if is_threaded else slots * batch_bytes
+    of_workers = 0 if is_threaded else workers * object_bytes
+    of_rank = size(object_bytes + array_bytes + slot_bytes + of_workers)
+    held = f"{size(slot_bytes)} for {counted(slots, 'batch', 'batches')}, up to {size(of_workers)} "
+    held += f"for the Python objects that {counted(workers, 'worker')} use"
+    meaning = f"Each further rank takes {of_rank} more, without interpreters. share_on_host(build) "
+    meaning += "keeps one dataset for all ranks of a host, and "
+    meaning += "ShardedDataLoader(worker_scope='host') one pool of workers."
+    rows["memory"] = held, meaning
+    bad = {each for problem in found for each in problem.methods}
+    fitting = [each for each in METHODS if each not in bad]
+    if not is_threaded:
+        meaning = METHODS[fitting[0]] if fitting else "Solve the problems, or use num_workers=0."
+        rows["start methods"] = ", ".join(fitting) or "none works", meaning
+    is_problem = [not one.methods or method in one.methods for one in found]
+    return Diagnosis(
+        type(target).__name__,
+        method,
+        rows,
+        [one for one, matters in zip(found, is_problem, strict=True) if matters],
+        [one for one, matters in zip(found, is_problem, strict=True) if not matters],
+    )
 
 
 def _loader_of(target: object, name: str) -> Any:
@@ -154,128 +138,99 @@ def _loader_of(target: object, name: str) -> Any:
     )
 
 
-def _add_up(found: Diagnosis) -> None:
-    """Compute the memory of slots, workers and ranks."""
-    is_threaded = found.method == "threads"
-    found.rank_bytes = found.object_bytes + found.array_bytes
-    if found.batch_bytes is not None:
-        found.slot_bytes = 0 if is_threaded else found.slots * found.batch_bytes
-        found.worker_bytes = found.object_bytes + found.slot_bytes // max(1, found.workers)
-        if not is_threaded:
-            found.rank_bytes += found.workers * found.object_bytes + found.slot_bytes
+def _look_at_parts(roots: list[Part]) -> tuple[int, int, list[Problem]]:
+    """Return the bytes of arrays, those of them in shared memory, and what must not be forked."""
+    sizes = {False: 0.0, True: 0.0}
+    storages, found = set[int](), list[Problem]()
+    for part in walk(*roots):
+        hazard = find_hazard(part.value)
+        if hazard is not None:
+            remedy = (
+                "open or create it in the worker: leave it None in __init__, and make it in "
+                "__getitem__ when it is None, or in worker_init_fn"
+            )
+            found.append(Problem(part.path, *hazard, remedy, ("fork",)))
+        for key, nbytes, is_shared in _memory_of(part.value):
+            if key not in storages:
+                storages.add(key)
+                sizes[is_shared] += nbytes * part.weight
+    return round(sizes[False]), round(sizes[True]), found
 
 
-def _look_at_parts(found: Diagnosis, roots: list[Part]) -> None:
-    """Find what does not work in workers, and measure objects, tensors and arrays."""
-    parts, storages = Parts(), set[int]()
-    walks = (parts.walk(root, lambda value: find_hazard(value) is not None) for root in roots)
-    for part in itertools.chain.from_iterable(walks):
-        kind, *reasons = find_hazard(part.value) or ("",)
-        for method, what in zip(("fork", "threads"), reasons, strict=False):
-            if what:
-                remedy = _remedy(kind, method)
-                found.problems.append(Problem(part.path, kind, what, remedy, (method,)))
-        _add_size(found, part, storages)
-    found.is_complete = parts.is_complete
-    found.objects, found.object_bytes = estimate_objects(roots[0].value)
-
-
-def _remedy(kind: str, method: str) -> str:
-    if kind.startswith("_thread."):
-        return "release it before iter(loader)"
-    if kind == "CUDA tensor":
-        return "keep it on the CPU, and let device= move the batches"
-    if method == "threads":
-        return "open one for each thread (threading.local()), or use processes"
-    return _OPEN_THERE
-
-
-def _add_size(found: Diagnosis, part: Part, storages: set[int]) -> None:
-    """Add the size of a tensor or an array, unless its memory was counted before."""
-    value = part.value
+def _memory_of(value: Any) -> Iterator[tuple[int, int, bool]]:
+    """Yield the address and size of a tensor's or an array's memory, and whether it is shared."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         storage = value.untyped_storage()
-        key, nbytes, is_shared = storage.data_ptr(), storage.nbytes(), value.is_shared()
+        yield storage.data_ptr(), storage.nbytes(), value.is_shared()
     elif isinstance(value, np.ndarray):
         while isinstance(value.base, np.ndarray):
             value = value.base
-        key, nbytes = value.__array_interface__["data"][0], value.nbytes
         is_shared = isinstance(value, np.memmap | SharedArray)
-    else:
-        return
-    if key not in storages:
-        storages.add(key)
-        if is_shared:
-            found.shared_bytes += round(nbytes * part.weight)
-        else:
-            found.array_bytes += round(nbytes * part.weight)
+        yield value.__array_interface__["data"][0], value.nbytes, is_shared
 
 
-def _look_at_process(found: Diagnosis) -> None:
-    """Find what stands in the way of forking this process: CUDA, and other threads."""
-    known = (threading.main_thread(), threading.current_thread())
-    others = [thread.name for thread in threading.enumerate() if thread not in known]
-    if others:
-        what = (
-            f"it has {len(others)} more threads ({', '.join(others[:3])}); a lock that one of "
-            "them holds when a worker is forked stays locked in the worker"
-        )
-        remedy = f"{_FORKSERVER}; or start them after iter(loader)"
-        note = Problem("this process", "threading.Thread", what, remedy, ("fork",), False)
-        found.problems.append(note)
-    if torch.cuda.is_initialized():
-        what = "the function used CUDA in this process, and CUDA does not work in a forked one"
-        remedy = f"{_FORKSERVER}; or use CUDA only after the workers started"
-        found.problems.append(Problem("torch.cuda", "CUDA", what, remedy, ("fork",)))
+def _describe_dataset(arrays: int, shared: int, objects: int, object_bytes: int) -> Row:
+    value = f"{size(arrays)} of tensors and arrays, {size(shared)} more in shared memory or mapped "
+    value += f"files, about {objects:,} Python objects ({size(object_bytes)})"
+    if objects < _MANY_OBJECTS:
+        return value, ""
+    return value, (
+        "dataset = shmloader.share(dataset) keeps the objects in memory only once; "
+        "share_on_host(build) once for all ranks of a host."
+    )
 
 
-def _pickle(found: Diagnosis, roots: list[Part]) -> None:
+def _look_at_process() -> list[Problem]:
+    """Find what stands in the way of forking this process: CUDA."""
+    if not torch.cuda.is_initialized():
+        return []
+    what = "the function used CUDA in this process, and CUDA does not work in a forked one"
+    remedy = 'multiprocessing_context="forkserver"; or use CUDA only after the workers started'
+    return [Problem("torch.cuda", "CUDA", what, remedy, ("fork",))]
+
+
+def _pickle(roots: list[Part], nbytes: int, found: list[Problem]) -> Row:
     """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
-    free = free_memory(_ROOT)
-    needed = found.array_bytes + found.object_bytes
-    if free is not None and needed > free.nbytes // 2:
-        return  # the pickle would take as much memory again
+    free = free_memory(Path("/"))
+    if free is not None and nbytes > free.nbytes // 2:  # the pickle would take as much again
+        return "not tried: there is too little free memory for a copy of the dataset", ""
     values = tuple(root.value for root in roots)
     began_s = time.monotonic()
     try:
         payload = Payload(values)
     except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        part = find_unpicklable(values, _SENT)
+        part = find_unpicklable(values, [root.path for root in roots])
         path, value = part or Unpicklable("the arguments of the loader", values)
         what = f"it cannot be pickled ({_first_line(error)})"
         remedy = (
             "open or create it in the worker; or leave it out in __getstate__, and create it again "
             "in __setstate__"
         )
-        found.problems.append(Problem(path, type_name(type(value)), what, remedy, _PICKLED))
-    else:
-        found.pickle_s = time.monotonic() - began_s
-        found.pickle_bytes, found.by_value = payload.nbytes, payload.by_value
-        payload.close()
+        found.append(Problem(path, type_name(type(value)), what, remedy, _PICKLED))
+        return "not possible, see below", ""
+    took_s, nbytes = time.monotonic() - began_s, payload.nbytes
+    payload.close()
+    how = ", by cloudpickle" if payload.by_value else ""
+    meaning = "With spawn and forkserver, sent once for all workers; not sent with fork."
+    return f"{size(nbytes)} in {seconds(took_s)}{how}", meaning
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _make_batch(found: Diagnosis, loader: Any) -> None:
-    """Make one batch, without workers, and measure it."""
-    if isinstance(loader, DataLoader) and loader.num_workers:
-        config = loader._config()
-        found.slots = config.most_window + config.lend_limit
-    # The number of slots that a DataLoader with this number of workers has.
-    found.slots = found.slots or 2 * found.workers + 4
-    alone = without_workers(loader)
-    began_s = time.monotonic()
+def _make_batch(loader: Any, found: list[Problem]) -> tuple[int, Row]:
+    """Make one batch, without workers, and return its size and the row about it."""
+    alone, began_s = without_workers(loader), time.monotonic()
     try:
-        with Run(alone):
-            batch = next(iter(alone))
-            found.batch_s = time.monotonic() - began_s
-            found.batch_bytes = bytes_of(batch)
-            del batch
+        nbytes = bytes_of(next(iter(alone)))
     except StopIteration:
-        return
+        return 0, ("none", "")
     except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
         what = f"making it raises {_first_line(error)}"
         remedy = "iterate the loader with num_workers=0 to see the traceback"
-        found.problems.append(Problem("the first batch", type(error).__name__, what, remedy, ()))
+        found.append(Problem("the first batch", type(error).__name__, what, remedy))
+        return 0, ("none", "")
+    finally:
+        close(alone)
+    return nbytes, (f"{size(nbytes)}; the first one took {seconds(time.monotonic() - began_s)}", "")

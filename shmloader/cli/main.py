@@ -35,17 +35,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_BAD_ARGUMENTS, f"{self.prog}: error: {message} (--help lists the arguments)\n")
 
 
-def _number(minimum: float, kind: Callable[[str], float], name: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name} from {minimum:g} up")
-        return value
+def count(text: str) -> int:
+    """Return a number of batches or rounds from 1 up."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
-    return parse
+
+def duration(text: str) -> float:
+    """Return a duration that is not negative."""
+    if not 0 <= float(text) < math.inf:
+        raise ValueError
+    return float(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,8 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
     version += f"Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    count = _number(1, int, "a whole number")
-    duration = _number(0, float, "a number")
 
     def command(name: str, run: Callable[..., object], text: str) -> Callable[..., object]:
         added = commands.add_parser(name, help=text)
