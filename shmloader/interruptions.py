@@ -4,9 +4,8 @@ A signal handler runs between any two instructions of the main thread. Its excep
 the code that runs at that moment, for instance the dataset's, although that code did not raise it.
 """
 
-import functools
-import inspect
 import signal
+import traceback
 from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -22,35 +21,25 @@ def is_interruption(error: BaseException) -> bool:
     handler counts while it is installed, so what a user's own timer raises inside a block that sets
     and restores the handler is the user's error.
 
-    An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a handler
-    written in C raises, is not recognised.
+    An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a partial or
+    a handler written in C raises, is not recognised.
 
     Args:
         error: The exception, as it was caught.
     """
     if not isinstance(error, Exception):
         return True
-    # The first entry is the function that has caught it. Most exceptions have no other.
-    entry = error.__traceback__ and error.__traceback__.tb_next
-    if entry is None:
-        return False
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while entry is not None:
-        if entry.tb_frame.f_code in handlers:
-            return True
-        entry = entry.tb_next
-    return False
+    # The first entry is the function that has caught it.
+    frames = list(traceback.walk_tb(error.__traceback__))[1:]
+    return any(frame.f_code in handlers for frame, _ in frames)
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """Return the code that runs first when a signal handler is called, if it is Python code."""
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    handler = getattr(handler, "__func__", handler)
-    if not hasattr(handler, "__code__"):
-        handler = inspect.getattr_static(type(handler), "__call__", None)
-    code = getattr(handler, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    """Return the code that runs first when a function, method or object is called."""
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = handler.__call__
+    return getattr(handler, "__code__", None)
 
 
 def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:

@@ -10,9 +10,6 @@ from torch.utils.data import _utils, dataloader
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 
-# The file with the method make(), which calls the user's code for a batch.
-_MAKER = f"{_PACKAGE}batch/maker.py"
-
 # The files of torch that call a dataset and a collate function.
 _TORCHS = frozenset({_utils.fetch.__file__, dataloader.__file__})
 
@@ -29,49 +26,26 @@ def _is_our_file(file: str) -> bool:
     return file.startswith(_PACKAGE) or file in _TORCHS
 
 
-def _is_ours(entry: TracebackType) -> bool:
-    return _is_our_file(entry.tb_frame.f_code.co_filename)
-
-
-def _is_maker(entry: TracebackType) -> bool:
-    code = entry.tb_frame.f_code
-    return code.co_name == "make" and code.co_filename == _MAKER
-
-
 def user_part(entry: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the loader's frames before the user's first one.
+    """Return a traceback from the user's first frame on; the whole of it if there is none.
 
     Args:
         entry: The traceback; its outermost frame comes first.
-
-    Returns:
-        The traceback from the user's first frame on. If all frames are the loader's:
-
-        * only the innermost frame if the frames make a batch: it called an object without Python
-          code, such as a list that is the dataset;
-        * otherwise the whole traceback, since the loader itself raised the exception.
     """
-    makes_batch = False
-    first = last = entry
-    while first is not None and _is_ours(first):
-        makes_batch = makes_batch or _is_maker(first)
-        first, last = first.tb_next, first
-    if first is None and last is not None:
-        return last if makes_batch else entry
-    return first
+    first = entry
+    while first is not None and _is_our_file(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    return first or entry
 
 
 def without_ours(entry: TracebackType | None) -> TracebackType | None:
     """Return a traceback without any of the loader's frames."""
-    kept: list[TracebackType] = []
-    while entry is not None:
-        if not _is_ours(entry):
-            kept.append(entry)
-        entry = entry.tb_next
-    chained: TracebackType | None = None
-    for each in reversed(kept):
-        chained = TracebackType(chained, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return chained
+    if entry is None:
+        return None
+    kept = without_ours(entry.tb_next)
+    if _is_our_file(entry.tb_frame.f_code.co_filename):
+        return kept
+    return TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
 
 
 def format_for_user(error: BaseException) -> str:

@@ -54,14 +54,6 @@ def test_an_error_of_our_own_keeps_its_frames():
     assert without_ours(entry) is None
 
 
-def test_of_an_error_in_a_dataset_without_code_the_innermost_frame_is_kept():
-    with pytest.raises(IndexError) as raised:
-        maker_of([1, 2]).make([0, 5])
-    entry = raised.value.__traceback__.tb_next
-    assert (names_of(entry)[0], names_of(entry)[-1]) == ("make", "_load_each")
-    assert names_of(user_part(entry)) == ["_load_each"]
-
-
 def test_the_text_is_python_s_but_for_those_frames():
     error = fetch("x")
     error.__traceback__ = error.__traceback__.tb_next
