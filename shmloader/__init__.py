@@ -7,7 +7,7 @@ The layers; imports run downward only::
 
     cli         the command line
     cluster     an executor over Ray; integrations adapts loaders to frameworks
-    installing  runs torch's own loaders on our engine, by stand_in
+    installing  runs torch's own loaders on our engine
     sequence    lazy sequences, and one whose items a loader computes ahead
     pipeline    pipelines of a source, stages and a sink
     loader      the loaders, their arguments and their iterators
@@ -77,8 +77,7 @@ if TYPE_CHECKING:
     from shmloader.host import share_on_host
     from shmloader.insight.stats import LoaderStats
     from shmloader.installing import InstallReport, install, installed, uninstall
-    from shmloader.loader.dataloader import DataLoader
-    from shmloader.loader.measured import CachedBatches
+    from shmloader.loader.dataloader import CachedBatches, DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
     from shmloader.memory.collate import empty
     from shmloader.pipeline.builder import PipelineBuilder
@@ -150,7 +149,7 @@ __all__ = [
 # Where the names are that are imported when somebody asks for them. The modules set __module__ of
 # these classes to this one, so that ``repr``, ``help`` and pickles name it.
 _HOMES = {
-    "CachedBatches": "loader.measured",
+    "CachedBatches": "loader.dataloader",
     "DataLoader": "loader.dataloader",
     "InstallReport": "installing",
     "LoaderStats": "insight.stats",

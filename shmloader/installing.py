@@ -16,28 +16,182 @@ Guarantees:
 """
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Unpack
+from fractions import Fraction
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.utils.data
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
+from shmloader.batch.failures import OnError
 from shmloader.loader.by_torch import describe_unsupported
-from shmloader.loader.calls import CountingIterator
 from shmloader.loader.dataloader import DataLoader
-from shmloader.loader.options import is_data_pipe, why_no_process
+from shmloader.loader.options import (
+    DEFAULTS,
+    OPTIONS,
+    SnapshotInterval,
+    is_data_pipe,
+    starts_processes,
+)
 from shmloader.memory.system_support import is_supported
 from shmloader.process_state import PROCESS
-from shmloader.stand_in import InstallOptions, StandIn
+from shmloader.sampling.progress import EpochCounter
+from shmloader.sampling.seeded_order import SeededOrder
 
 _log = logging.getLogger("shmloader")
 
 _TorchLoader = torch.utils.data.DataLoader
+
+# The attributes of a loader that torch's constructor sets and torch's iterators read.
+_TORCHS = (
+    "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
+    "drop_last", "timeout", "worker_init_fn", "generator", "prefetch_factor", "persistent_workers",
+    "pin_memory_device", "in_order", "_dataset_kind", "_IterableDataset_len_called",
+    "_DataLoader__multiprocessing_context",
+)  # fmt: skip
+
+# The attribute in which a loader keeps the number of its next epoch, with ``seed``. It is a plain
+# int, so copies and pickles of the loader keep it.
+_EPOCH = "_shmloader_epoch"
+
+# No state of these loaders is ever saved.
+_DEFAULTS = DEFAULTS | {"snapshot_every_n_steps": 0}
+
+
+class InstallOptions(TypedDict, total=False):
+    """The arguments of :func:`install`; :class:`shmloader.DataLoader` describes them."""
+
+    seed: int | None
+    on_error: OnError
+    max_failures: int | float | Fraction | None
+    sample_timeout: float | None
+    worker_restarts: int
+    thread_pool: bool
+    fetch_concurrency: int | None
+    shm_size: int | str | None
+    device: str | int | torch.device | None
+    device_transform: Callable[[Any], Any] | None
+    device_prefetch: int
+    snapshot_every_n_steps: SnapshotInterval
+
+
+class StandIn(DataLoader[Any]):
+    """A loader of ours that has the attributes of a loader of torch's.
+
+    Attributes:
+        left_out: The arguments of :func:`install` that do not fit the loader, and why; "" if all
+            fit.
+
+    Args:
+        loader: The loader of torch's.
+        options: The arguments of :func:`install`.
+    """
+
+    # What the loader's class may override: _auto_collation and _index_sampler.
+    _read_properties: tuple[Any, Any]
+    _passes_epochs = False  # torch's loader passes none, and has no set_epoch()
+
+    def __init__(self, loader: Any, options: InstallOptions) -> None:
+        # torch's constructor has checked its arguments for the loader. It is not called again,
+        # since it would repeat its warnings.
+        self._read(loader)
+        own = self.__dict__
+        own["_DataLoader__initialized"] = True
+        unfit = _unfit(loader, options)
+        self.left_out = "; ".join(f"without {name}: {why}" for name, why in unfit.items())
+        own.update(_DEFAULTS, **{name: options[name] for name in options.keys() - unfit})  # type: ignore[literal-required]
+        self._iterator = None
+        self._owner = weakref.ref(loader)
+        self._sample_seed = own["seed"]
+        self._set_plan(EpochCounter())
+        plan = self._present_plan
+        plan.counter.next = vars(loader).get(_EPOCH, 0)
+        if isinstance(plan.order, SeededOrder):
+            plan.order.expect_epoch(plan.counter.next)
+
+    def begin(self, loader: Any, iterator: Any) -> Any:
+        """Begin an epoch of the loader, and return its iterator.
+
+        Args:
+            loader: The loader.
+            iterator: The iterator whose persistent workers load; None to start new workers.
+        """
+        self._read(loader)
+        self._iterator = iterator
+        try:
+            begun = iter(self)
+        finally:
+            # The loader keeps the iterator. With a reference here, too, there would be a cycle, and
+            # only the garbage collector would end the workers.
+            self._iterator = None
+        if self._sample_seed is not None:
+            vars(loader)[_EPOCH] = self._present_plan.counter.next
+        return begun
+
+    @property
+    def as_torch_sees_it(self) -> Any:
+        """The loader for which this one stands in."""
+        return self._owner()
+
+    def _read(self, loader: Any) -> None:
+        """Take over the attributes that the loader has now."""
+        own = self.__dict__
+        own.update({name: getattr(loader, name) for name in _TORCHS})
+        own["_read_properties"] = loader._auto_collation, loader._index_sampler
+
+    @property
+    def _auto_collation(self) -> Any:
+        return self._read_properties[0]
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self._read_properties[1]
+
+    def _source_of(self, sampler: Any) -> Sized | None:
+        """Return the source of a sampler that torch made for ``shuffle``, which ``seed`` replaces.
+
+        A sampler of the user's that is equal to one of torch's counts as torch's.
+        """
+        is_default = type(sampler) is SequentialSampler or (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler._num_samples is None
+            and sampler.generator is None
+        )
+        return sampler.data_source if is_default else None
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as the loader itself does."""
+        owner = self._owner()
+        if not self.thread_pool and owner is not None:
+            owner.check_worker_number_rationality()
+
+
+def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
+    """Return which arguments of :func:`install` do not fit a loader, and why, by their names.
+
+    Without workers, an argument that simply has no effect counts as fitting, such as ``shm_size``.
+    """
+    unfit = {}
+    for name, value in options.items():
+        option = OPTIONS[name]
+        if value == _DEFAULTS[name]:
+            continue
+        if option.needs_indices and isinstance(loader.dataset, IterableDataset):
+            unfit[name] = "the dataset is iterable"
+        elif option.needs_workers and loader.num_workers == 0:
+            unfit[name] = "the loader has no workers"
+        elif "multiprocessing_context" in option.excludes and loader.multiprocessing_context:
+            unfit[name] = "the loader has a multiprocessing_context"
+        elif name == "seed" and loader.generator is not None:
+            unfit[name] = "the loader has a generator"
+    return unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +217,11 @@ class InstalledLoader:
 
 
 class InstallReport:
-    """What the loaders of this process ran on since :func:`install`. Any thread may read it.
+    """What torch's loaders in this process ran on since :func:`install`. Any thread may read it.
 
     ``str(report)`` has a line for each kind of loader. Epochs that were begun in other processes
-    are not in the report.
+    are not in the report, nor those of loaders with an ``__iter__`` of their own that does not call
+    torch's.
     """
 
     __module__ = "shmloader"  # users import it from there
@@ -79,26 +234,19 @@ class InstallReport:
         """The kinds of loaders, in the order of their first epochs."""
         return tuple(InstalledLoader(*key, count) for key, count in self._epochs.copy().items())
 
-    def note(self, kind: type, loader: Any, engine: str, why: str) -> None:
-        """Note that an epoch of a loader has begun.
+    @property
+    def epochs(self) -> int:
+        """How many epochs have begun."""
+        return self._epochs.total()
 
-        Args:
-            kind: The class of the loader.
-            loader: The loader, or its stand-in.
-            engine: "shmloader" or "torch".
-            why: Why the engine is torch's, or which arguments were left out and why; or "".
-        """
+    def add(self, loader: Any, engine: str, why: str) -> None:
+        """Count an epoch of a loader that has begun; see :class:`InstalledLoader`."""
+        kind = type(loader)
         name = f"{kind.__module__}.{kind.__qualname__}"
         key = (name, type(loader.dataset).__qualname__, loader.num_workers, engine, why)
         self._epochs[key] += 1
-        # An argument that was left out is logged once as a warning, everything else for debugging.
-        is_news = engine == "shmloader" and why and self._epochs[key] == 1
-        _log.log(
-            logging.WARNING if is_news else logging.DEBUG,
-            "a %s of %s with num_workers=%s runs on %s%s",
-            *key[:4],
-            f": {why}" if why else "",
-        )
+        if engine == "shmloader" and why and self._epochs[key] == 1:
+            _log.warning("a %s of %s with num_workers=%s runs on %s: %s", *key)
 
     def __str__(self) -> str:
         """Return a line for each kind of loader."""
@@ -112,18 +260,6 @@ class InstallReport:
     __repr__ = __str__
 
 
-def _why_not(loader: Any, options: InstallOptions) -> str:
-    """Return why a loader of torch's cannot be taken over; "" if it can."""
-    if is_data_pipe(loader.dataset):
-        return "the dataset is a data pipe"
-    why = why_no_process(loader.multiprocessing_context)
-    if why:
-        return why
-    if loader.num_workers and not options.get("thread_pool") and not is_supported():
-        return describe_unsupported()
-    return ""
-
-
 class _Installation:
     """What is installed in this process.
 
@@ -135,10 +271,20 @@ class _Installation:
     """
 
     def __init__(self, options: InstallOptions) -> None:
-        self.options = options
+        self._options = options
         self.report = InstallReport()
-        # torch's iterators and ours that were made since.
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Our iterators that keep persistent workers.
+        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _why_not(self, loader: Any) -> str:
+        """Return why a loader of torch's cannot be taken over; "" if it can."""
+        if is_data_pipe(loader.dataset):
+            return "the dataset is a data pipe"
+        if not starts_processes(loader.multiprocessing_context):
+            return "its multiprocessing_context starts no processes"
+        if loader.num_workers and not self._options.get("thread_pool") and not is_supported():
+            return describe_unsupported()
+        return ""
 
     def begin(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Begin an epoch of any loader of torch's class, and return its iterator.
@@ -147,63 +293,43 @@ class _Installation:
             by_torch: torch's own ``__iter__``, which calls ``_get_iterator`` for new workers.
             loader: The loader.
         """
-        iterator: Any = getattr(loader, "_iterator", None)
-        goes_on = loader.persistent_workers and loader.num_workers > 0 and iterator is not None
-        if not goes_on or isinstance(loader, DataLoader) or _why_not(loader, self.options):
-            begun = by_torch(loader)
-        elif hasattr(iterator, "_stand_in"):
-            loader._iterator = self._begin(iterator._stand_in, loader, iterator)
-            return loader._iterator
-        else:
-            if isinstance(iterator, _BaseDataLoaderIter) and iterator not in self._made:
-                iterator._shutdown_workers()  # type: ignore[attr-defined]
-                loader._iterator = None  # it is from before install()
-            begun = by_torch(loader)
-        if goes_on and begun is iterator:
-            self.note(iterator, loader)
+        if isinstance(loader, DataLoader):
+            return by_torch(loader)
+        kept: Any = getattr(loader, "_iterator", None)
+        why = self._why_not(loader)
+        if kept is not None and not why:
+            if getattr(kept, "_stand_in", None) is not None:
+                loader._iterator = self._begin(kept._stand_in, loader, kept)
+                return loader._iterator
+            kept._shutdown_workers()  # it is torch's, from before install()
+            loader._iterator = None
+        counted = self.report.epochs
+        begun = by_torch(loader)
+        if self.report.epochs == counted:  # get_iterator() was not called
+            why = why or f"{type(loader).__qualname__} has its own _get_iterator"
+            self.report.add(loader, "torch", why)
         return begun
 
     def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
-        """Return a new iterator of any loader of torch's class.
+        """Return a new iterator of a loader of torch's class.
 
         Args:
             by_torch: torch's own ``_get_iterator``.
             loader: The loader.
         """
-        if isinstance(loader, DataLoader) or _why_not(loader, self.options):
-            return by_torch(loader)
-        return self._begin(StandIn(loader, self.options), loader, None)
+        why = self._why_not(loader)
+        if not why:
+            return self._begin(StandIn(loader, self._options), loader, None)
+        self.report.add(loader, "torch", why)
+        return by_torch(loader)
 
     def _begin(self, stand_in: StandIn, loader: Any, iterator: Any) -> Any:
         begun = stand_in.begin(loader, iterator)
-        self._made.add(begun)
-        self.report.note(stand_in.kind, loader, "shmloader", stand_in.left_out)
+        self.report.add(loader, "shmloader", stand_in.left_out)
         if loader.persistent_workers and loader.num_workers > 0:
             begun._stand_in = stand_in  # which would otherwise be garbage
+            self._kept.add(begun)
         return begun
-
-    def make(
-        self, by_torch: Callable[..., None], iterator: Any, loader: Any, *args: Any, **named: Any
-    ) -> None:
-        """Make an iterator of torch's, by torch's own ``__init__``."""
-        by_torch(iterator, loader, *args, **named)
-        self.note(iterator, loader)
-
-    def note(self, iterator: Any, loader: Any) -> None:
-        """Note that an iterator of torch's, or of a loader of our classes, has begun an epoch."""
-        is_ours = isinstance(iterator, CountingIterator)
-        if isinstance(loader, StandIn) or (is_ours and not isinstance(loader, DataLoader)):
-            return  # noted where the stand-in's epoch begins
-        self._made.add(iterator)
-        engine = "shmloader" if is_ours else "torch"
-        why = ""
-        if engine == "torch":
-            is_torchs = isinstance(loader, _TorchLoader)
-            why = _why_not(loader, self.options) if is_torchs else ""
-            if is_torchs and type(loader)._get_iterator is not _TorchLoader._get_iterator:
-                why = why or f"{type(loader).__qualname__} has its own _get_iterator"
-            why = why or "its iterator is made without the __iter__ of torch's DataLoader"
-        self.report.note(type(loader), loader, engine, why)
 
     def let_go(self) -> None:
         """Make the loaders forget the iterators that keep our persistent workers.
@@ -211,46 +337,25 @@ class _Installation:
         An iterator that is in use delivers the rest of its epoch. Its workers end when it is
         dropped.
         """
-        for iterator in list(self._made):
-            stand_in = getattr(iterator, "_stand_in", None)
-            loader = None if stand_in is None else stand_in._owner()
+        for iterator in list(self._kept):
+            loader = iterator._stand_in.as_torch_sees_it
             if loader is not None and loader._iterator is iterator:
                 loader._iterator = None
 
 
-# The methods of torch's that are replaced, and what is called with them in their places.
-_REPLACED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-    (_TorchLoader, "__iter__", _Installation.begin),
-    (_TorchLoader, "_get_iterator", _Installation.get_iterator),
-    (_BaseDataLoaderIter, "__init__", _Installation.make),
-)
-
-
-def _replace(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Replace a method of torch's by a function that calls it, unless it is replaced already."""
-    original = getattr(owner, name)
-    if hasattr(original, "_shmloader"):
+def _hook(name: str, call: Callable[..., Any]) -> None:
+    """Have ``call`` run in place of a method of torch's, while shmloader is installed."""
+    original = getattr(_TorchLoader, name)
+    if hasattr(original, "_shmloader"):  # also if other code has wrapped ours
         return
 
-    def replacement(self: Any, *args: Any, **named: Any) -> Any:
+    @functools.wraps(original)
+    def hooked(loader: Any) -> Any:
         installation = PROCESS.installation
-        if installation is None:
-            return original(self, *args, **named)
-        return call(installation, original, self, *args, **named)
+        return original(loader) if installation is None else call(installation, original, loader)
 
-    made: Any = replacement
-    made.__name__, made.__qualname__, made.__doc__ = name, original.__qualname__, original.__doc__
-    made._shmloader = original
-    setattr(owner, name, made)
-
-
-def _restore(owner: type, name: str) -> None:
-    """Put torch's method back, unless other code has replaced ours and may still call it."""
-    method = getattr(owner, name)
-    original = getattr(method, "_shmloader", None)
-    # A wrapper that functools.wraps() made has our attributes, too.
-    if original is not None and not hasattr(method, "__wrapped__"):
-        setattr(owner, name, original)
+    hooked._shmloader = True  # type: ignore[attr-defined]
+    setattr(_TorchLoader, name, hooked)
 
 
 def _set(installation: _Installation | None) -> None:
@@ -258,11 +363,8 @@ def _set(installation: _Installation | None) -> None:
     before, PROCESS.installation = PROCESS.installation, installation
     if before is not None:
         before.let_go()
-    for owner, name, call in _REPLACED:
-        if installation is None:
-            _restore(owner, name)
-        else:
-            _replace(owner, name, call)
+    _hook("__iter__", _Installation.begin)
+    _hook("_get_iterator", _Installation.get_iterator)
 
 
 def _checked(options: InstallOptions) -> _Installation:
@@ -270,8 +372,7 @@ def _checked(options: InstallOptions) -> _Installation:
     unknown = options.keys() - InstallOptions.__annotations__.keys()
     if unknown:
         raise TypeError(
-            f"install() got unexpected arguments: {', '.join(sorted(unknown))}. Arguments of "
-            "torch's loader are given where a loader is created; install() takes "
+            f"install() got unexpected arguments: {', '.join(sorted(unknown))}. It takes "
             f"{', '.join(InstallOptions.__annotations__)}"
         )
     DataLoader([0], num_workers=1, **options)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ thread that is inside ``next_batch`` changes the scheduler.
 :class:`~shmloader.engine.delivery.Instead`, and ``next()`` raises it in one place. So whatever else
 leaves ``next()``, such as a Ctrl-C, has interrupted it. If it only waited, the iterator goes on.
 Otherwise it closes, and the loader's state stays that of the last delivered batch
-(:mod:`shmloader.loader.calls`).
+(:mod:`shmloader.loader.iterator`).
 
 **One queue** (:mod:`shmloader.pools.task_queue`). Where torch gives batch i to worker i mod n, each
 task is sent to its worker's own socket. Where any worker may make any batch (a map-style dataset
@@ -99,7 +99,7 @@ applies. A thread cannot be ended: it is left behind, and its ticket is put into
   (:mod:`shmloader.pools.executor`).
 
 With ``num_workers=0`` there is neither an engine nor a pool: ``next()`` draws an index batch and
-makes its batch on the calling thread (:mod:`shmloader.loader.in_process`).
+makes its batch on the calling thread (:mod:`shmloader.loader.inline`).
 
 Draws, order, bad samples, timeouts and the end of an epoch are handled alike for all pools.
 

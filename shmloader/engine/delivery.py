@@ -12,7 +12,7 @@ class Instead(Exception):  # noqa: N818 - never raised to the user
     """Carries an exception that ``next()`` is to raise in place of a batch.
 
     What the user's code raises, and what an engine reports itself, is wrapped in this class where
-    it is found, and raised to the user by ``CountingIterator.__next__`` alone. So any other
+    it is found, and raised to the user by ``BatchIterator.__next__`` alone. So any other
     exception is an interruption, such as a Ctrl-C.
 
     Attributes:

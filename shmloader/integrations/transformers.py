@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from shmloader.installing import installed
-from shmloader.stand_in import InstallOptions
+from shmloader.installing import InstallOptions, installed
 
 
 class LoaderMixin:

@@ -5,26 +5,20 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
-import concurrent.futures
-import functools
-import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from fractions import Fraction
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
-
-from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
-from shmloader.loader.options import LEND_LIMIT, LOOP_HOLDS, WorkerScope, slot_share
+from shmloader.loader.options import WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.dataset_epoch import DatasetEpoch
+from shmloader.sampling.ranks import Ranks
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
     from shmloader.device.device import Destination
@@ -32,88 +26,84 @@ if TYPE_CHECKING:  # imported where they are used: most loaders have none of the
     from shmloader.pools.host_pool import HostPool
     from shmloader.pools.process_numbers import ProcessNumbers
 
+# Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
+_LOOP_HOLDS = 2
 
-class LoaderConfig(NamedTuple):
-    """The arguments of a loader, checked, in the form in which its parts use them.
+#: Batches that may be lent to the user, uncopied, at the same time. Two more than a plain loop
+#: holds leave some for a prefetcher of the user's own. Batches kept beyond the limit are copied
+#: out, so the limit decides how much shared memory may be used, never whether the loader continues.
+LEND_LIMIT = _LOOP_HOLDS + 2
 
-    Those from ``num_workers`` on are set only with workers.
+
+class Sharing(NamedTuple):
+    """What a loader shares with the loaders of other ranks and devices.
+
+    Attributes:
+        devices: The devices of a step's batches, as the user gave them; None if there are no steps.
+        window: Number of batches in flight; None if ``prefetch_factor`` decides it.
+        scope: Whether the workers are this rank's own, or shared by the ranks of its host.
+        ranks: The rank and the number of ranks that the order is divided among; None if it is not.
+    """
+
+    devices: Any = None
+    window: int | None = None
+    scope: WorkerScope = "rank"
+    ranks: Ranks | None = None
+
+    @property
+    def host_ranks(self) -> int:
+        """The number of ranks that share the workers, as far as it is known."""
+        if self.scope == "rank" or self.ranks is None:
+            return 1
+        from shmloader.host.meeting import ranks_of_host  # noqa: PLC0415 - few loaders share
+
+        known = self.ranks.known
+        return 1 if known is None else ranks_of_host(known[1])
+
+
+class LoaderConfig(SimpleNamespace):
+    """The arguments of a loader as an epoch uses them. No code changes them.
+
+    Attributes have the names of the arguments; the options are checked and parsed. Besides, there
+    are the following.
 
     Attributes:
         fetch: How a batch is fetched and collated; sent to the workers.
-        dataset: The dataset.
-        collate_fn: Makes a batch of samples.
-        on_error: How a sample that fails is handled.
-        max_failures: How many samples may fail in an epoch; None for any number.
         saves_dataset: Whether states of the loader contain states of the dataset.
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
             ``has_steps``.
         has_steps: Whether each step is a list of batches, one for each device.
-        device_transform: Called with each batch on the device; None for no call.
-        num_workers: Number of workers to begin with.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
-        prefetch_factor: Batches in flight per worker; 0 without workers.
         fixed_window: Batches in flight, if that does not depend on the workers; otherwise None.
-        in_order: Whether batches are delivered in the sampler's order.
         is_dynamic: Whether a batch may come from any worker (dynamic dispatch).
-        timeout_s: Seconds to wait for a batch; 0 waits forever.
-        worker_init_fn: Called in each worker with its number.
-        worker_restarts: Number of dead workers that are replaced in an epoch.
-        multiprocessing_context: A multiprocessing context; None for the default one.
-        executor: The executor whose tasks make the batches; None for workers of our own.
-        shm_bytes: Maximum shared memory of one iterator, in bytes; None for no maximum.
-        device_prefetch: Number of batches that may be ready on the device.
         root: Directory that contains ``proc`` and ``sys``.
-        worker_scope: Whether the workers are this rank's own, or shared by the ranks of its host.
         rank: Number of this rank, where ranks share the workers.
-        host_rank: Number of this rank on its host.
         host_ranks: How many ranks share the workers; 1 unless those are the host's.
     """
 
     fetch: FetchConfig
-    dataset: Any
-    collate_fn: Callable[[Any], Any]
-    on_error: OnError
-    max_failures: int | Fraction | None
-    saves_dataset: bool
-    devices: tuple[torch.device | None, ...]
-    has_steps: bool
-    device_transform: Callable[[Any], Any] | None
-    num_workers: int = 0
-    most_workers: int = 0
-    prefetch_factor: int = 0
-    fixed_window: int | None = None
-    in_order: bool = True
-    is_dynamic: bool = False
-    timeout_s: float = 0
-    worker_init_fn: Callable[[int], None] | None = None
-    worker_restarts: int = 0
-    multiprocessing_context: Any = None
-    executor: concurrent.futures.Executor | None = None
-    shm_bytes: int | None = None
-    device_prefetch: int = 0
-    root: str = "/"
-    worker_scope: WorkerScope = "rank"
-    rank: int = 0
-    host_rank: int = 0
-    host_ranks: int = 1
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values of some attributes."""
+        return type(self)(**{**vars(self), **changes})
 
     @property
     def kind(self) -> str:
         """The kind of workers, by its name in the statistics."""
         if self.executor is not None:
             return "executor"
-        return "threads" if self.fetch.is_threaded else "processes"
+        return "threads" if self.thread_pool else "processes"
 
     @property
     def has_device(self) -> bool:
         """Whether a batch is copied to a device."""
-        return self.devices.count(None) < len(self.devices)
+        return any(device is not None for device in self.devices)
 
     @property
     def may_replace_workers(self) -> bool:
         """Whether worker processes may be started while an epoch runs."""
         is_auto = self.most_workers > self.num_workers
-        return self.worker_restarts > 0 or is_auto or self.fetch.sample_timeout_s is not None
+        return self.worker_restarts > 0 or is_auto or self.sample_timeout is not None
 
     def window_of(self, worker_count: int) -> int:
         """Return how many batches are in flight with ``worker_count`` workers.
@@ -125,9 +115,8 @@ class LoaderConfig(NamedTuple):
         without it, 0.6 or more (8 of 64 workers, ``prefetch_factor=2``).
         """
         if self.fixed_window:
-            return self.fixed_window
-        own_count = -(-worker_count // self.host_ranks)
-        window = own_count * self.prefetch_factor
+            return int(self.fixed_window)
+        window: int = -(-worker_count // self.host_ranks) * (self.prefetch_factor or 0)
         return window + 1 if self.host_ranks > 1 and window < worker_count else window
 
     @property
@@ -143,19 +132,19 @@ class LoaderConfig(NamedTuple):
     @property
     def lend_limit(self) -> int:
         """Batches that may be lent to the user, uncopied, at the same time."""
-        return max(LEND_LIMIT, self.device_prefetch + 2) if self.has_device else LEND_LIMIT
+        return max(LEND_LIMIT, self.loop_holds)
 
     @property
     def loop_holds(self) -> int:
         """Batches that are lent at the same time in a plain loop."""
-        return self.device_prefetch + 2 if self.has_device else LOOP_HOLDS
+        return self.device_prefetch + 2 if self.has_device else _LOOP_HOLDS
 
     @property
     def slot_bytes(self) -> int | None:
-        """Each slot's share of ``shm_bytes``; None without a maximum."""
-        if self.shm_bytes is None:
+        """Each slot's share of ``shm_size``; None without a maximum."""
+        if self.shm_size is None:
             return None
-        return slot_share(self.shm_bytes, self.most_window + self.lend_limit)
+        return slot_share(self.shm_size, self.most_window + self.lend_limit)
 
     def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
         """Return the watch that records in ``failures``; None if the first failure is raised."""
@@ -169,30 +158,18 @@ class LoaderConfig(NamedTuple):
         )
 
 
-class BeginLock:
-    """Lock that a thread holds while it begins an epoch. In a forked child it is free again."""
-
-    __slots__ = ("_lock", "_pid")
-
-    def __init__(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.RLock()
-
-    def present(self) -> threading.RLock:
-        """Return the lock of this process."""
-        if self._pid != os.getpid():  # it may be held by a thread that the child does not have
-            self._pid, self._lock = os.getpid(), threading.RLock()
-        return self._lock
-
-
 class LoaderParts:
     """The parts that all iterators of a loader share. A copy or a pickle of the loader has its own.
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         begin_lock: Held by the thread that begins an epoch.
+        statistics: The records of all epochs.
+        failures: The samples that failed.
+        state_cost: Warns if states of the dataset cost much.
+        dataset_epoch: Decides which number of an epoch the dataset is told.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
-        statistics: The records of all epochs.
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
@@ -204,7 +181,6 @@ class LoaderParts:
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
-    # Most loaders change few of these, so they are attributes of the class.
     host_pool: "HostPool | None" = None
     nursery: Any = None
     destination: "Destination | None" = None
@@ -217,34 +193,20 @@ class LoaderParts:
 
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
-        self.begin_lock = BeginLock()
+        self.begin_lock = threading.RLock()
         self.statistics = Statistics()
-        self._iterators: tuple[weakref.ref[Any], ...] = ()
-
-    @functools.cached_property
-    def state_cost(self) -> StateCost:
-        """Warns if states of the dataset cost much."""
-        return StateCost()
-
-    @functools.cached_property
-    def dataset_epoch(self) -> DatasetEpoch:
-        """Decides which number of an epoch the dataset is told."""
-        return DatasetEpoch()
-
-    @functools.cached_property
-    def failures(self) -> FailureList[FailedSample]:
-        """The samples that failed."""
-        return FailureList()
+        self.failures: FailureList[FailedSample] = FailureList()
+        self.state_cost = StateCost()
+        self.dataset_epoch = DatasetEpoch()
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, iterator: object) -> None:
         """Add an iterator."""
-        alive = [reference for reference in self._iterators if reference() is not None]
-        self._iterators = (*alive, weakref.ref(iterator))
+        self._iterators.add(iterator)
 
     def open_iterators(self) -> list[Any]:
         """Return the iterators that are not garbage."""
-        alive = (reference() for reference in self._iterators)
-        return [iterator for iterator in alive if iterator is not None]
+        return list(self._iterators)
 
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""

@@ -1,231 +1,306 @@
-"""Iterators that deliver an engine's batches: the base classes.
+"""The iterator of a loader: ``next()``, its one ``raise``, and what an interruption does.
 
-They derive from torch's iterator, which reads the loader, warns, draws the base seed and counts the
-yielded batches. So the main process's random number generators are used as torch uses them.
+The iterator takes batches from an engine: one with workers (:mod:`shmloader.loader.engines`), or
+one that makes them on this thread (:mod:`shmloader.loader.inline`). It derives from torch's
+iterator, which reads the loader, warns, draws the base seed and counts the yielded batches. So the
+main process's random number generators are used as torch uses them.
+
+A signal handler may raise between any two instructions. If a batch or a ticket was on its way at
+that point, continuing would silently leave it out. So there is one rule: **an exception that leaves
+``next()`` and is not an** :class:`~shmloader.engine.delivery.Instead` **closes the iterator, unless
+the iterator only waited for a batch.** The loader's state stays that of the last batch that
+``next()`` returned.
+
+Guarantees:
+    * Counting the batch is the last thing that ``next()`` does before it returns.
+    * An interrupted iterator delivers everything that is left, or raises ``ClosedLoaderError``.
+    * If two threads call ``next()`` at once, the second raises RuntimeError; the first continues.
 """
 
-import abc
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from shmloader.device.backend import current_index
-from shmloader.device.device import Destination, DevicesStage, DeviceStage
-from shmloader.device.pin import PinStage
-from shmloader.device.stage import Stage
-from shmloader.device.staged_engine import StagedEngine
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from shmloader.batch.seeds import base_seed
+from shmloader.batch.timer import bytes_of
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Delivery, Instead, unwrapped
-from shmloader.engine.engine import Engine
+from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
+from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
-from shmloader.loader.calls import (
-    REPLACED,
-    CountingIterator,
-    begin_by_torch,
-    cpu_transform,
-    no_transform,
-    seed_of_workers,
-)
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.pools import Pool
-from shmloader.pools.adapting import Adapter
-from shmloader.pools.slot_memory import PageLocker
+from shmloader.loader.inline import cpu_transform, open_inline
+from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.tracebacks import user_part
+
+_REPLACED = (
+    "load_state_dict() was called after this iterator was made: call iter() of the loader again, "
+    "which continues from the loaded state"
+)
 
 
-def _device_stage(
-    config: LoaderConfig, destination: Destination | None
-) -> tuple[Stage | None, PageLocker | None]:
-    """Return the stage that copies batches to the devices, and its locker of slots' pages."""
-    if destination is None:
-        return None, None
-    locks, backends = destination.locks, destination.backends
-    ahead, transform = config.device_prefetch, config.device_transform
-    if config.has_steps:
-        return DevicesStage(backends, locks, ahead, transform), locks
-    (backend,) = backends
-    assert backend is not None  # the only device
-    return DeviceStage(backend, locks, ahead, transform), locks
+def refuse(first: int, second: int) -> NoReturn:
+    """Raise the error for a call that began before another call had ended.
+
+    Args:
+        first: The thread of the earlier call.
+        second: The thread of the later call.
+
+    Raises:
+        RuntimeError: If these are different threads.
+        ClosedLoaderError: If the earlier call runs on the same thread, or did not finish.
+    """
+    if first in {thread.ident for thread in threading.enumerate()} - {second}:
+        raise RuntimeError(
+            "another thread is in next() of this iterator, which only one thread at a time may "
+            "use: hold a lock around next(), or give each thread its own loader"
+        )
+    raise ClosedLoaderError(
+        "the iterator cannot go on: a call of next() on this thread is still running, or did not "
+        "finish because exceptions from outside interrupted it"
+    )
 
 
-class EngineIterator(CountingIterator):
-    """Delivers the batches of an engine. A subclass chooses the pool.
+class BatchIterator(_BaseDataLoaderIter):
+    """Delivers the batches of an engine, and counts them. One thread at a time uses it.
 
-    One thread at a time uses it. Its workers end when it is closed or garbage.
+    Its workers end when it is closed or garbage.
+
+    Args:
+        loader: The loader, for torch's base class and the number of workers with "auto".
+        config: The loader's arguments.
+        plan: The plan of the loader's epochs, which has begun one.
+        parts: The objects that all iterators of the loader share.
     """
 
-    _pool: Pool
-    _engine: Engine
-    _checkpoints: DatasetCheckpoints | None
+    _IterableDataset_len_called: int | None  # type: ignore[assignment]
+    # The thread that is inside next(), or that was when an exception left next() unfinished.
+    _caller = 0
+    _is_exhausted = _is_replaced = False
+    # Set by install() on an iterator that keeps persistent workers: the loader of ours behind it.
+    _stand_in: Any = None
+    # Checkpoints of the datasets after the last delivered batch; None if none are kept.
+    _checkpoints: Any = None
+    _source: Any = None
 
     def __init__(
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
     ) -> None:
-        """Start the workers and fill the window.
-
-        Args:
-            loader: The loader, for torch's base class and the number of workers with "auto".
-            config: The loader's arguments.
-            plan: The plan of the loader's epochs, which has begun one.
-            parts: The objects that all iterators of the loader share.
-        """
-        begin_ns = time.monotonic_ns()
-        resumed = parts.pop_resumed()
+        began_ns = time.monotonic_ns()
         self._config, self._plan, self._parts = config, plan, parts
-        begin_by_torch(self, loader, plan)
-        self._base_seed = seed_of_workers(config, plan, self._base_seed)
-        self._progress = plan.progress
-        self._begin_checkpoints(resumed)
-        self._in_order = config.in_order
-        stage, locker = self._make_stage()
-        self._adapter = parts.adapter
         self._loader = weakref.ref(loader)
-        try:
-            unwrapped(self._begin, loader, begin_ns, stage, locker)
-        except BaseException:
-            self._close_all()
-            raise
-
-    def _begin(
-        self, loader: Any, begin_ns: int, stage: Stage | None, locker: PageLocker | None
-    ) -> None:
-        """Start the workers and draw the first tickets."""
-        self._open(locker)
-        config = self._config
-        self._begin_record(config.num_workers, begin_ns)
-        # The finalizer ends the workers when the iterator is garbage, but not at the interpreter's
-        # exit. It must not hold the sampler, which may hold the loader and this iterator. An engine
-        # without its own thread holds the sampler, so there the finalizer closes the pool instead.
-        self._source: Engine | StagedEngine = self._engine
-        end = self._ender()
-        if stage is not None:
-            self._pool.enable_wake()
-            self._source = StagedEngine(self._engine, stage, config.window, config.timeout_s)
-            end = self._source.owner.end
-        self._finalizer = weakref.finalize(self, end)
-        self._finalizer.atexit = False
-        self._is_exhausted = self._is_replaced = False
-        super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
-        self._begin_draws()
-        self._source.start(self._sampler_iter)
-        self._record.begin(self._source.draw_ns)
-
-    def _close_all(self) -> None:
-        """Close what the constructor has opened."""
-        if hasattr(self, "_finalizer"):
-            self.close()
-        if hasattr(self, "_pool"):
-            self._pool.close()  # after a Ctrl-C no other code closes the workers
-
-    def _begin_checkpoints(self, resumed: DatasetCheckpoints | None) -> None:
-        """Begin to track the workers' datasets, if states of the loader contain theirs.
-
-        Args:
-            resumed: The checkpoints from which they resume; None for their beginnings.
-        """
-        self._checkpoints = None
-        config = self._config
-        if config.saves_dataset:
-            begun = resumed or DatasetCheckpoints.at_beginning(
+        self._is_inline = config.num_workers == 0
+        self._in_order = config.in_order
+        is_tracked = self._is_inline and (config.fetch.is_iterable or config.saves_dataset)
+        # Before the sampler is iterated, which may depend on the dataset's state.
+        self._local = LocalDataset(config, parts) if is_tracked else None
+        resumed = parts.pop_resumed()
+        self._begin_by_torch(loader)
+        self._progress = plan.progress
+        if config.saves_dataset and not self._is_inline:
+            first = resumed or DatasetCheckpoints.at_beginning(
                 config.num_workers, int(self._base_seed)
             )
-            if begun.base_seed is not None:
-                self._base_seed = begun.base_seed
-            self._checkpoints = self._parts.checkpoints = begun
+            self._base_seed = first.base_seed or self._base_seed
+            self._checkpoints = parts.checkpoints = first
+        try:
+            unwrapped(self._begin, loader, began_ns)
+        except BaseException:
+            if self._source is not None:
+                self.close()
+            raise
 
-    def _make_stage(self) -> tuple[Stage | None, PageLocker | None]:
-        """Return the stage that pins batches or copies them to a device, on its own thread.
+    def _begin_by_torch(self, loader: Any) -> None:
+        """Initialize torch's base class, which reads the loader and draws the base seed.
 
-        Also decides what :meth:`_next_data` does to each batch on the consumer's thread.
+        The seed of a resumed epoch was drawn when the epoch first began. So torch's global
+        generator is set back afterwards: a user may have restored its state.
         """
-        config = self._config
-        if config.prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+        plan, config = self._plan, self._config
+        self._order = plan.newest
+        before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
+        super().__init__(loader.as_torch_sees_it)
+        if before is not None:
+            torch.set_rng_state(before)
+        if config.fetch.seed is not None:
+            assert plan.epoch is not None
+            self._base_seed = base_seed(config.fetch.seed, plan.epoch)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The sampler that torch's methods iterate: the order's, which may add to the loader's."""
+        return self._order.index_sampler
+
+    @_index_sampler.setter
+    def _index_sampler(self, _: object) -> None:
+        """Ignore the loader's, which torch's constructor sets."""
+
+    # Epochs ----------------------------------------------------------------------------------
+
+    def _begin(self, loader: Any, began_ns: int) -> None:
+        """Open the engine and begin the first epoch."""
+        config, pin = self._config, (self._pin_memory, self._pin_memory_device)
+        self._transform: Callable[[Any], Any] | None = None
+        if self._is_inline:
+            if self._timeout != 0:
+                raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+            self._opened = open_inline(config, self._plan, self._parts, self._local, *pin)
+            if self._local is not None:
+                self._checkpoints = self._parts.checkpoints = self._local.checkpoint
+        else:
+            from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
+
+            self._opened = open_workers(
+                config,
+                self._parts,
+                base_seed=int(self._base_seed),
+                batch_count=self._order.count_batches(),
+                checkpoints=self._checkpoints,
+                pin=pin,
             )
-        stage, locker = _device_stage(config, self._parts.open_destination(config))
-        # Without a device, or with "cpu", the device_transform runs on this thread.
-        self._transform = cpu_transform(config) if stage is None else no_transform
-        if stage is None and self._pin_memory:
-            kind = self._pin_memory_device
-            stage = PinStage(kind, current_index(kind or "cuda"))  # as torch 2.6 has it: CUDA
-        return stage, locker
+            if not self._opened.is_on_device:
+                # Without a device, or with "cpu", the device_transform runs on this thread.
+                self._transform = cpu_transform(config)
+        opened = self._opened
+        self._engine, self._source = opened.engine, opened.source
+        self._pool = opened.pool
+        # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It must
+        # not hold the sampler, which may hold the loader and this iterator.
+        self._finalizer = weakref.finalize(self, opened.end)
+        self._finalizer.atexit = False
+        self._begin_record(loader, began_ns)
+        if not self._is_inline:
+            super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
+        self._draw_for(self._source.start)
 
-    @abc.abstractmethod
-    def _open(self, locker: PageLocker | None) -> None:
-        """Start the workers, ``_pool``, and make their ``_engine``."""
+    def _begin_record(self, loader: Any, began_ns: int) -> None:
+        parts, opened = self._parts, self._opened
+        if self._is_inline:
+            self._record = Record(self._plan.epoch, "in-process", 0, begin_ns=began_ns)
+            self._engine.record = self._record
+        else:
+            self._record = Record(
+                self._plan.epoch,
+                self._config.kind,
+                loader.num_workers,
+                keeps_workers=self._persistent_workers,
+                in_order=self._in_order,
+                counts=self._engine.counts,
+                readings=self._pool.readings,
+                failed=parts.failures,
+                begin_ns=began_ns,
+            )
+        parts.statistics.begin(self._record, self)
+        if opened.adapting is not None:
+            opened.adapting.begin()
 
-    def _ender(self) -> Callable[[], object]:
-        """Return the function that ends the workers; it must not refer to the sampler."""
-        return self._pool.close
-
-    def _begin_draws(self) -> None:
-        """Begin to draw the epoch's index batches."""
-        as_arrays = self._config.fetch.takes_arrays
-        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=as_arrays)
+    def _draw_for(self, start: Callable[[Any], object]) -> None:
+        """Begin to draw the epoch's index batches, and start or restart the engine with them."""
+        self._opened.begin_epoch()
+        takes_arrays = self._config.fetch.takes_arrays
+        self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
+        self._progress = self._plan.progress
+        self._is_exhausted = self._is_replaced = False
+        try:
+            start(self._sampler_iter)
+        except Instead:
+            raise
+        except BaseException as interruption:
+            uninterruptible(functools.partial(self._give_up, interruption))
+            raise
+        self._record.begin(self._source.draw_ns)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a further epoch with the same workers (``persistent_workers=True``).
 
         torch's ``__iter__`` calls this, and so may that of a subclass.
         """
-        stand_in = getattr(self, "_stand_in", loader)
-        if stand_in is loader:
+        if self._stand_in is None or self._stand_in is loader:
             loader.begin_epoch(functools.partial(self._go_on, loader, first_iter), draws_seed=False)
         else:
-            stand_in.begin(loader, self)
+            self._stand_in.begin(loader, self)
 
     def _go_on(self, loader: Any, first_iter: bool) -> Self:
-        config, worker_count = self._config, loader.num_workers
-        self._begin_record(worker_count, time.monotonic_ns())
-        if self._adapter is not None and isinstance(self._source, StagedEngine):
-            self._source.set_window(config.window_of(worker_count))
+        self._begin_record(loader, time.monotonic_ns())
+        self._opened.set_window(self._config.window_of(loader.num_workers))
         self._order = self._plan.newest
         super()._reset(loader.as_torch_sees_it, first_iter)
-        self._begin_draws()
-        self._progress = self._plan.progress
-        self._is_exhausted = self._is_replaced = False
-        unwrapped(self._restart)
+        unwrapped(self._draw_for, self._source.restart)
         if self._engine.beginnings is not None:
             self._checkpoints = self._parts.checkpoints = self._engine.beginnings
-        self._record.begin(self._source.draw_ns)
         return self
 
-    def _restart(self) -> None:
+    # One batch -------------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        began_ns = time.monotonic_ns()
+        # No other thread runs between this test and the assignment: Python switches threads only at
+        # calls and backward jumps.
+        caller = threading.get_ident()
+        if self._caller:
+            refuse(self._caller, caller)
+        mark = None
         try:
-            self._source.restart(self._sampler_iter)
-        except Instead:
-            raise
+            self._caller = caller
+            progress, checkpoints = self._progress, self._checkpoints
+            mark = (
+                progress.position if progress.is_plain else progress.mark(),
+                None if checkpoints is None else checkpoints.mark(),
+            )
+            try:
+                # torch's __next__ takes longer, so it is called only where it does more: it warns
+                # of an iterable dataset that is longer than its length, and tells the profiler.
+                if self._IterableDataset_len_called is None and not _profiler_enabled():
+                    batch = self._next_data()
+                    self._num_yielded += 1
+                else:
+                    batch = super().__next__()
+            except (Instead, UserWarning) as instead:  # torch's warning may be made an error
+                error = instead.error if isinstance(instead, Instead) else instead
+                if self._was_closed_by_user:
+                    error = _closed_meanwhile(error)
+                self._count_error(error, began_ns)
+            else:
+                if FAULTS is not None:
+                    FAULTS.reach("main.return")
+                self._count(batch, began_ns)
+                self._caller = 0
+                return batch
+            self._caller = 0
         except BaseException as interruption:
-            uninterruptible(functools.partial(self._give_up, interruption))
+            try:
+                self._leave(interruption, mark, began_ns)
+            finally:
+                self._caller = 0
+            if isinstance(interruption, KeyboardInterrupt):
+                # Hides the exception that was being handled, which does not concern the user.
+                raise interruption from interruption.__cause__
             raise
-
-    def _begin_record(self, worker_count: int, begin_ns: int) -> None:
-        self._record = self._make_record(worker_count, begin_ns)
-        self._parts.statistics.begin(self._record, self)
-        if self._adapter is not None:
-            self._begin_adapting(self._adapter)
-
-    def _make_record(self, worker_count: int, begin_ns: int) -> Record:
-        return Record(
-            self._plan.epoch,
-            self._config.kind,
-            worker_count,
-            keeps_workers=self._persistent_workers,
-            in_order=self._in_order,
-            counts=self._engine.counts,
-            readings=self._pool.readings,
-            failed=self._parts.failures,
-            begin_ns=begin_ns,
-        )
+        traceback = error.__traceback__
+        try:
+            raise error
+        except BaseException:
+            # The user sees no frame of ours around those of the user's code.
+            error.with_traceback(user_part(traceback))
+            raise
+        finally:
+            del error, traceback  # breaks a reference cycle, as they refer to this frame
 
     def _next_data(self) -> Any:
+        """Return the next batch, or raise an ``Instead``; torch's ``__next__`` calls this, too."""
         if self._is_replaced:
-            raise Instead(RuntimeError(REPLACED))
+            raise Instead(RuntimeError(_REPLACED))
         if self._is_exhausted:
             raise Instead(StopIteration())
         try:
@@ -234,15 +309,12 @@ class EngineIterator(CountingIterator):
             if not isinstance(instead.error, StopIteration):
                 raise
         else:
-            return batch if self._transform is no_transform else self._transformed(batch)
+            return batch if self._transform is None else self._transformed(batch)
         self._end_epoch()
         raise Instead(StopIteration())
 
-    def replace(self) -> None:
-        """Deliver no further batch of this epoch, since the loader continues from a state."""
-        self._is_replaced = not self._is_exhausted
-
     def _transformed(self, batch: Any) -> Any:
+        assert self._transform is not None
         try:
             return self._transform(batch)
         except Exception as error:
@@ -251,44 +323,51 @@ class EngineIterator(CountingIterator):
             raise Instead(error) from None
 
     def _end_epoch(self) -> None:
-        if self._checkpoints is not None:
+        if isinstance(self._checkpoints, DatasetCheckpoints):
             self._checkpoints.note(self._engine.take_notes())
         self._is_exhausted = self._progress.is_ended = True
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
         if not self._persistent_workers:
             self.close()
 
-    def _count(self, batch: Any, began_ns: int) -> None:  # noqa: ARG002 - the delivery has it
+    def _count(self, batch: Any, began_ns: int) -> None:
+        """Count a delivered batch, and record how long its steps took."""
         source, record = self._source, self._record
+        nbytes = bytes_of(batch) if self._is_inline else 0
         ended_ns = time.monotonic_ns()
         delivery = source.delivery
-        assert delivery is not None
         times = delivery.times
         if times is None:
             record.add(began_ns, ended_ns, 0, None, "other", 0)
         else:
-            record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, 0)
-            if delivery.notes or self._adapter is not None:
-                self._note_costs(delivery, began_ns, ended_ns)
+            record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, nbytes)
+            if delivery.notes or self._opened.adapting is not None:
+                self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._in_order and self._checkpoints is None:
             progress.position = progress.start + delivery.seq + 1
         else:
-            self._note_done(delivery)
+            self._count_done(delivery, has_failed=False)
 
-    def _note_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
-        """Note what the states of datasets cost, and adapt the number of workers."""
+    def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
+        """Count what the states of datasets cost, and adapt the number of workers."""
         assert delivery.times is not None
         busy_ns = sum(delivery.times.work[1:4])
         for note in delivery.notes:
             if isinstance(note.snapshot, bytes | memoryview):
                 cost, batch_ns = self._parts.state_cost, busy_ns - note.state_ns
                 cost.add(len(note.snapshot), note.state_ns, batch_ns)
-        if self._adapter is not None:
-            self._adapt(self._adapter, ended_ns, ended_ns - began_ns, busy_ns)
+        if self._opened.adapting is not None:
+            self._opened.adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
+            loader, present = self._loader(), self._engine.present_workers
+            if loader is not None and loader.num_workers != present:
+                self._record.worker_count = present
+                loader.num_workers = type(loader.num_workers)(present)
 
-    def _note_done(self, delivery: Delivery) -> None:
-        if self._checkpoints is not None:
+    def _count_done(self, delivery: Delivery, *, has_failed: bool) -> None:
+        if self._local is not None:
+            self._local.add_batch(has_failed=has_failed)
+        elif self._checkpoints is not None:
             self._checkpoints.note(delivery.notes)
         if self._in_order:
             self._progress.done_until(delivery.seq)
@@ -296,44 +375,54 @@ class EngineIterator(CountingIterator):
             for each in (*delivery.left_out, delivery.seq):
                 self._progress.done(each)
 
-    def _begin_adapting(self, adapter: Adapter) -> None:
-        """Begin an epoch with ``num_workers="auto"``."""
-
-    def _adapt(self, adapter: Adapter, now_ns: int, wait_ns: int, busy_ns: int) -> None:
-        """Set the number of workers, and show it on the loader (``num_workers="auto"``).
-
-        The arguments are those of :meth:`Adapter.note`, for one batch.
-        """
-
-    @property
-    def _is_waiting(self) -> bool:
-        return self._source.is_waiting
-
-    @property
-    def _was_closed_by_user(self) -> bool:
-        is_over = self._is_exhausted or self._is_replaced
-        return self._engine.was_closed_by_user and not is_over
-
-    def _count_wait(self, began_ns: int) -> None:
-        self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
-
     def _count_error(self, error: BaseException, began_ns: int) -> None:
+        """Count an exception in place of a batch, or at the epoch's end."""
         record, delivery = self._record, self._source.delivery
-        if isinstance(error, StopIteration):
-            record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
+        is_end = isinstance(error, StopIteration)
+        record.add(began_ns, time.monotonic_ns(), 0, None, "end" if is_end else "other", 0)
+        if is_end:
             record.end()
-            return
-        record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
-        if delivery is not None:
+        elif delivery is not None:
             record.failures += 1
-            self._note_done(delivery)
+            self._count_done(delivery, has_failed=True)
+
+    # Interruptions and the end ---------------------------------------------------------------
+
+    def _leave(self, error: BaseException, mark: Any, began_ns: int) -> None:
+        """Handle an exception that has interrupted a call: close, unless that only waited."""
+        if self._source.is_waiting:
+            self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
+            return
+        was_closed = self._was_closed_by_user and isinstance(error, Exception)
+        uninterruptible(functools.partial(self._go_back, error, mark))
+        if was_closed:
+            raise _closed_meanwhile(error)
+
+    def _go_back(self, error: BaseException, mark: Any) -> None:
+        """Close, with the state of the last batch that ``next()`` returned."""
+        if mark is not None:
+            self._progress.go_back(mark[0])
+            if self._checkpoints is not None:
+                self._checkpoints.go_back(mark[1])
+        self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
+        """Close the iterator after an interruption."""
         self._source.give_up(error)
         self._end_record()
 
+    @property
+    def _was_closed_by_user(self) -> bool:
+        """Whether ``close()`` was called, perhaps by another thread."""
+        is_over = self._is_exhausted or self._is_replaced
+        return self._engine.was_closed_by_user and not is_over
+
+    def replace(self) -> None:
+        """Deliver no further batch of this epoch, since the loader continues from a state."""
+        self._is_replaced = not self._is_exhausted
+
     def close(self) -> None:
-        """End the workers and free the memory. May be called again."""
+        """End the workers and free the memory. May be called again, and from any thread."""
         try:
             self._source.close()
         finally:
@@ -347,8 +436,22 @@ class EngineIterator(CountingIterator):
     @property
     def is_closed(self) -> bool:
         """Whether ``close``, the epoch's end, a worker's death or too many failures closed it."""
-        return self._engine.is_closed
+        return bool(self._engine.is_closed)
 
     def _shutdown_workers(self) -> None:
         """Close the iterator, under torch's name for :meth:`close`."""
         self.close()
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The worker processes, for tools that read this attribute of torch's iterator."""
+        return list(getattr(self._pool, "processes", ()))
+
+
+def _closed_meanwhile(error: BaseException) -> BaseException:
+    """Return what to raise instead of an error that arose since another thread has closed."""
+    if isinstance(error, ClosedLoaderError | StopIteration):
+        return error
+    closed = ClosedLoaderError(CLOSED_MEANWHILE)
+    closed.__cause__ = error
+    return closed

@@ -1,39 +1,42 @@
 """The loaders' options: one table of the arguments that torch's loader does not have.
 
 The table says of each option what values it takes, what it needs, and what it excludes. The
-constructors and each epoch check a loader by it, and :func:`shmloader.install` finds there what
-does not fit a loader of torch's. torch's constructor checks torch's own arguments; of these, only
-types are checked here that torch accepts, or refuses with an unclear text.
+constructors and each epoch check a loader by it, ``repr`` shows what differs from its defaults, and
+:func:`shmloader.install` finds there what does not fit a loader of torch's. torch's constructor
+checks torch's own arguments.
 """
 
 import concurrent.futures
 import contextlib
 import math
 import mmap
-import multiprocessing
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import (
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 from torch.utils.data.datapipes.datapipe import (
     _IterDataPipeSerializationWrapper,
     _MapDataPipeSerializationWrapper,
 )
 
 from shmloader.batch.arrays import is_plain_data
-from shmloader.memory.arena import describe_shm_size
 from shmloader.pools.adapting import AutoCount
 from shmloader.probing import probe
-from shmloader.sampling.checks import whole_number
 from shmloader.sampling.steps import LastBatch
 from shmloader.tracebacks import warn_user
 
@@ -43,20 +46,15 @@ WorkerScope = Literal["rank", "host"]
 #: After how many batches a dataset's own state is saved.
 SnapshotInterval = int | Literal["auto"] | None
 
-#: Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
-LOOP_HOLDS = 2
-
-#: Batches that may be lent to the user, uncopied, at the same time. Two more than a plain loop
-#: holds leave some for a prefetcher of the user's own. Batches kept beyond the limit are copied
-#: out, so the limit decides how much shared memory may be used, never whether the loader continues.
-LEND_LIMIT = LOOP_HOLDS + 2
-
 #: Batches that may be ready on the device before the user asks: the one that the GPU will need
 #: next, and the one that is being copied meanwhile.
 DEVICE_PREFETCH = 2
 
 #: With a smaller share, not even the message about a failure would fit in a slot.
 MINIMUM_SLOT_BYTES = 64 * 1024
+
+#: The classes that torch's constructor wraps data pipes in.
+WRAPPED_DATA_PIPES = _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
 _BYTES = {"": 1} | {
     unit + suffix: base**power
@@ -65,176 +63,86 @@ _BYTES = {"": 1} | {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
-# As tuples, since isinstance() would make a union of the classes for each call.
-_NOT_MAP_STYLE = (IterableDataset, MapDataPipe)
-_DATA_PIPES = (IterDataPipe, MapDataPipe)
-
-#: The classes that torch's constructor wraps data pipes in.
-WRAPPED_DATA_PIPES = _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
-
 
 def is_map_style(dataset: object) -> bool:
     """Return whether samples are loaded by index: neither an iterable dataset nor a data pipe."""
-    return not isinstance(dataset, _NOT_MAP_STYLE)
+    return not isinstance(dataset, (IterableDataset, MapDataPipe))
 
 
 def is_data_pipe(dataset: object) -> bool:
     """Return whether torch's own iterator has to load the dataset, for its graph of data pipes."""
-    return isinstance(dataset, _DATA_PIPES)
+    return isinstance(dataset, (IterDataPipe, MapDataPipe))
 
 
 # Values ----------------------------------------------------------------------------------------
-# Each function takes a value and the option's name, and returns the value as loaders use it.
+# Each function returns a value as loaders use it, or raises a ValueError without a text.
 
 
-def _count(minimum: int, what: str) -> Callable[[Any, str], int]:
-    def check(value: Any, name: str) -> int:
-        text = f"{name} should be {what}, but got {name}={value!r}"
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(text)
-        if value < minimum:
-            raise ValueError(text)
+def _must(holds: object) -> None:
+    if not holds:
+        raise ValueError
+
+
+def _from(minimum: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        _must(value >= minimum)
         return int(value)
 
-    return check
+    return read
 
 
-def _seconds(value: Any, name: str) -> float:
-    got = f"but got {name}={value!r}"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} should be a number of seconds or None, {got}")
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} should be a positive number of seconds, {got}")
+def _seconds(value: Any) -> float:
+    _must(0 < float(value) < math.inf)
     return float(value)
 
 
-def _bool(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} should be a bool, but got {name}={value!r}")
+def _handler(value: Any) -> Any:
+    _must(callable(value) or value in ("raise", "skip"))
     return value
 
 
-def _one_of(words: tuple[str, ...], what: str) -> Callable[[Any, str], Any]:
-    def check(value: Any, name: str) -> Any:
-        if value not in words:
-            raise ValueError(f"{name} should be {what}, but got {name}={value!r}")
+def _interval(value: Any) -> Any:
+    _must(value in (None, "auto") or (isinstance(value, Integral) and int(value) >= 0))
+    return value
+
+
+def _one_of(words: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        _must(value in get_args(words))
         return value
 
-    return check
+    return read
 
 
-def _handler(value: Any, name: str) -> Any:
-    text = (
-        f"{name} should be 'raise', 'skip' or a function (index, exception) -> sample, "
-        f"but got {name}={value!r}"
-    )
+def _processes(value: Any) -> Any:
+    _must(not isinstance(value, concurrent.futures.ThreadPoolExecutor))
+    return value
+
+
+def _share_or_count(value: Any) -> int | Fraction:
+    if isinstance(value, Integral):
+        return _from(0)(value)
+    _must(0 < value <= 1)
+    # A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
+    return value if isinstance(value, Fraction) else Fraction(str(value))
+
+
+def _size(value: Any) -> int:
     if isinstance(value, str):
-        if value not in ("raise", "skip"):
-            raise ValueError(text)
-    elif not callable(value):
-        raise TypeError(text)
-    return value
-
-
-def _function(value: Any, name: str) -> Any:
-    if not callable(value):
-        raise TypeError(f"{name} should be callable, but got {name}={value!r}")
-    return value
-
-
-def _snapshot_interval(value: Any, name: str) -> Any:
-    if value in (None, "auto"):
-        return value
-    return _count(0, "a number of batches, or 0 or None for never")(value, name)
-
-
-def _executor(value: Any, name: str) -> Any:
-    got = f"but got {name}={reprlib.repr(value)}"
-    if not isinstance(value, concurrent.futures.Executor):
-        # A Client of Dask's has get_executor().
-        hint = ": give its get_executor()" if callable(probe(value, "get_executor")) else ""
-        raise TypeError(f"{name} should be a concurrent.futures.Executor, {got}{hint}")
-    if isinstance(value, concurrent.futures.ThreadPoolExecutor):
-        raise ValueError(
-            f"{name} cannot be a ThreadPoolExecutor: thread_pool=True makes batches on threads of "
-            "this process, without copies"
-        )
-    return value
-
-
-def parse_max_failures(value: Any, name: str = "max_failures") -> int | Fraction | None:
-    """Return how many samples may fail: a number, or a share as a Fraction; None for any number.
-
-    A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
-
-    Raises:
-        TypeError: If it is neither None, an int, a float nor a Fraction.
-        ValueError: If it is negative, or a share outside (0, 1].
-    """
-    if value is None:
-        return None
-    got = f"but got {name}={value!r}"
-    if isinstance(value, float | np.floating | Fraction):
-        if not 0 < value <= 1:
-            raise ValueError(
-                f"{name} should be a share above 0 and at most 1 if it is no int, {got}"
-            )
-        return value if isinstance(value, Fraction) else Fraction(str(value))
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"{name} should be an int, or for a share a float or a fractions.Fraction, {got}"
-        )
-    if value < 0:
-        raise ValueError(f"{name} should not be negative, {got}")
+        match = _SIZE.fullmatch(value)
+        _must(match)
+        assert match is not None
+        value = float(match[1]) * _BYTES[(match[2] or "").lower()]
+    _must(value >= 1)
     return int(value)
 
 
-def parse_size(value: Any, name: str) -> int:
-    """Read a number of bytes: an int, or text such as ``"512MiB"``, ``"8GiB"``, ``"1.5 GB"``.
+def _device(value: object, name: str = "device") -> torch.device | None:
+    if value is None:
+        return None
+    from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
 
-    Args:
-        value: What the user wrote.
-        name: The argument's name, for the message.
-
-    Raises:
-        TypeError: If it is neither an int nor a str.
-        ValueError: If the text is not a size, or the size is not positive.
-    """
-    text = (
-        f"{name} should be a number of bytes or a text such as '512MiB' or '8GiB', "
-        f"but got {name}={value!r}"
-    )
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None:
-            raise ValueError(text)
-        size = int(float(match[1]) * _BYTES[(match[2] or "").lower()])
-    elif isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(text)
-    else:
-        size = int(value)
-    if size <= 0:
-        raise ValueError(f"{name} should be positive, but got {name}={value!r}")
-    return size
-
-
-def slot_share(shm_bytes: int, slot_count: int) -> int:
-    """Return each slot's share of ``shm_bytes``, in bytes: a multiple of the page size.
-
-    Raises:
-        ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
-    """
-    share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
-    if share < MINIMUM_SLOT_BYTES:
-        raise ValueError(
-            f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots "
-            f"(prefetch_factor * num_workers + {LEND_LIMIT}, or + device_prefetch + 2 if that is "
-            f"more); a slot needs at least {MINIMUM_SLOT_BYTES}. Raise shm_size to "
-            f"{slot_count * MINIMUM_SLOT_BYTES} or more "
-            f"({describe_shm_size(slot_count, MINIMUM_SLOT_BYTES)} suffices), or lower "
-            "num_workers or prefetch_factor."
-        )
-    return share
+    return parse_device(value, name)
 
 
 # The table -------------------------------------------------------------------------------------
@@ -247,110 +155,154 @@ class Option:
     Attributes:
         name: The argument.
         default: Its default, which needs no check.
-        read: Checks a value, and returns it as loaders use it.
-        workers: Why it needs workers; "" if it is clear. None if it needs none.
-        indices: Why it needs a map-style dataset; "" if it does not.
+        what: What it should be, for the message.
+        kinds: The types that it may have.
+        read: Returns a value as loaders use it, or raises ValueError.
+        needs_workers: Whether it needs workers.
+        needs_indices: Whether it needs a map-style dataset.
         excludes: The options that it cannot be combined with.
-        because: Why it cannot be combined with them.
         is_fixed: Whether only the constructor reads it, so that setting it later raises.
     """
 
     name: str
     default: Any
-    read: Callable[[Any, str], Any]
-    workers: str | None = None
-    indices: str = ""
+    what: str
+    kinds: Any
+    read: Callable[[Any], Any] = lambda value: value
+    needs_workers: bool = False
+    needs_indices: bool = False
     excludes: tuple[str, ...] = ()
-    because: str = ""
     is_fixed: bool = False
 
+    def check(self, value: Any) -> Any:
+        """Return a value as loaders use it.
 
-def _device(value: object, name: str) -> torch.device | None:
-    if value is None:
-        return None
-    from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
+        Raises:
+            TypeError: If it has a wrong type.
+            ValueError: If it is a wrong value.
+        """
+        if value is self.default is None:
+            return None
+        text = f"{self.name} should be {self.what}, but got {self.name}={reprlib.repr(value)}"
+        is_bool = isinstance(value, bool) and self.kinds not in (bool, object)
+        if is_bool or not isinstance(value, self.kinds):
+            raise TypeError(text)
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ValueError(str(error) or text) from None
 
-    return parse_device(value, name)
+    def check_needs(self, loader: Any) -> None:
+        """Raise ValueError if a loader lacks what the option needs, or has what it excludes."""
+        if self.needs_workers and loader.num_workers == 0:
+            raise ValueError(f"{self.name} needs num_workers > 0")
+        if self.needs_indices and not is_map_style(loader.dataset):
+            raise ValueError(f"{self.name} needs a map-style dataset")
+        wrong = [each for each in self.excludes if getattr(loader, each) != DEFAULTS.get(each)]
+        if wrong:
+            raise ValueError(f"{self.name} cannot be combined with {', '.join(wrong)}")
 
 
 _TABLE = (
-    Option("shm_size", None, parse_size),
-    Option("worker_restarts", 0, _count(0, "a non-negative number of workers"), workers=""),
-    Option("device", None, _device),
-    Option("device_transform", None, _function),
-    Option("device_prefetch", DEVICE_PREFETCH, _count(1, "a positive number of batches")),
+    Option(
+        "shm_size",
+        None,
+        "a positive number of bytes or a text such as '512MiB' or '8GiB'",
+        (Integral, str),
+        _size,
+    ),
+    Option("worker_restarts", 0, "a number of workers, 0 or more", Integral, _from(0), True),
+    Option("device", None, "a device", object, _device),
+    Option("device_transform", None, "callable", Callable),
+    Option("device_prefetch", DEVICE_PREFETCH, "a positive number", Integral, _from(1)),
     Option(
         "on_error",
         "raise",
+        "'raise', 'skip' or a function (index, exception) -> sample",
+        (str, Callable),
         _handler,
-        indices="samples of an IterableDataset have no index, and its iterator usually yields "
-        "nothing after an exception: catch the exception in the dataset's __iter__",
+        needs_indices=True,
     ),
     Option(
         "max_failures",
         None,
-        parse_max_failures,
-        indices="an iterable one cannot go on after a failure",
+        "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
+        Real,
+        _share_or_count,
+        needs_indices=True,
     ),
     Option(
         "last_batch",
         None,
-        _one_of(get_args(LastBatch), "'keep', 'discard', 'rollover' or 'pad'"),
+        "'keep', 'discard', 'rollover' or 'pad'",
+        object,
+        _one_of(LastBatch),
         is_fixed=True,
     ),
     Option(
         "thread_pool",
         False,
-        _bool,
-        workers="the number of threads",
-        indices="threads would share the iterator of an iterable one, or of a data pipe",
+        "a bool",
+        bool,
+        needs_workers=True,
+        needs_indices=True,
         excludes=("multiprocessing_context", "shm_size", "worker_restarts"),
-        because="workers are threads of this process, and share its memory",
     ),
-    Option("seed", None, lambda value, name: whole_number(value, name, minimum=0), is_fixed=True),
-    Option("snapshot_every_n_steps", "auto", _snapshot_interval),
+    Option("seed", None, "a whole number, 0 or more", Integral, _from(0), is_fixed=True),
+    Option(
+        "snapshot_every_n_steps",
+        "auto",
+        "'auto', a number of batches, or 0 or None for never",
+        (Integral, str, type(None)),
+        _interval,
+    ),
     Option(
         "fetch_concurrency",
         None,
-        _count(1, "a positive number of samples"),
-        indices="an iterable one, or a data pipe, yields one sample after the other",
+        "a positive number of samples",
+        Integral,
+        _from(1),
+        needs_indices=True,
     ),
     Option(
         "sample_timeout",
         None,
+        "a positive number of seconds or None",
+        Real,
         _seconds,
-        workers="without workers this process loads the samples, and cannot be replaced",
+        needs_workers=True,
     ),
     Option(
         "executor",
         None,
-        _executor,
-        workers="the number of batches that are in flight there",
-        indices="any process makes the next batch, and an iterable dataset, or a data pipe, is "
-        "one stream for each worker",
+        "a concurrent.futures.Executor of processes, such as client.get_executor() of Dask; "
+        "thread_pool=True makes batches on threads",
+        concurrent.futures.Executor,
+        _processes,
+        needs_workers=True,
+        needs_indices=True,
         excludes=("thread_pool", "multiprocessing_context", "sample_timeout", "shm_size"),
-        because="the executor starts and ends its processes itself, and carries their batches",
     ),
 )
 
 _AUTO = Option(
     "num_workers='auto'",
     0,
-    lambda value, _: value,
-    indices="the workers of others iterate streams of their own, so the batches depend on the "
-    "number of workers",
+    "'auto'",
+    object,
+    needs_indices=True,
     excludes=("thread_pool", "executor"),
-    because="give the number of threads, or of the batches that are in flight there",
 )
 
 # Only ShardedDataLoader has it.
 _SCOPE = Option(
     "worker_scope",
     "rank",
-    _one_of(get_args(WorkerScope), "'rank' or 'host'"),
-    workers="the number of worker processes of the host",
+    "'rank' or 'host'",
+    object,
+    _one_of(WorkerScope),
+    needs_workers=True,
     excludes=("thread_pool", "executor", "multiprocessing_context"),
-    because="a fresh process without devices forks the workers that a host's ranks share",
 )
 
 #: The arguments that torch's loader does not have, in the order of the constructor.
@@ -358,8 +310,6 @@ OPTIONS = {option.name: option for option in _TABLE}
 
 #: Their defaults.
 DEFAULTS = {option.name: option.default for option in _TABLE}
-
-_ABSENT = DEFAULTS | {"multiprocessing_context": None}
 
 
 class FixedArgument:
@@ -384,6 +334,16 @@ class FixedArgument:
         loader.__dict__[self._name] = value
 
 
+def parse_max_failures(value: Any) -> int | Fraction | None:
+    """Return how many samples may fail: a number, or a share as a Fraction; None for any number.
+
+    Raises:
+        TypeError, ValueError: If the user's argument is none of these.
+    """
+    checked: int | Fraction | None = OPTIONS["max_failures"].check(value)
+    return checked
+
+
 def read_options(loader: Any) -> dict[str, Any]:
     """Check a loader's options as its attributes are now, and return their values.
 
@@ -395,13 +355,13 @@ def read_options(loader: Any) -> dict[str, Any]:
         ValueError: If it has a wrong value, needs what the loader does not have, or cannot be
             combined with another option.
     """
-    values, sharing = DEFAULTS.copy(), loader._sharing
-    for option in OPTIONS.values():
-        value = getattr(loader, option.name)
-        if value is not option.default:
-            values[option.name] = _read(loader, option, value)
-    if sharing.scope != "rank":
-        _read(loader, _SCOPE, sharing.scope)
+    sharing = loader._sharing
+    values = {name: option.check(getattr(loader, name)) for name, option in OPTIONS.items()}
+    for name, option in OPTIONS.items():
+        if values[name] != option.default:
+            option.check_needs(loader)
+    if _SCOPE.check(sharing.scope) == "host":
+        _SCOPE.check_needs(loader)
         if loader._saves_dataset:
             raise ValueError(
                 "a dataset with state_dict() cannot be combined with worker_scope='host', since "
@@ -409,7 +369,7 @@ def read_options(loader: Any) -> dict[str, Any]:
                 "leaves it out of the loader's state"
             )
     if isinstance(loader.num_workers, AutoCount):
-        _check_needs(loader, _AUTO, "")
+        _AUTO.check_needs(loader)
     values["devices"] = (values["device"],)
     if sharing.devices is not None:
         values["devices"] = tuple(
@@ -417,26 +377,6 @@ def read_options(loader: Any) -> dict[str, Any]:
         )
     _check_pairs(loader, values)
     return values
-
-
-def _read(loader: Any, option: Option, value: Any) -> Any:
-    read = None if value is option.default is None else option.read(value, option.name)
-    if read != option.default:
-        _check_needs(loader, option, f"={reprlib.repr(value)}")
-    return read
-
-
-def _check_needs(loader: Any, option: Option, value: str) -> None:
-    name = option.name
-    if option.workers is not None and loader.num_workers == 0:
-        reason = f": {option.workers}" if option.workers else ""
-        raise ValueError(f"{name} needs num_workers > 0{reason}")
-    if option.indices and not is_map_style(loader.dataset):
-        raise ValueError(f"{name} needs a map-style dataset: {option.indices}")
-    wrong = [each for each in option.excludes if getattr(loader, each) != _ABSENT[each]]
-    if wrong:
-        others = ", ".join(wrong)
-        raise ValueError(f"{name}{value} cannot be combined with {others}: {option.because}")
 
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
@@ -451,68 +391,46 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
             "device_transform is called with the batch on the device and needs device=; on the "
             "CPU, transform in the dataset or collate_fn, where workers do it"
         )
-    if (
-        values["seed"] is not None
-        and loader.generator is not None
-        and loader._sharing.ranks is None
-    ):
+    is_seeded = values["seed"] is not None
+    if is_seeded and loader.generator is not None and loader._sharing.ranks is None:
         raise ValueError(
-            "seed is mutually exclusive with generator: seed= orders the epoch and sets the random "
-            "generators for each sample, from the seed and the epoch; generator= is what torch's "
-            "own shuffling and the workers' base seed are drawn from, one epoch after the other"
+            "seed is mutually exclusive with generator: seed= decides the order and all random "
+            "numbers, which torch draws from generator="
+        )
+    if not starts_processes(loader.multiprocessing_context):
+        raise ValueError(
+            "multiprocessing_context should start processes; thread_pool=True loads on threads"
         )
     for name in ("seed", "sample_timeout"):
         if values[name] is not None and is_data_pipe(loader.dataset):
             raise ValueError(
-                f"{name} cannot be given for a data pipe, which torch's own iterator loads, "
-                f"but got {name}={values[name]!r}"
+                f"{name} cannot be given for a data pipe, which torch's own iterator loads"
             )
-    why = why_no_process(loader.multiprocessing_context)
-    if why:
-        raise ValueError(
-            f"multiprocessing_context should start processes, but {why}. thread_pool=True loads on "
-            "threads"
-        )
 
 
-def why_no_process(context: Any) -> str:
-    """Return why a multiprocessing context starts no processes; "" if it does, or is None."""
+def starts_processes(context: Any) -> bool:
+    """Return whether a multiprocessing context starts processes: not MONAI's, which has threads."""
     kind = getattr(context, "Process", BaseProcess)
-    if isinstance(kind, type) and issubclass(kind, BaseProcess):
-        return ""
-    name = getattr(kind, "__qualname__", repr(kind))
-    return f"{name}, the Process of {type(context).__qualname__}, is no process"
+    return isinstance(kind, type) and issubclass(kind, BaseProcess)
 
 
 # Checks of other arguments ---------------------------------------------------------------------
 
 
-def check_numbers(num_workers: Any, prefetch_factor: Any, timeout: Any) -> None:
-    """Check types that torch's constructor accepts, or refuses with a text about operators.
+def slot_share(shm_bytes: int, slot_count: int) -> int:
+    """Return each slot's share of ``shm_bytes``, in bytes: a multiple of the page size.
 
     Raises:
-        TypeError: If an argument is of a wrong type.
+        ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
     """
-    # None is left to torch's constructor, which refuses it with a text that people search for.
-    if num_workers not in (None, "auto") and not _is_whole(num_workers):
-        raise TypeError(
-            f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
+    share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
+    if share < MINIMUM_SLOT_BYTES:
+        raise ValueError(
+            f"shm_size of {shm_bytes} bytes leaves {share} bytes for each of {slot_count} slots. "
+            f"Raise shm_size to {slot_count * MINIMUM_SLOT_BYTES} or more, or lower num_workers or "
+            "prefetch_factor."
         )
-    if prefetch_factor is not None and num_workers and not _is_whole(prefetch_factor):
-        raise TypeError(
-            f"prefetch_factor should be an int, but got prefetch_factor={prefetch_factor!r}"
-        )
-    if timeout is not None and not isinstance(timeout, Real | torch.Tensor):
-        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether torch can use a value as a number of workers or batches; also for 0.0."""
-    try:
-        operator.index(value)
-    except TypeError:
-        return isinstance(value, Real) and value == 0
-    return True
+    return share
 
 
 def check_last_batch(
@@ -532,63 +450,31 @@ def check_last_batch(
     Raises:
         ValueError: If it is none of the four, or cannot be combined with the other arguments.
     """
-    if last_batch is None:
+    if OPTIONS["last_batch"].check(last_batch) is None:
         return
-    got = f"but got last_batch={last_batch!r}"
-    OPTIONS["last_batch"].read(last_batch, "last_batch")
-    if drop_last and last_batch != "discard":
-        raise ValueError(
-            "last_batch is mutually exclusive with drop_last, which is torch's word for 'discard', "
-            f"{got}"
-        )
-    if is_sharded and batch_sampler is not None:
-        raise ValueError(
-            "last_batch is mutually exclusive with batch_sampler, which makes the batches: the "
-            f"ranks always get equally many, {got}"
-        )
-    if is_sharded:
-        return
-    if last_batch == "pad":
-        raise ValueError(
-            "last_batch='pad' is for ShardedDataLoader, whose ranks need equally many batches; its "
-            "padding property counts the repeated samples, which a DataLoader does not"
-        )
+    wrong = ""
     drops = probe(batch_sampler, "drop_last")
     if not isinstance(drops, bool):  # a framework may have wrapped it
         drops = probe(probe(batch_sampler, "batch_sampler"), "drop_last")
-    if isinstance(drops, bool):
+    if drop_last and last_batch != "discard":
+        wrong = "is mutually exclusive with drop_last, torch's word for 'discard'"
+    elif is_sharded:
+        if batch_sampler is not None:
+            wrong = "is mutually exclusive with batch_sampler, which makes the batches"
+    elif last_batch == "pad":
+        wrong = "is for ShardedDataLoader, whose ranks need equally many batches"
+    elif isinstance(drops, bool):
         if last_batch != ("discard" if drops else "keep"):
             warn_user(
                 f"last_batch={last_batch!r} has no effect: the batch_sampler makes the batches, "
                 f"and its drop_last is {drops}",
             )
     elif batch_sampler is not None or batch_size is None:
-        raise ValueError(
-            f"last_batch needs batch_size: without it, the loader makes no batches, {got}"
-        )
+        wrong = "needs batch_size, which makes the batches"
     elif last_batch == "rollover" and not is_map_style(dataset):
-        raise ValueError(
-            "last_batch cannot be 'rollover' for an IterableDataset or a data pipe, which make "
-            f"their own batches, {got}"
-        )
-
-
-def check_may_have_workers(dataset: object) -> None:
-    """Check that this process may have worker processes; called when an iterator begins.
-
-    Raises:
-        AssertionError: If the process is a daemon. multiprocessing raises the same error without
-            the remedy. If Python runs without assertions, neither raises: a daemon may then have
-            children.
-    """
-    process = multiprocessing.current_process()
-    if __debug__ and process.daemon:
-        threads = " or thread_pool=True" if is_map_style(dataset) else ""
-        raise AssertionError(
-            f"daemonic processes are not allowed to have children, and {process.name} is daemonic, "
-            "as the workers of a DataLoader and of a multiprocessing.Pool are: give a loader in "
-            f"such a process num_workers=0{threads}"
-        )
+        wrong = "needs a map-style dataset"
+    if wrong:
+        raise ValueError(f"last_batch={last_batch!r} {wrong}")
 
 
 def warn_of_random_numbers(dataset: object, given: str) -> None:
@@ -611,8 +497,7 @@ def warn_of_empty_epochs(batch_count: int | None, samples: object, what: str) ->
 
     Args:
         batch_count: The number of batches of an epoch; None if it is not known.
-        samples: The loader's sampler, or the dataset of a sharded loader. Its length, if it has
-            one, is the number of samples in the warning.
+        samples: The loader's sampler, or the dataset of a sharded loader.
         what: What the samples have to fill, such as "a batch of 8".
     """
     with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length
@@ -622,3 +507,48 @@ def warn_of_empty_epochs(batch_count: int | None, samples: object, what: str) ->
                 f"each epoch is empty: samples that do not fill {what} are discarded, and there "
                 f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
             )
+
+
+# What repr() shows -----------------------------------------------------------------------------
+
+# Values that an attribute has without its argument, besides the argument's default.
+_USUAL = {"collate_fn": (default_collate, default_convert), "prefetch_factor": (2,)}
+
+
+def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
+    """Return a loader as a call of its constructor, as its attributes are now.
+
+    Args:
+        loader: The loader. Its constructor may have raised, so attributes may be missing.
+        parameters: The defaults of the constructor's arguments.
+    """
+    shown = [describe_source(getattr(loader, "dataset", None))]
+    for name in dict.fromkeys(("batch_size", "num_workers", *parameters)):
+        value = getattr(loader, name, parameters[name])
+        if name == "sampler":
+            is_default = isinstance(value, SequentialSampler | _InfiniteConstantSampler | None)
+        elif name == "batch_sampler":
+            is_default = value is None or getattr(loader, "batch_size", 1) is not None
+        else:
+            usual = (parameters[name], *_USUAL.get(name, ()))
+            is_default = any(value is one or value == one for one in usual)
+        if name in ("batch_size", "num_workers") or not (is_default or name == "dataset"):
+            text = _describe_value(value)
+            if name == "num_workers" and isinstance(value, AutoCount):
+                text = f"'auto' ({value} now)"
+            shown.append(f"{name}={text}")
+    return f"{type(loader).__name__}({', '.join(shown)})"
+
+
+def describe_source(source: object) -> str:
+    """Return the type of a dataset, or of a pipeline's source, and its length if it has one."""
+    length = ""
+    with contextlib.suppress(Exception):  # it may have no length, or not know it yet
+        length = f" of length {len(source)}"  # type: ignore[arg-type]
+    return f"<{type(source).__name__}{length}>"
+
+
+def _describe_value(value: object) -> str:
+    if isinstance(value, Number | str | list | tuple | torch.device | None):
+        return reprlib.repr(value)
+    return str(getattr(value, "__qualname__", f"<{type(value).__name__}>"))

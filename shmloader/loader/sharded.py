@@ -6,7 +6,7 @@ The module is long because half of it documents and lists the arguments.
 import concurrent.futures
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from shmloader.batch.failures import OnError
-from shmloader.loader.dataloader import DataLoader, Sharing
+from shmloader.loader.config import Sharing
+from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
     DEVICE_PREFETCH,
     FixedArgument,
@@ -242,11 +243,16 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
-        _check_prefetch(prefetch, num_workers, prefetch_factor)
+        if prefetch is not None:
+            whole_number(prefetch, "prefetch", minimum=1)
+            if num_workers == 0:
+                raise ValueError(f"prefetch needs num_workers > 0, but got prefetch={prefetch!r}")
+            if prefetch_factor is not None:
+                raise ValueError("prefetch is mutually exclusive with prefetch_factor")
         _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
         self._ranks = Ranks(rank, world_size)
-        _check_generator(generator, self._ranks.known)
+        self._check_generator(generator)
         # All arguments are readable as attributes, some of which cannot be set by setattr(). The
         # properties rank and world_size return the resolved values instead.
         self.__dict__.update({name: given[name] for name in _OF_SHARDS})
@@ -314,6 +320,14 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _carry_over(self) -> CarryOver | None:
         return None if self._plan is None else self._plan.order.carry_over
 
+    def _check_generator(self, generator: object) -> None:
+        known = self._ranks.known
+        if generator is not None and known is not None and known[1] > 1:
+            raise ValueError(
+                "generator cannot be given for more than one rank, since ranks could not agree on "
+                f"an order (world_size={known[1]}); seed= chooses the order"
+            )
+
     @property
     def _order(self) -> SeededOrder:
         """The global order, cut for this rank and its shards."""
@@ -338,7 +352,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
         self._ranks.resolve()
-        _check_generator(self.generator, self._ranks.known)
+        self._check_generator(self.generator)
         super()._begin_epoch(plan, draws_seed=draws_seed)
 
     def _warn_if_empty(self) -> None:
@@ -377,43 +391,24 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
 
 def _check_dataset(dataset: object) -> None:
-    """Check that samples can be loaded from ``dataset``, as far as its class shows.
-
-    Raises:
-        TypeError: If it has neither ``__getitem__`` nor ``__getitems__``, and is not an
-            ``IterableDataset``.
-        ValueError: If it has no indices.
-    """
+    """Check that samples can be loaded by index, as far as the class of ``dataset`` shows."""
     if not is_map_style(dataset):
         raise ValueError(
             "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
             "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
         )
-    if hasattr(type(dataset), "__getitem__"):
-        return
-    if not isinstance(dataset, type) and callable(probe(dataset, "__getitems__")):
-        return
-    got = f"but got dataset={reprlib.repr(dataset)}"
-    if isinstance(dataset, type):
-        got += f": give an object of that class, such as {dataset.__name__}(...)"
-    elif isinstance(dataset, Iterator):
-        got += (
-            ": make a list of it, or write an IterableDataset whose __iter__ begins such an "
-            "iterator"
+    is_class = isinstance(dataset, type)
+    has_lists = not is_class and callable(probe(dataset, "__getitems__"))
+    if not (has_lists or hasattr(type(dataset), "__getitem__")):
+        raise TypeError(
+            "dataset should be an object with __getitem__ and __len__, or a "
+            f"torch.utils.data.IterableDataset, but got dataset={reprlib.repr(dataset)}"
         )
-    elif isinstance(dataset, Iterable):
-        got += ": make a list of it, which has an order"
-    raise TypeError(
-        f"dataset should have __getitem__ and __len__, or be a torch.utils.data.IterableDataset, "
-        f"{got}"
-    )
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:
     for given in (sampler, batch_sampler, probe(batch_sampler, "sampler")):
-        if _is_own_share(given):
-            continue
-        if divides_for_ranks(given):
+        if divides_for_ranks(given) and not _is_own_share(given):
             raise ValueError(
                 f"{type(given).__name__} gives a part of the samples to each rank, and "
                 "ShardedDataLoader would divide that part again: use shuffle=True, or a sampler of "
@@ -424,24 +419,6 @@ def _check_samplers(sampler: object, batch_sampler: object) -> None:
 def _is_own_share(sampler: object) -> bool:
     """Whether this is another sharded loader's sampler, which frameworks build loaders from."""
     return isinstance(sampler, SeededShardSampler)
-
-
-def _check_generator(generator: object, ranks: tuple[int, int] | None) -> None:
-    if generator is not None and ranks is not None and ranks[1] > 1:
-        raise ValueError(
-            "generator cannot be given for more than one rank, since ranks could not agree on an "
-            f"order (world_size={ranks[1]}); seed= chooses the order"
-        )
-
-
-def _check_prefetch(prefetch: object, num_workers: int | str, prefetch_factor: object) -> None:
-    if prefetch is None:
-        return
-    whole_number(prefetch, "prefetch", minimum=1)
-    if num_workers == 0:
-        raise ValueError(f"prefetch needs num_workers > 0, but got prefetch={prefetch!r}")
-    if prefetch_factor is not None:
-        raise ValueError("prefetch is mutually exclusive with prefetch_factor")
 
 
 def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler: bool) -> int:
@@ -458,7 +435,7 @@ def _count_shards(devices: object, num_shards: int | None, *, has_batch_sampler:
             )
         num_shards = whole_number(num_shards, "num_shards", minimum=1)
     if devices is None:
-        return 0 if num_shards is None else num_shards
+        return num_shards or 0
     if not isinstance(devices, list | tuple) or not devices:
         raise ValueError(f"devices should be a list of devices, but got devices={devices!r}")
     if num_shards not in (None, len(devices)):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from shmloader.loader.description import describe_source
+from shmloader.loader.options import describe_source
 from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
 

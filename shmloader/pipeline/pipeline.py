@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
-from shmloader.loader.calls import refuse
+from shmloader.loader.iterator import refuse
 from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_chain
 from shmloader.pipeline.epoch import Epoch
 from shmloader.pipeline.failures import FailedItem

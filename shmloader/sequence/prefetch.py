@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from shmloader.loader.dataloader import DataLoader, Sharing
+from shmloader.loader.config import Sharing
+from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.checks import whole_number
 from shmloader.sequence.lazy import LazySequence
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.loader.calls import CountingIterator
+from shmloader.loader.iterator import BatchIterator
 
 LENGTH = 20
 
@@ -74,7 +74,7 @@ def engines() -> Iterator[set[str]]:
     original = _BaseDataLoaderIter.__init__
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.add("shmloader" if isinstance(self, CountingIterator) else "torch")
+        found.add("shmloader" if isinstance(self, BatchIterator) else "torch")
         original(self, *args, **kwargs)
 
     _BaseDataLoaderIter.__init__ = noting  # type: ignore[method-assign]

@@ -184,9 +184,6 @@ def test_wrong_arguments_are_refused_in_torchs_words(options: dict[str, Any]) ->
     if options == {"num_workers": "2"}:  # torch's words are of a comparison that fails
         assert ours.failure is not None
         assert ours.failure.kind is theirs.failure.kind is TypeError
-        assert (
-            ours.failure.text == "num_workers should be an int or 'auto', but got num_workers='2'"
-        )
         return
     assert ours == theirs
 

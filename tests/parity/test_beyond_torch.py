@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from tests.parity.compare import assert_same, outcome, run_ours
 from tests.parity.data import Made, Squares, only
 from tests.parity.objects import floats
@@ -173,19 +173,6 @@ def test_ragged_samples_name_the_shapes_in_a_worker_as_in_process() -> None:
     assert "stack expects each tensor to be equal size" in steps[1].value.text
 
 
-@pytest.mark.parametrize("num_workers", ["4", "AUTO", "", b"auto"])
-def test_a_num_workers_that_is_another_text_is_a_type_error_that_names_auto(
-    num_workers: Any,
-) -> None:
-    with pytest.raises(TypeError):
-        TorchLoader([1, 2], num_workers=num_workers)
-    text = f"num_workers should be an int or 'auto', but got num_workers={num_workers!r}"
-    for make in (DataLoader, ShardedDataLoader):
-        with pytest.raises(TypeError) as caught:
-            make([1, 2], batch_size=1, num_workers=num_workers)
-        assert str(caught.value) == text
-
-
 class Nested(Dataset):
     """Each sample is what becomes of a loader in the worker."""
 
@@ -207,14 +194,8 @@ class Stream(IterableDataset):
         return iter(range(2))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "remedy"),
-    [
-        ([0, 1], "num_workers=0 or thread_pool=True"),
-        (Stream(), "num_workers=0"),
-    ],
-)
-def test_a_loader_in_a_worker_says_what_to_do_there(dataset: Any, remedy: str) -> None:
+@pytest.mark.parametrize("dataset", [[0, 1], Stream()])
+def test_a_loader_in_a_worker_raises_as_with_torch(dataset: Any) -> None:
     def in_a_worker(outer: Any, inner: Any, **options: Any) -> Any:
         nested = Nested(inner, dataset=dataset, batch_size=2, **options)
         (found,) = outer(nested, batch_size=None, num_workers=1, multiprocessing_context="fork")
@@ -223,11 +204,9 @@ def test_a_loader_in_a_worker_says_what_to_do_there(dataset: Any, remedy: str) -
     theirs = in_a_worker(TorchLoader, TorchLoader, num_workers=1)
     assert theirs == "AssertionError: daemonic processes are not allowed to have children"
     for outer in (DataLoader, TorchLoader):
-        told = in_a_worker(outer, DataLoader, num_workers=1)
-        assert told.startswith(f"{theirs}, and ")
-        assert told.endswith(f": give a loader in such a process {remedy}")
+        assert in_a_worker(outer, DataLoader, num_workers=1) == theirs
         assert in_a_worker(outer, DataLoader) == "[[0, 1]]"
-    if "thread_pool" in remedy:
+    if isinstance(dataset, list):
         assert in_a_worker(DataLoader, DataLoader, num_workers=1, thread_pool=True) == "[[0, 1]]"
 
 

@@ -52,10 +52,7 @@ class ContextHere(SpawnContext):
     Process = ProcessHere
 
 
-REFUSED = (
-    "multiprocessing_context should start processes, but ThreadAsProcess, the Process of "
-    "ThreadContext, is no process. thread_pool=True loads on threads"
-)
+REFUSED = "multiprocessing_context should start processes; thread_pool=True loads on threads"
 
 
 def batches(loader: TorchLoader[Any]) -> list[list[int]]:
@@ -74,7 +71,7 @@ def test_under_install_a_loader_whose_processes_are_threads_runs_on_torch_s_engi
         assert batches(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     (row,) = report.loaders
     assert row.engine == "torch"
-    assert row.why == "ThreadAsProcess, the Process of ThreadContext, is no process"
+    assert row.why == "its multiprocessing_context starts no processes"
     assert (gc.get_freeze_count(), signal.getsignal(signal.SIGINT)) == (frozen, handler)
 
 

@@ -760,8 +760,12 @@ class _Client:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"executor": 3}, TypeError, "should be a concurrent.futures.Executor, but got executor=3"),
-        ({"executor": _Client()}, TypeError, r"give its get_executor\(\)"),
+        (
+            {"executor": 3},
+            TypeError,
+            r"should be a concurrent.futures.Executor.* but got executor=3",
+        ),
+        ({"executor": _Client()}, TypeError, r"such as client.get_executor\(\) of Dask"),
         ({"num_workers": 0}, ValueError, "needs num_workers > 0"),
         ({"num_workers": "auto"}, ValueError, "'auto' cannot be combined with executor"),
         ({"dataset": Streams(list)}, ValueError, "needs a map-style dataset"),

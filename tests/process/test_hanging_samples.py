@@ -337,19 +337,3 @@ def test_while_others_go_on_a_slow_sample_is_left_alone():
 def test_torch_s_workers_are_not_asked_to():
     with pytest.raises(ValueError, match=r"^sample_timeout needs num_workers > 0"):
         DataLoader(range(4), sample_timeout=1)
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "text"),
-    [
-        ("2", TypeError, "sample_timeout should be a number of seconds or None, but got"),
-        (True, TypeError, "sample_timeout should be a number of seconds or None, but got"),
-        (0, ValueError, "sample_timeout should be a positive number of seconds, but got"),
-        (-1.5, ValueError, "sample_timeout should be a positive number of seconds, but got"),
-        (float("nan"), ValueError, "sample_timeout should be a positive number of seconds"),
-        (float("inf"), ValueError, "sample_timeout should be a positive number of seconds"),
-    ],
-)
-def test_wrong_limits_are_refused(value, kind, text):
-    with pytest.raises(kind, match=text):
-        DataLoader(range(4), num_workers=1, sample_timeout=value)

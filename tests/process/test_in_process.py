@@ -124,18 +124,6 @@ class Failing(Dataset):
             raise self._kind(index)  # noqa: B904 - without a cause
 
 
-def test_an_error_keeps_its_context_where_next_is_called_in_an_except_block() -> None:
-    iterator = iter(DataLoader(Failing(ValueError, names_cause=False)))
-    try:
-        raise RuntimeError("the user's own")
-    except RuntimeError:
-        with pytest.raises(ValueError, match="0") as raised:
-            next(iterator)
-    context = raised.value.__context__
-    assert isinstance(context, KeyError)
-    assert isinstance(context.__context__, RuntimeError)
-
-
 def test_a_keyboard_interrupt_keeps_the_cause_that_the_dataset_names() -> None:
     iterator = iter(DataLoader(Failing(KeyboardInterrupt, names_cause=True)))
     with pytest.raises(KeyboardInterrupt) as raised:

@@ -17,16 +17,12 @@ import torch.utils.data
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterDataPipe, RandomSampler, TensorDataset
 from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
     _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
 
 import shmloader
-from shmloader.loader.calls import CountingIterator
-from shmloader.loader.in_process import InProcessIterator
-from shmloader.loader.in_workers import WorkerIterator
-from shmloader.loader.other_workers import ThreadIterator
+from shmloader.loader.iterator import BatchIterator
 from tests.process.support import Bad, Numbers, Streams, run_program
 
 KINDS = {
@@ -56,6 +52,11 @@ class Subclass(TorchLoader):
         return super().__iter__()
 
 
+def kind_of(iterator: object) -> str:
+    """Return what loads an iterator's batches, as the statistics name it."""
+    return iterator._record.kind
+
+
 def pairs(length: int = 32) -> TensorDataset:
     return TensorDataset(torch.arange(2 * length).float().view(length, 2))
 
@@ -80,7 +81,7 @@ def test_a_loader_of_torchs_class_runs_on_our_engine_and_gives_the_same_batches(
         torch.manual_seed(5)
         loader = cls(pairs(), batch_size=8, shuffle=True, **KINDS[kind])
         iterator = iter(loader)
-        assert isinstance(iterator, CountingIterator)
+        assert isinstance(iterator, BatchIterator)
         assert [firsts(iterator), firsts(loader)] == expected
     (row,) = report.loaders
     assert (row.engine, row.why, row.epochs) == ("shmloader", "", 2)
@@ -107,7 +108,7 @@ def test_a_loader_with_persistent_workers_changes_engines_at_its_next_epoch():
     report = shmloader.install()
     assert firsts(loader) == expected
     ours = loader._iterator
-    assert isinstance(ours, WorkerIterator)
+    assert isinstance(ours, BatchIterator)
     assert not any(process.is_alive() for process in processes)
     workers = [process.pid for process in ours._workers]
     assert firsts(loader) == expected
@@ -177,7 +178,7 @@ def test_attributes_that_change_between_epochs_are_read_at_each():
     assert list(loader) == [8, 8]
     loader.num_workers, loader.prefetch_factor = 1, 2
     iterator = iter(loader)
-    assert isinstance(iterator, WorkerIterator)
+    assert isinstance(iterator, BatchIterator)
     assert list(iterator) == [8, 8]
     loader._DataLoader__initialized = False  # as timm and Ultralytics do
     loader.batch_sampler = [[1, 2, 3], [4]]
@@ -241,7 +242,7 @@ class Pipe(IterDataPipe):
     ("make", "why"),
     [
         (lambda: OwnIterator(pairs()), "OwnIterator has its own _get_iterator"),
-        (lambda: OwnIter(pairs()), "made without the __iter__ of torch's DataLoader"),
+        (lambda: OwnIter(pairs()), None),
         (lambda: TorchLoader(Pipe()), "the dataset is a data pipe"),
     ],
     ids=["_get_iterator", "__iter__", "data pipe"],
@@ -252,10 +253,10 @@ def test_what_cannot_be_taken_over_runs_as_before_and_the_report_says_why(make, 
         iterator = iter(make())
         assert type(iterator) is _SingleProcessDataLoaderIter
         assert len(list(iterator)) == len(expected)
-    (row,) = report.loaders
-    assert (row.engine, row.epochs) == ("torch", 1)
-    assert why in row.why
-    assert why in str(report)
+    assert [(row.engine, row.epochs, row.why) for row in report.loaders] == (
+        [("torch", 1, why)] if why else []
+    )
+    assert (why or "no loader") in str(report)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,27 +274,9 @@ def test_an_iterator_hook_that_an_object_has_is_respected():
         assert list(loader) == ["mine"]
 
 
-def test_our_own_loaders_keep_their_arguments():
-    with shmloader.installed(seed=1) as report:
-        loader = shmloader.DataLoader(pairs(), batch_size=8, shuffle=True, seed=9)
-        inside = firsts(loader)
-    assert inside == firsts(shmloader.DataLoader(pairs(), batch_size=8, shuffle=True, seed=9))
-    assert engines(report) == ["shmloader"]
-    assert report.loaders[0].loader == "shmloader.DataLoader"
-
-
 def test_without_an_epoch_the_report_says_so():
     with shmloader.installed() as report:
         assert "no loader has begun" in str(report)
-
-
-def test_the_debug_log_says_which_loader_runs_on_what(caplog):
-    with caplog.at_level(logging.DEBUG, "shmloader"), shmloader.installed():
-        list(TorchLoader(pairs()))
-        list(TorchLoader(Pipe()))
-    texts = [record.getMessage() for record in caplog.records]
-    assert any("TensorDataset" in text and "on shmloader" in text for text in texts)
-    assert any("on torch: the dataset is a data pipe" in text for text in texts)
 
 
 # ---------------------------------------------------------------- options
@@ -346,12 +329,12 @@ def test_with_a_seed_the_epoch_that_a_framework_sets_in_the_sampler_is_kept():
 
 def test_thread_pool_gives_threads_to_map_style_datasets_only():
     with shmloader.installed(thread_pool=True) as report:
-        assert isinstance(iter(TorchLoader(pairs(), num_workers=1)), ThreadIterator)
+        assert kind_of(iter(TorchLoader(pairs(), num_workers=1))) == "threads"
         stream = TorchLoader(Streams(lambda: iter(range(3))), batch_size=None, num_workers=1)
         iterator = iter(stream)
-        assert isinstance(iterator, WorkerIterator)
+        assert kind_of(iterator) == "processes"
         assert list(iterator) == [0, 1, 2]
-        assert isinstance(iter(TorchLoader(pairs())), InProcessIterator)
+        assert kind_of(iter(TorchLoader(pairs()))) == "in-process"
     assert [one.why for one in report.loaders] == [
         "",
         "without thread_pool: the dataset is iterable",
@@ -402,17 +385,6 @@ def test_options_are_checked_at_the_call_and_nothing_is_installed(options, error
 # ---------------------------------------------------------------- install, uninstall
 
 
-def test_uninstall_puts_torchs_methods_back():
-    before = TorchLoader.__iter__, _BaseDataLoaderIter.__init__
-    shmloader.install()
-    assert TorchLoader.__iter__ is not before[0]
-    assert TorchLoader.__iter__.__name__ == "__iter__"
-    shmloader.install()
-    shmloader.uninstall()
-    shmloader.uninstall()
-    assert (TorchLoader.__iter__, _BaseDataLoaderIter.__init__) == before
-
-
 def test_a_block_inside_another_gives_way_to_the_outer_one():
     with shmloader.installed() as outer:
         with shmloader.installed(on_error="skip") as inner:
@@ -434,16 +406,12 @@ def test_code_that_wraps_our_method_still_works_after_uninstall(decorate, monkey
         return ours(self)
 
     monkeypatch.setattr(TorchLoader, "__iter__", wrapper)
-    assert isinstance(iter(TorchLoader(pairs())), CountingIterator)
+    assert isinstance(iter(TorchLoader(pairs())), BatchIterator)
     shmloader.uninstall()
     calls.clear()
     loader = TorchLoader(pairs())
     assert type(iter(loader)) is _SingleProcessDataLoaderIter
     assert calls == [loader]
-    monkeypatch.undo()
-    shmloader.install()
-    shmloader.uninstall()
-    assert not hasattr(TorchLoader.__iter__, "_shmloader")
 
 
 def test_a_loader_inside_a_worker_runs_on_our_engine_too():
@@ -452,7 +420,7 @@ def test_a_loader_inside_a_worker_runs_on_our_engine_too():
 
     with shmloader.installed():
         loader = TorchLoader([1], collate_fn=nested, num_workers=1)
-        assert list(loader) == ["InProcessIterator"]
+        assert list(loader) == ["BatchIterator"]
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
         with pytest.raises(Preempted):  # noqa: PT012 - with threads it comes some batches before
             while True:
                 given.append(next(batches).tolist())
-        with pytest.raises(ClosedLoaderError, match="interrupted the sampler"):
+        with pytest.raises(ClosedLoaderError, match="from outside, interrupted"):
             next(batches)
         state = loader.state_dict()
     resumed = DataLoader(Numbers(), 2, sampler=sampler)

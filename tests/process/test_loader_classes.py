@@ -243,8 +243,7 @@ def test_what_only_looks_like_a_loader_runs_as_before(num_workers):
     expected = [values(loader), values(loader)]
     with shmloader.installed() as report:
         assert [values(loader), values(loader)] == expected
-    (row,) = report.loaders
-    assert (row.engine, row.epochs) == ("torch", 2)
+    assert report.loaders == ()
 
 
 # What a subclass may override --------------------------------------------------------------

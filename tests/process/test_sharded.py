@@ -691,7 +691,7 @@ def test_a_wrong_last_batch_is_told_by_the_constructor(options, text) -> None:
 
 def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:
     stream = Streams(lambda: iter(range(5)))
-    with pytest.raises(ValueError, match="IterableDataset"):
+    with pytest.raises(ValueError, match="needs a map-style dataset"):
         DataLoader(stream, 2, last_batch="rollover")
     assert values(DataLoader(stream, 2, last_batch="keep")) == [[0, 1], [2, 3], [4]]
     assert values(DataLoader(stream, 2, last_batch="discard")) == [[0, 1], [2, 3]]

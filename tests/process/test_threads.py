@@ -1018,7 +1018,7 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
         ({"thread_pool": "yes"}, TypeError, "should be a bool, but got thread_pool='yes'"),
         ({"num_workers": 0}, ValueError, "thread_pool needs num_workers > 0"),
         ({"dataset": Streams(iter)}, ValueError, "needs a map-style dataset"),
-        ({"shm_size": "1GiB"}, ValueError, "thread_pool=True cannot be combined with shm_size"),
+        ({"shm_size": "1GiB"}, ValueError, "thread_pool cannot be combined with shm_size"),
         ({"worker_restarts": 1}, ValueError, "cannot be combined with worker_restarts"),
         ({"multiprocessing_context": "fork"}, ValueError, "combined with multiprocessing_context"),
         (

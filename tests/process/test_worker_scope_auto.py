@@ -56,7 +56,7 @@ class Trainer:
 
         def look() -> bool:
             if demand is not None:
-                self.iterator._reporter._report(demand)
+                self.iterator._opened.adapting._report(demand)
             self.take()
             time.sleep(0.03)
             return is_so()

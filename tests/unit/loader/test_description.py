@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.sampling import BucketBatchSampler
@@ -34,15 +34,15 @@ def best(index: int, error: Exception) -> int:
         (DataLoader(DATA), "DataLoader(<Tensor of length 12>, batch_size=1, num_workers=0)"),
         (
             DataLoader([1, 2], 2, True, num_workers=1),
-            "DataLoader(<list of length 2>, batch_size=2, num_workers=1, shuffle=True)",
+            "DataLoader(<list of length 2>, batch_size=2, num_workers=1, sampler=<RandomSampler>)",
         ),
         (DataLoader(Stream()), "DataLoader(<Stream>, batch_size=1, num_workers=0)"),
         (DataLoader(Unfit()), "DataLoader(<Unfit>, batch_size=1, num_workers=0)"),
         (
-            DataLoader(DATA, None, sampler=SequentialSampler(DATA)),
+            DataLoader(DATA, None, sampler=SubsetRandomSampler([1])),
             (
                 "DataLoader(<Tensor of length 12>, batch_size=None, num_workers=0, "
-                "sampler=<SequentialSampler>)"
+                "sampler=<SubsetRandomSampler>)"
             ),
         ),
         (
@@ -77,15 +77,20 @@ def best(index: int, error: Exception) -> int:
                 persistent_workers=True,
             ),
             (
-                "DataLoader(<Tensor of length 12>, batch_size=2, num_workers=2, shuffle=True, "
-                "multiprocessing_context='spawn', prefetch_factor=3, persistent_workers=True, "
-                "shm_size='1GiB', device='cpu', device_transform=list, on_error=best, "
+                "DataLoader(<Tensor of length 12>, batch_size=2, num_workers=2, "
+                "sampler=<SeededRandomSampler>, drop_last=True, "
+                "multiprocessing_context=<SpawnContext>, prefetch_factor=3, "
+                "persistent_workers=True, shm_size='1GiB', device=device(type='cpu'), "
+                "device_transform=list, on_error=best, "
                 "max_failures=Fraction(1, 5), last_batch='discard', seed=0)"
             ),
         ),
         (
             ShardedDataLoader(DATA, shuffle=True),
-            "ShardedDataLoader(<Tensor of length 12>, batch_size=1, num_workers=0, shuffle=True)",
+            (
+                "ShardedDataLoader(<Tensor of length 12>, batch_size=1, num_workers=0, "
+                "sampler=<SeededShardSampler>, rank=0, world_size=1)"
+            ),
         ),
         (
             ShardedDataLoader(
@@ -102,7 +107,8 @@ def best(index: int, error: Exception) -> int:
             ),
             (
                 "ShardedDataLoader(<Tensor of length 12>, batch_size=2, num_workers=1, "
-                "batchify_fn=list, last_batch='pad', seed=7, rank=0, world_size=2, "
+                "sampler=<SeededShardSampler>, collate_fn=list, batchify_fn=list, "
+                "last_batch='pad', seed=7, rank=0, world_size=2, "
                 "devices=['cpu', 'cpu'], prefetch=3)"
             ),
         ),

@@ -1,0 +1,332 @@
+"""Starts the workers of an iterator and makes their engine: processes, threads or an executor.
+
+The iterator imports this module when it has workers, since that takes as long as importing the rest
+of the package.
+"""
+
+import contextlib
+import functools
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmloader.batch.arrays import LocalArrays
+from shmloader.batch.explain import explain_unpicklable, find_unpicklable
+from shmloader.batch.payload import PortablePayload
+from shmloader.device.backend import current_index
+from shmloader.device.device import DevicesStage, DeviceStage
+from shmloader.device.pin import PinStage
+from shmloader.device.stage import Stage
+from shmloader.device.staged_engine import StagedEngine
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.engine import Engine
+from shmloader.interruptions import Caught, attempt
+from shmloader.loader.config import LoaderConfig, LoaderParts
+from shmloader.loader.inline import Opened
+from shmloader.memory.admission import MemoryAdmission, MemoryConfig
+from shmloader.memory.arena import Arena, uncapped_slot_bytes
+from shmloader.memory.layout import is_debugging
+from shmloader.memory.limits import free_memory
+from shmloader.pools.adapting import Adapter
+from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.host_demand import DemandReporter
+from shmloader.pools.process import ProcessPool
+from shmloader.pools.process_numbers import ProcessNumbers
+from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.task_queue import TaskQueue
+from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.thread import ThreadConfig, ThreadPool
+from shmloader.pools.worker_channels import WorkerChannels
+from shmloader.pools.worker_processes import WorkerProcesses
+from shmloader.shared.counting import describe_many, estimate_objects
+from shmloader.tracebacks import warn_user
+
+if TYPE_CHECKING:  # few loaders share workers
+    from shmloader.pools.host_workers import HostWorkers
+
+
+def open_workers(
+    config: LoaderConfig,
+    parts: LoaderParts,
+    *,
+    base_seed: int,
+    batch_count: int | None,
+    checkpoints: DatasetCheckpoints | None,
+    pin: tuple[bool, str | None],
+) -> Opened:
+    """Start the workers of an iterator, and return their engine.
+
+    Args:
+        config: The loader's arguments.
+        parts: The objects that all iterators of the loader share.
+        base_seed: Seeds the workers' random generators.
+        batch_count: Number of batches of the epoch; None if it is not known.
+        checkpoints: Where the workers' datasets begin; None if they are not tracked.
+        pin: Whether batches are copied to page-locked memory, and the type of the accelerator.
+
+    Raises:
+        Exception: What starting a worker or pickling the dataset raises.
+    """
+    if not config.prefetch_factor:
+        raise AssertionError(
+            "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+        )
+    stage, locker = _make_stage(config, parts, *pin)
+    if config.kind == "threads":
+        opened = _open_threads(config, parts)
+    elif config.kind == "executor":
+        opened = _open_executor(config, parts, base_seed)
+    else:
+        opened = _open_processes(config, parts, base_seed, batch_count, checkpoints, locker)
+    if stage is not None:
+        opened.pool.enable_wake()
+        source = StagedEngine(opened.engine, stage, config.window, config.timeout)
+        opened.source, opened.end, opened.set_window = source, source.owner.end, source.set_window
+        opened.is_on_device = not isinstance(stage, PinStage)
+    return opened
+
+
+def _make_stage(
+    config: LoaderConfig, parts: LoaderParts, pins: bool, pin_device: str | None
+) -> tuple[Stage | None, PageLocker | None]:
+    """Return the stage that pins batches or copies them to devices, and its locker of pages."""
+    destination = parts.open_destination(config)
+    if destination is None:
+        # As torch has it, no accelerator means CUDA.
+        pin = PinStage(pin_device, current_index(pin_device or "cuda")) if pins else None
+        return pin, None
+    locks, backends = destination.locks, destination.backends
+    ahead, transform = config.device_prefetch, config.device_transform
+    if config.has_steps:
+        return DevicesStage(backends, locks, ahead, transform), locks
+    assert backends[0] is not None  # the only device
+    return DeviceStage(backends[0], locks, ahead, transform), locks
+
+
+def _make_engine(pool: Any, config: LoaderConfig, parts: LoaderParts, **given: Any) -> Engine:
+    return Engine(
+        pool,
+        in_order=config.in_order,
+        timeout_s=config.timeout,
+        sample_timeout_s=config.sample_timeout,
+        worker_restarts=config.worker_restarts,
+        is_iterable=config.fetch.is_iterable,
+        is_seeded=config.fetch.seed is not None,
+        watch=config.watch_failures(parts),
+        **given,
+    )
+
+
+def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
+    """Start threads of this process, which make batches without copies or shared memory."""
+    arrays = LocalArrays(config.dataset)
+    thread_config = ThreadConfig(
+        config.fetch,
+        config.dataset,
+        config.collate_fn,
+        config.on_error,
+        config.worker_init_fn,
+        arrays.find_gatherer,
+    )
+    pool = ThreadPool(config.num_workers, weakref.ref(thread_config))
+    engine = _make_engine(
+        pool,
+        config,
+        parts,
+        worker_count=config.num_workers,
+        window=config.window,
+        lend_limit=0,
+    )
+    begin = arrays.begin_epoch
+    return Opened(engine, engine, pool.close, begin, pool=pool, keeps=thread_config)
+
+
+def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> Opened:
+    """Return an engine whose batches are made by tasks of the user's executor."""
+    assert config.executor is not None
+    if parts.process_numbers is None:
+        parts.process_numbers = ProcessNumbers()
+        parts.executor_key = secrets.token_bytes(16)
+    objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
+    payload = attempt(PortablePayload, (*objects, tuple(config.fetch), config.num_workers))
+    if isinstance(payload, Caught):
+        names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
+        remedy = (
+            "Make it in each process: on first use, or in worker_init_fn. What lies in shared "
+            "memory of this machine, such as a lock or a queue, cannot be used by an executor."
+        )
+        found = find_unpicklable(objects, names)
+        raise explain_unpicklable(payload.error, found, "the executor's processes", remedy)
+    pool = ExecutorPool(
+        config.executor,
+        payload,
+        loader=parts.executor_key,
+        numbers=parts.process_numbers,
+        base_seed=base_seed,
+    )
+    window = config.most_window  # to the engine, each batch in flight is a worker
+    engine = _make_engine(pool, config, parts, worker_count=window, window=window, lend_limit=0)
+    return Opened(engine, engine, pool.close, _telling_epoch(pool, parts), pool=pool)
+
+
+def _telling_epoch(pool: Any, parts: LoaderParts) -> Callable[[], None]:
+    """Return a function that tells the pool which epoch the datasets of workers are told."""
+
+    def tell() -> None:
+        pool.dataset_epoch = parts.dataset_epoch.told
+
+    return tell
+
+
+# Worker processes ------------------------------------------------------------------------------
+
+
+def _open_processes(
+    config: LoaderConfig,
+    parts: LoaderParts,
+    base_seed: int,
+    batch_count: int | None,
+    checkpoints: DatasetCheckpoints | None,
+    locker: PageLocker | None,
+) -> Opened:
+    """Start worker processes, or attach to those that the ranks of this host share."""
+    _warn_of_many_objects(config, parts)
+    adapting: Any = None
+    with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
+        make_tasks = functools.partial(_make_tasks, batch_count=batch_count)
+        workers: WorkerChannels[Any]
+        if config.worker_scope == "host":
+            config, tasks, joined = _join_host(config, parts, base_seed, make_tasks)
+            stack.callback(tasks.close)
+            workers = joined
+            if parts.adapter is not None:
+                adapting = DemandReporter(joined.report)
+        else:
+            tasks = make_tasks(config)
+            stack.callback(tasks.close)
+            workers = own = WorkerProcesses(
+                config.multiprocessing_context,
+                config.most_workers,
+                (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+                tasks,
+                base_seed,
+                may_replace=config.may_replace_workers,
+                started=config.num_workers,
+            )
+            parts.nursery = own.nursery
+        stack.callback(workers.close)
+        assert tasks.memory is not None
+        pool = ProcessPool(workers, tasks.arena, locker, MemoryAdmission(tasks.memory))
+        engine = _make_engine(
+            pool,
+            config,
+            parts,
+            worker_count=config.most_workers,
+            window=config.most_window,
+            lend_limit=config.lend_limit,
+            checkpoints=checkpoints,
+            present=config.num_workers,
+            sharers=config.host_ranks,
+            tickets_each=0 if config.fixed_window else config.prefetch_factor,
+        )
+        engine.counts.share_bytes = config.slot_bytes or 0
+        engine.resume()
+        stack.pop_all()
+    if adapting is None and parts.adapter is not None:
+        adapting = _Adapting(parts.adapter, engine)
+    begin = _telling_epoch(pool, parts)
+    return Opened(engine, engine, pool.close, begin, pool=pool, adapting=adapting)
+
+
+class _Adapting:
+    """Has the engine keep as many workers as the adapter wants."""
+
+    def __init__(self, adapter: Adapter, engine: Engine) -> None:
+        self._adapter, self._engine = adapter, engine
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._adapter.begin()
+        self._wanted: int | None = None  # workers that were leaving stay when an epoch is left
+
+    def note(self, now_ns: int, wait_ns: int, busy_ns: int) -> None:
+        """Count a batch; see :meth:`shmloader.pools.adapting.Adapter.note`."""
+        wanted = self._adapter.note(now_ns, wait_ns, busy_ns)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._engine.want_workers(wanted)
+
+
+def _make_tasks(config: LoaderConfig, *, batch_count: int | None) -> TaskConfig:
+    """Return how tasks are served, with a new arena."""
+    is_free = config.fixed_window is None and config.host_ranks == 1
+    # The figures by which workers check that there is memory for the slots.
+    memory = MemoryConfig(
+        config.num_workers,
+        config.prefetch_factor,
+        config.loop_holds,
+        batch_count,
+        free_memory(Path(config.root)),
+        config.root,
+        None if is_free else config.window,
+    )
+    slot_bytes = config.slot_bytes
+    queue = TaskQueue() if config.is_dynamic else None
+    arena = Arena.create(
+        uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
+        config.most_window + config.lend_limit,
+        config.most_workers if config.fetch.snapshot_every and slot_bytes is None else 0,
+    )
+    return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
+
+
+def _join_host(
+    config: LoaderConfig,
+    parts: LoaderParts,
+    base_seed: int,
+    make_tasks: Callable[[LoaderConfig], TaskConfig],
+) -> tuple[LoaderConfig, TaskConfig, "HostWorkers"]:
+    """Attach to the workers that the ranks of this host share."""
+    # Few loaders share workers.
+    from shmloader.pools.host_pool import open_host_pool  # noqa: PLC0415
+    from shmloader.pools.host_workers import HostWorkers  # noqa: PLC0415
+
+    while True:
+        pool = parts.host_pool = open_host_pool(
+            config.dataset,
+            config.worker_init_fn,
+            config.most_workers,
+            base_seed,
+            None if parts.adapter is None else config.num_workers,
+            rank=config.rank,
+            is_alone=config.host_ranks == 1,
+        )
+        pool.note_kept()
+        wanted = pool.wanted_count  # another iterator's thread may change it
+        if wanted is not None:
+            # The rank that began the pool decides the maximum; the pool adapts the number.
+            config = config.replace(num_workers=wanted, most_workers=pool.worker_count)
+        with contextlib.ExitStack() as stack:
+            tasks = make_tasks(config)
+            stack.callback(tasks.close)
+            try:
+                functions = (config.collate_fn, config.on_error)
+                workers = HostWorkers(pool, functions, tasks, config.num_workers)
+            except ConnectionError:
+                pool.close()  # its owner has just ended; a new one takes its place
+                continue
+            stack.pop_all()
+            return config, tasks, workers
+
+
+def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
+    """Warn once of the memory that a dataset of very many Python objects takes in workers."""
+    if not parts.has_counted_objects:
+        parts.has_counted_objects = True
+        text = None
+        with contextlib.suppress(Exception):  # for example if another thread changes the objects
+            text = describe_many(estimate_objects(config.dataset), config.num_workers)
+        if text is not None:
+            warn_user(text)
