@@ -28,10 +28,9 @@ the position right after the item, where a resumed epoch begins. The pipeline's 
 checkpoint of the item that was delivered last.
 
 Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
-``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages and their ops, checked),
-``runtime`` (makes and ends executors), ``epoch`` (a flow with its lock), ``flow`` and ``stages``
-(pure: where each item is), ``failures`` (how many failures are allowed, and their texts),
-``source`` (how sources are iterated and resumed, and the format of a state), ``executors``
-(threads and loops), ``processes`` (workers), ``transfer`` (batches on a device), ``stats`` (what
-was measured, and what limits).
+``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``runtime``
+(makes and ends executors), ``flow`` (an epoch, under a lock), ``stages`` (pure: where each item
+is), ``failures`` (how many failures are allowed, and their texts), ``source`` (how sources are
+iterated and resumed, and the format of a state), ``executors`` (threads and loops), ``processes``
+(workers), ``stats`` (what was measured, and what limits).
 """

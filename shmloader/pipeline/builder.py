@@ -14,17 +14,14 @@ import torch
 
 from shmloader.device.backend import parse_device
 from shmloader.loader.options import parse_max_failures
+from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.pipeline.config import (
     Executor,
-    Lifecycle,
-    OpKind,
     OutputOrder,
     PipelineConfig,
-    RunsOn,
     Source,
     StageConfig,
     check_timeout,
-    describe_chain,
     kind_of,
     name_of,
 )
@@ -74,10 +71,6 @@ class PipelineBuilder:
         self._stages: list[StageConfig] = []
         self._buffer_size: int | None = None
         self._snapshot_every = 1
-
-    def __repr__(self) -> str:
-        """Return the source, the stages and the sink, as far as they are set."""
-        return f"<PipelineBuilder: {describe_chain(self._source, self._stages, self._buffer_size)}>"
 
     def add_source(self, source: Source, *, snapshot_every_n_steps: int = 1) -> Self:
         """Set the source of the items.
@@ -189,25 +182,30 @@ class PipelineBuilder:
             raise ValueError(
                 f"output_order should be 'completion' or 'input', but got {output_order!r}"
             )
-        kind = kind_of(op)
-        runs_on = RunsOn.of(kind, executor)
-        if runs_on is RunsOn.PROCESSES and self._has_device:
+        is_async, makes_many = kind_of(op)
+        kind = _stage_kind(executor, is_async=is_async)
+        if kind in ("process", "executor") and self._has_device:
             raise ValueError(
-                "a stage with executor='process' cannot come after transfer: batches on a device "
-                "are not sent to other processes"
+                f"a stage with executor={executor!r} cannot come after transfer: batches on a "
+                "device are not sent to other processes"
             )
-        name = name or name_of(op)
+        if teardown is not None and setup is None:
+            raise ValueError("teardown needs setup, whose result it is called with")
+        for argument, function in (("setup", setup), ("teardown", teardown)):
+            if function is not None:
+                _check_hook(argument, function, kind)
         self._stages.append(
             StageConfig(
-                name,
-                runs_on,
-                op,
+                name or name_of(op),
                 kind,
+                op,
+                makes_many=makes_many,
                 concurrency=whole_number(concurrency, "concurrency", minimum=1),
                 in_order=output_order == "input",
                 max_failures=parse_max_failures(max_failures),
                 executor=executor if isinstance(executor, concurrent.futures.Executor) else None,
-                lifecycle=_parse_lifecycle(name, setup, teardown, kind, runs_on),
+                setup=setup,
+                teardown=teardown,
             )
         )
         return self
@@ -236,9 +234,8 @@ class PipelineBuilder:
         if collate is not None and not callable(collate):
             raise TypeError(f"collate should be callable, but got collate={collate!r}")
         size = whole_number(n, "n", minimum=1)
-        self._stages.append(
-            StageConfig(f"aggregate({size})", RunsOn.FLOW, size=size, drop_last=drop_last)
-        )
+        name = f"aggregate({size})"
+        self._stages.append(StageConfig(name, "aggregate", size=size, drop_last=drop_last))
         return self if collate is None else self.pipe(collate, output_order="input")
 
     def disaggregate(self) -> Self:
@@ -252,8 +249,8 @@ class PipelineBuilder:
         It copies as ``DataLoader(device=)`` does. If the stage before has ``executor="process"``,
         its results are copied from their slots, which are page-locked. Other batches go through
         torch's pinned memory. The next op or the consumer may use the batch at once: the current
-        stream of its thread waits for the copy. No ``aggregate``, ``disaggregate`` or stage on
-        processes may follow.
+        stream of its thread waits for the copy. No ``aggregate``, ``disaggregate`` or stage
+        with processes or an ``Executor`` may follow.
 
         Args:
             device: ``"cuda:0"``, an index, or a ``torch.device``. ``"cpu"`` adds no stage.
@@ -268,7 +265,7 @@ class PipelineBuilder:
         parsed = parse_device(device)
         if parsed is not None:
             name = f"transfer to {device}"
-            self._stages.append(StageConfig(name, RunsOn.DEVICE, device=parsed))
+            self._stages.append(StageConfig(name, "device", device=parsed))
         return self
 
     def add_sink(self, buffer_size: int = 3) -> Self:
@@ -313,7 +310,7 @@ class PipelineBuilder:
             raise ValueError("the pipeline has no sink: call add_sink after the last stage")
         check_timeout(timeout)
         if num_threads is None:
-            on_threads = [one for one in self._stages if one.runs_on is RunsOn.THREADS]
+            on_threads = [one for one in self._stages if one.kind == "thread"]
             num_threads = min(sum(one.concurrency for one in on_threads), _MAX_THREADS) or 1
         config = PipelineConfig(
             self._source,
@@ -328,7 +325,7 @@ class PipelineBuilder:
 
     @property
     def _has_device(self) -> bool:
-        return any(stage.runs_on is RunsOn.DEVICE for stage in self._stages)
+        return any(stage.kind == "device" for stage in self._stages)
 
     def _check_open(self, what: str) -> None:
         if self._buffer_size is not None:
@@ -337,32 +334,47 @@ class PipelineBuilder:
             raise ValueError(f"{what} cannot come after transfer: call {what} first")
 
 
-def _parse_lifecycle(
-    stage: str, setup: Any, teardown: Any, kind: OpKind, runs_on: RunsOn
-) -> Lifecycle | None:
-    """Check ``setup`` and ``teardown`` of a stage. Returns None if there is no ``setup``."""
-    given = {"setup": setup, "teardown": teardown}
-    given = {name: function for name, function in given.items() if function is not None}
-    for name, function in given.items():
-        if not callable(function):
-            raise TypeError(f"{name} should be callable, but got {name}={function!r}")
-        if kind_of(function).is_async and not kind.is_async:
-            raise TypeError(
-                f"{name} of stage '{stage}' is {kind_of(function).value}, but the op is "
-                f"{kind.value}, which does not run on the event loop: nothing would await it"
-            )
-        if runs_on is RunsOn.EXECUTOR:
+def _stage_kind(executor: Executor | None, *, is_async: bool) -> str:
+    """Check ``executor``, and return the kind of the stage."""
+    if is_async:
+        if executor is not None:
             raise ValueError(
-                f"{name} cannot be combined with an Executor: give the executor an initializer"
+                "the op is async, so it runs on the event loop: it cannot be combined with "
+                f"executor={executor!r}"
             )
-    if teardown is not None and setup is None:
-        raise ValueError("teardown needs setup, whose result it is called with")
-    if teardown is not None and runs_on is RunsOn.PROCESSES:
+        return "coroutine"
+    if isinstance(executor, concurrent.futures.Executor):
+        return "executor"
+    if executor == "process" and not is_supported():
+        raise ValueError(
+            f"executor='process' is not available here, since {why_unsupported()}: use threads, or "
+            "an executor of concurrent.futures"
+        )
+    kind: object = executor or "thread"
+    if kind not in ("thread", "process"):
+        error = ValueError if isinstance(kind, str) else TypeError
+        raise error(f"executor should be 'thread', 'process' or an Executor, but got {kind!r}")
+    return str(kind)
+
+
+def _check_hook(argument: str, function: object, kind: str) -> None:
+    """Check ``setup`` or ``teardown`` of a stage of this kind."""
+    if not callable(function):
+        raise TypeError(f"{argument} should be callable, but got {argument}={function!r}")
+    if kind_of(function)[0] and kind != "coroutine":
+        raise TypeError(
+            f"{argument} is async, but the op is not, and does not run on the event loop: nothing "
+            "would await it"
+        )
+    if kind == "executor":
+        raise ValueError(
+            f"{argument} cannot be combined with an Executor: give the executor an initializer"
+        )
+    if kind == "process" and argument == "teardown":
         raise ValueError(
             "teardown cannot be combined with executor='process', whose workers may be ended at "
             "any time: what setup has opened there is closed with the process"
         )
-    return Lifecycle(stage, setup, teardown) if given else None
 
 
 def _each_item(items: Iterable[Any]) -> Iterator[Any]:

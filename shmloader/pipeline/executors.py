@@ -1,11 +1,14 @@
-"""Executors: daemon threads that call functions, and event loops on daemon threads.
+"""Executors: they run the jobs of stages, on daemon threads or on an event loop.
 
 ::
 
     any thread that brings a result             a thread, or a loop
     ───────────────────────────────             ───────────────────
     job ── a queue, oldest first ─────────────▶ op(item)
-    epoch.finished(job, result) ◀────────────── and, if there is one, the next job at once
+    flow.finished(job, result) ◀─────────────── and, if there is one, the next job at once
+
+Each executor has ``start()``, ``put(job)``, ``end()`` and ``join(timeout_s)``. All but the first
+may be called from any thread, and only the last waits.
 
 Guarantees:
     * ``end`` does not wait for an op. A thread that is in an op ends when the op returns, and keeps
@@ -17,26 +20,32 @@ Guarantees:
       cancelled coroutines have ended, or after ``_CANCEL_S`` seconds.
     * At the interpreter's exit, threads are asked to pause. The exit waits for them at most
       ``_EXIT_S`` seconds.
+
+A batch on a device may still be under way when its thread continues, and each thread has current
+streams of its own. So it travels with events of the streams that it was made on (``OnDevice``). The
+thread that takes it (the next op's, or the consumer's) first makes its own current streams wait for
+these events.
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import inspect
 import itertools
+import logging
 import queue
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from shmloader.pipeline.config import Lifecycle, OpKind, refuse_coroutine
+from shmloader.device.device import Destination, DeviceStage, OnDevice
+from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.stages import Job
 from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, open_executor
 from shmloader.threads.background import BackgroundThread
 
-_BrokenExecutor = concurrent.futures.BrokenExecutor
+_log = logging.getLogger("shmloader")
 
 # How long the interpreter's exit waits for an executor's threads, in seconds.
 _EXIT_S = 0.3
@@ -44,115 +53,121 @@ _EXIT_S = 0.3
 # How long coroutines may take to end after they were cancelled, in seconds.
 _CANCEL_S = 0.3
 
-
-class StageExecutor(Protocol):
-    """Runs the jobs of one or more stages."""
-
-    def start(self) -> object:
-        """Start the executor's threads. The caller ends the executor if this raises."""
-
-    def put(self, job: Job) -> object:
-        """Have a job run, or resume. Called from any thread; does not wait."""
-
-    def end(self) -> object:
-        """Tell the executor to end. From any thread, and again; does not wait."""
-
-    def join(self, timeout_s: float) -> object:
-        """Wait for the executor's end."""
+# How many batches may be on their way to a device, or be there and not yet taken.
+_TRANSFERS_AHEAD = 2
 
 
 def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
-    """Return all results of a generator function for an item, except None."""
-    return [value for value in op(item, *context) if value is not None]
+    """Return all results of a generator function for an item. Called in other processes, too."""
+    return list(op(item, *context))
 
 
-def results_of(result: Any, kind: OpKind) -> Sequence[Any]:
-    """Return the results of a call: for a generator function, those of :func:`call_all`."""
-    if kind is OpKind.GENERATOR:
-        return list(result)
+def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:
+    """Return the results of a call, without None: the parts of what a generator function made."""
+    if stage.makes_many:
+        return [each for each in result if each is not None]
+    refuse_coroutine(result, f"the op of {stage.title}")
     return () if result is None else (result,)
 
 
+@contextlib.contextmanager
+def _logged(stage: StageConfig) -> Iterator[None]:
+    """Log an exception of ``teardown``, which prevents no other one."""
+    try:
+        yield
+    except BaseException:  # noqa: BLE001 - the user's own, and nothing may depend on it
+        _log.exception("teardown of %s failed", stage.title)
+
+
+def opened(transfer: DeviceStage | None, item: Any) -> Any:
+    """Return the item for the calling thread, which from now on waits for its copy to a device."""
+    return item if transfer is None or type(item) is not OnDevice else transfer.hand_over(item)
+
+
+def _recorded(job: Job, result: Any) -> Any:
+    """Return what the calling thread has made of an item, with events if it is on a device."""
+    transfer, item = job.stage.transfer, job.item
+    if transfer is None:
+        return result
+    made = transfer.record(result, item if type(item) is OnDevice else None)
+    return result if made is None else made
+
+
+# Threads ---------------------------------------------------------------------------------
+
+
 class _Thread(BackgroundThread):
-    """A thread of a :class:`ThreadExecutor`. It takes jobs off a queue until there is a None."""
+    """A thread that runs jobs off a queue until there is a None."""
 
     parks_for_forks = False
     exit_s = _EXIT_S
 
-    def __init__(
-        self,
-        name: str,
-        jobs: "queue.SimpleQueue[Job | None]",
-        prepare: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, name: str, jobs: "queue.SimpleQueue[Job | None]") -> None:
         super().__init__(name)
-        self._queue = jobs
-        self._prepare = prepare
-        self._contexts: dict[Lifecycle, Any] = {}
+        self._jobs = jobs
+        # The stage and what its `setup` has returned on this thread, by the stage's number.
+        self._contexts: dict[int, tuple[StageConfig, Any]] = {}
 
     def work(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
         try:
-            while self._serve_one():
-                pass
+            while (job := self._next_job()) is not None:
+                while job is not None:
+                    self.pause()
+                    job = self._run_job(job)
         finally:
             while self._contexts:
-                lifecycle, context = self._contexts.popitem()
-                with lifecycle.logged():
-                    refuse_coroutine(lifecycle.tear_down(context), "it")
+                _, (stage, context) = self._contexts.popitem()
+                if stage.teardown is not None:
+                    with _logged(stage):
+                        refuse_coroutine(stage.teardown(context), "it")
 
-    def _serve_one(self) -> bool:
-        """Run one job and those that follow from it. Returns False when the thread is to end."""
+    def _next_job(self) -> Job | None:
         try:
-            job = self._queue.get_nowait()
+            return self._jobs.get_nowait()
         except queue.Empty:
             with self.resting():
-                job = self._queue.get()
-        if job is None:
-            return False
-        while job is not None:
-            self.pause()
-            job = self._execute(job)
-        return True
+                return self._jobs.get()
 
-    def _execute(self, job: Job) -> Any:
+    def _run_job(self, job: Job) -> Any:
         """Run a function or a generator function. Returns the job that follows, if any."""
-        stage, epoch = job.stage, job.epoch
-        if epoch.is_over:
+        stage, flow, in_setup = job.stage, job.flow, True
+        if flow.is_over:
             return None
-        lifecycle, contexts = stage.lifecycle, self._contexts
-        if lifecycle is not None and lifecycle not in contexts:
-            try:
-                contexts[lifecycle] = lifecycle.set_up()
-            except BaseException as error:  # noqa: BLE001 - raised to the consumer
-                return epoch.failed_for_good(job, error, in_setup=True)
-        context = () if lifecycle is None else (contexts[lifecycle],)
-        job.began_ns = time.monotonic_ns()
         try:
-            if stage.kind is not OpKind.GENERATOR:
-                result = stage.op(job.item, *context)
-            elif context:  # it may be used only on this thread
-                result = call_all(stage.op, job.item, *context)
-            else:
-                return _run_generator(job)
-            refuse_coroutine(result, f"the op of stage '{stage.name}'")
+            context = self._context_of(job)
+            in_setup, began_ns = False, time.monotonic_ns()
+            if stage.makes_many and not context:
+                return _pass_on_results(job)
+            # With a context, which may be used only on this thread, all results come together.
+            result = stage.op(opened(stage.transfer, job.item), *context)
+            outputs = [_recorded(job, output) for output in results_of(stage, result)]
         except BaseException as error:  # noqa: BLE001 - raised to the consumer
-            return epoch.failed(job, error)
-        return epoch.finished(job, results_of(result, stage.kind))
+            return flow.failed(job, error, in_setup=in_setup)
+        return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
+
+    def _context_of(self, job: Job) -> tuple[Any, ...]:
+        stage = job.stage
+        if stage.setup is None:
+            return ()
+        if job.number not in self._contexts:
+            context = stage.setup()
+            refuse_coroutine(context, f"setup of {stage.title}")
+            self._contexts[job.number] = stage, context
+        return self._contexts[job.number][1:]
 
 
-def _run_generator(job: Job) -> Any:
-    """Pass on a generator's results until the epoch has no space for more, or there are no more."""
-    epoch = job.epoch
-    if job.results is None:
-        job.results = iter(job.stage.op(job.item))
-    for result in job.results:
-        if not epoch.yielded(job, result):
+def _pass_on_results(job: Job) -> Any:
+    """Pass on a generator's results until the flow has no space for more, or there are no more."""
+    stage, flow, began_ns = job.stage, job.flow, time.monotonic_ns()
+    if job.iterator is None:
+        job.iterator = iter(stage.op(opened(stage.transfer, job.item)))
+    for result in job.iterator:
+        op_ns = time.monotonic_ns() - began_ns
+        if not flow.yielded(job, _recorded(job, result), op_ns):
             return None
-        job.began_ns = time.monotonic_ns()
-    job.results = None
-    return epoch.finished(job)
+        began_ns = time.monotonic_ns()
+    job.iterator = None
+    return flow.finished(job, (), time.monotonic_ns() - began_ns)
 
 
 class ThreadExecutor:
@@ -161,31 +176,25 @@ class ThreadExecutor:
     Args:
         name: The threads' name; a number is appended.
         count: Number of threads.
-        prepare: Called on each thread before its first job.
     """
 
-    def __init__(self, name: str, count: int, prepare: Callable[[], None] | None = None) -> None:
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._threads = [
-            _Thread(f"{name}_{number}", self._queue, prepare) for number in range(count)
-        ]
+    def __init__(self, name: str, count: int) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [_Thread(f"{name}_{number}", self._jobs) for number in range(count)]
+        self.put = self._jobs.put
 
     def start(self) -> None:
         """Start the threads. The caller ends the executor if this raises."""
         for thread in self._threads:
             thread.start()
 
-    def put(self, job: Job) -> None:
-        """Have a job run by the next free thread."""
-        self._queue.put(job)
-
     def end(self) -> None:
-        """Tell the threads to end after their present jobs. From any thread; does not wait."""
+        """Tell the threads to end after their present jobs."""
         for _ in self._threads:
-            self._queue.put(None)
+            self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads after ``end``, so that an op that is about to return can finish.
+        """Wait for the threads, so that an op that is about to return can finish.
 
         Returns:
             Whether all threads have ended.
@@ -194,11 +203,38 @@ class ThreadExecutor:
         return all(thread.join(deadline - time.monotonic()) for thread in self._threads)
 
 
+class DeviceExecutor(ThreadExecutor):
+    """One thread that copies batches to a device. It is prepared as by a ``setup``."""
+
+    def __init__(self, destination: Destination) -> None:
+        backend = destination.backends[0]
+        assert backend is not None
+        self.stage = DeviceStage(backend, destination.locks, _TRANSFERS_AHEAD)
+        super().__init__(DeviceStage.name, 1)
+
+    def copy(self, batch: object, _: object) -> OnDevice:
+        """Start a batch's copy. Called on the thread."""
+        try:
+            return self.stage.run(batch)
+        finally:
+            del batch  # a traceback pins this frame, which must not pin the slot
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread, and if it has ended, for the copies under way."""
+        has_ended = super().join(timeout_s)
+        if has_ended:
+            self.stage.close()
+        return has_ended
+
+
+# Coroutines ------------------------------------------------------------------------------
+
+
 class LoopExecutor(BackgroundThread):
     """Runs coroutines and async generators on an event loop with a thread of its own.
 
     One asyncio task runs a job and those that follow from it. It runs an async generator to the
-    generator's end, and sleeps while the epoch has no space for results. The generator cannot move
+    generator's end, and sleeps while the flow has no space for results. The generator cannot move
     to another asyncio task, since its timeouts and task groups belong to the task that runs it.
 
     Args:
@@ -211,186 +247,140 @@ class LoopExecutor(BackgroundThread):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._loop = asyncio.new_event_loop()
-        # The running or finished `setup` of each stage.
-        self._contexts: dict[Lifecycle, asyncio.Task[Any]] = {}
-        self._waiting: collections.deque[Job] = collections.deque()
-        self._is_called = self._is_ending = self._is_stopped = False
+        self._is_ended = asyncio.Event()
+        # The stage and its running or finished `setup`, by the stage's number.
+        self._contexts: dict[int, tuple[StageConfig, asyncio.Task[Any]]] = {}
         # The loop itself holds asyncio tasks weakly.
         self._running: set[asyncio.Task[None]] = set()
-        # Suspended async generators: each resumes when its future is set.
-        self._suspended: dict[Job, asyncio.Future[None]] = {}
+
+    def put(self, job: Job) -> None:
+        """Run a job on the loop, or resume its suspended generator."""
+        self._call(self._start_or_resume, job)
+
+    def end(self) -> None:
+        """Cancel all coroutines and end the loop."""
+        self._call(self._is_ended.set)
 
     def wake(self) -> None:
         """Make the thread pause. Called from the thread that asks for the pause."""
         self._call(self.pause)
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call a function, unless the loop has ended."""
         try:
-            self._loop.call_soon_threadsafe(function)
+            self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:  # a signal handler may raise one, too
             if str(error) != "Event loop is closed":
                 raise
 
     def work(self) -> None:
         """Run the loop until :meth:`end`."""
+        main = self._loop.create_task(self._live())
         try:
-            asyncio.set_event_loop(self._loop)
-            while not self._is_stopped:
-                # If an asyncio task of an op raises SystemExit or KeyboardInterrupt, `run_forever`
-                # raises it, too. The coroutine that awaits the task gets it, so the loop continues.
+            while not main.done():
+                # If an asyncio task of an op raises SystemExit or KeyboardInterrupt, this raises
+                # it, too. The coroutine that awaits the task gets it, so the loop continues.
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                    self._loop.run_forever()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                    self._loop.run_until_complete(main)
         finally:
-            asyncio.set_event_loop(None)
             self._loop.close()
 
-    def put(self, job: Job) -> None:
-        """Run a job on the loop, or resume an async generator. From any thread."""
-        self._waiting.append(job)
-        if not self._is_called:
-            self._is_called = True
-            self._call(self._start_all)
+    async def _live(self) -> None:
+        await self._is_ended.wait()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # with those that ops have begun
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_CANCEL_S)
+        while self._contexts:
+            _, (stage, setup) = self._contexts.popitem()
+            is_made = setup.done() and not setup.cancelled() and setup.exception() is None
+            if is_made and stage.teardown is not None:
+                with _logged(stage):
+                    await _awaited(stage.teardown, setup.result())
+        await self._loop.shutdown_asyncgens()
 
-    def _start_all(self) -> None:
-        """Start all waiting jobs. On the loop."""
-        self._is_called = False
-        while self._waiting:
-            job = self._waiting.popleft()
-            if not self._resume(job) and not self._is_ending:
-                self._start(self._work(job))
+    def _start_or_resume(self, job: Job) -> None:
+        if job.iterator is not None:
+            if not job.iterator.done():
+                job.iterator.set_result(None)
+        elif not self._is_ended.is_set():
+            task = self._loop.create_task(self._run_jobs(job))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
-    def _start(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    def _resume(self, job: Job) -> bool:
-        """Resume the suspended generator of a job. Returns False if there is none."""
-        suspended = self._suspended.pop(job, None)
-        if suspended is not None and not suspended.done():
-            suspended.set_result(None)
-        return suspended is not None
-
-    async def _work(self, first: Job) -> None:
+    async def _run_jobs(self, first: Job) -> None:
         job: Job | None = first
-        while job is not None and not job.epoch.is_over and not self._resume(job):
-            job = await self._serve(job)
+        while job is not None and not job.flow.is_over:
+            if job.iterator is not None:
+                self._start_or_resume(job)
+                return
+            job = await self._run_job(job)
 
-    async def _serve(self, job: Job) -> Any:
-        epoch, lifecycle = job.epoch, job.stage.lifecycle
-        context: tuple[object, ...] | None = None
+    async def _run_job(self, job: Job) -> Any:
+        stage, flow, in_setup = job.stage, job.flow, True
+        outputs: Sequence[Any] = ()
         try:
-            context = () if lifecycle is None else (await self._context_of(lifecycle),)
-            return await self._execute(job, context)
+            context = () if stage.setup is None else (await self._context_of(job),)
+            in_setup, item, began_ns = False, opened(stage.transfer, job.item), time.monotonic_ns()
+            if stage.makes_many and stage.kind != "executor":
+                async with contextlib.aclosing(stage.op(item, *context)) as results:
+                    async for result in results:
+                        op_ns = time.monotonic_ns() - began_ns
+                        if not flow.yielded(job, _recorded(job, result), op_ns):
+                            # The job cannot have come back: no step of the loop lies in between.
+                            job.iterator = self._loop.create_future()
+                            await job.iterator
+                            job.iterator = None
+                        began_ns = time.monotonic_ns()
+            else:
+                result = await stage.op(item, *context)
+                outputs = [_recorded(job, output) for output in results_of(stage, result)]
         except BaseException as error:
-            if self._is_ending and isinstance(error, asyncio.CancelledError):
+            if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
-            if context is None:
-                return epoch.failed_for_good(job, error, in_setup=True)
-            if isinstance(error, _RefusedError | ExecutorGoneError | _BrokenExecutor):
-                cause = error.__cause__ if isinstance(error, _RefusedError) else None
-                return epoch.failed_for_good(job, cause or error)
-            return epoch.failed(job, error)
+            is_lost = isinstance(error, concurrent.futures.BrokenExecutor | ExecutorGoneError)
+            return flow.failed(job, error, in_setup=in_setup, is_lost=is_lost)
+        return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
 
-    async def _context_of(self, lifecycle: Lifecycle) -> Any:
+    async def _context_of(self, job: Job) -> Any:
         """Return the stage's context. Raises what ``setup`` raises.
 
         One asyncio task calls ``setup``, and all coroutines of the stage wait for that task. If one
         of them is cancelled, the task continues.
         """
-        setup = self._contexts.get(lifecycle)
-        if setup is None:
-            setup = self._contexts[lifecycle] = self._loop.create_task(_call_and_await(lifecycle))
-        return await asyncio.shield(setup)
-
-    async def _execute(self, job: Job, context: tuple[object, ...]) -> Any:
-        stage, epoch = job.stage, job.epoch
-        job.began_ns = time.monotonic_ns()
-        if stage.kind is OpKind.ASYNC_GENERATOR:
-            async with contextlib.aclosing(stage.op(job.item, *context)) as results:
-                async for result in results:
-                    if not epoch.yielded(job, result):
-                        await self._suspend(job)
-                    job.began_ns = time.monotonic_ns()
-            return epoch.finished(job)
-        result = await stage.op(job.item, *context)
-        refuse_coroutine(result, f"the op of stage '{stage.name}'")
-        return epoch.finished(job, results_of(result, stage.kind))
-
-    async def _suspend(self, job: Job) -> None:
-        """Wait until the generator's result was passed on, and its job was put here again."""
-        # No step of the loop lies between the result and this line, so the job cannot have come
-        # back before.
-        suspended = self._suspended[job] = self._loop.create_future()
-        try:
-            await suspended
-        finally:
-            self._suspended.pop(job, None)
-
-    def end(self) -> None:
-        """Cancel all coroutines and end the loop. From any thread; does not wait."""
-        self._call(self._cancel_all)
-
-    def _cancel_all(self) -> None:
-        if not self._is_ending:  # else `end` was called again
-            self._is_ending = True
-            self._waiting.clear()
-            left = asyncio.all_tasks(self._loop)  # including those that ops have begun
-            for task in left:
-                task.cancel()
-            self._start(self._stop_when_cancelled(left))
-
-    async def _stop_when_cancelled(self, left: set[asyncio.Task[Any]]) -> None:
-        if left:
-            await asyncio.wait(left, timeout=_CANCEL_S)
-        while self._contexts:
-            lifecycle, setup = self._contexts.popitem()
-            if setup.done() and not setup.cancelled() and setup.exception() is None:
-                with lifecycle.logged():
-                    result = lifecycle.tear_down(setup.result())
-                    if inspect.isawaitable(result):
-                        await result
-        self._is_stopped = True
-        self._loop.stop()
+        if job.number not in self._contexts:
+            setup = self._loop.create_task(_awaited(job.stage.setup))
+            self._contexts[job.number] = job.stage, setup
+        return await asyncio.shield(self._contexts[job.number][1])
 
 
-async def _call_and_await(lifecycle: Lifecycle) -> Any:
-    context = lifecycle.setup()
-    return await context if inspect.isawaitable(context) else context
+async def _awaited(function: Any, *args: object) -> Any:
+    result = function(*args)
+    return await result if inspect.isawaitable(result) else result
 
 
-class _RefusedError(Exception):
-    """The user's executor takes no call, because of the exception that is the cause."""
+def submitting(stage: StageConfig) -> Callable[[Any], Any]:
+    """Return a coroutine function that calls a stage's op on the user's executor.
 
-
-class ExecutorOp:
-    """Calls an op on a user's executor. Awaited on a loop of its own, since ``submit`` may block.
-
-    Args:
-        executor: The user's ``concurrent.futures.Executor``, which the user shuts down.
-        op: A function or a generator function. All results for an item come together.
-        kind: The op's kind.
+    It is awaited on a loop of its own, since ``submit`` may block. All results of a generator
+    function for an item come together.
     """
+    executor = open_executor(stage.executor)
+    call = (call_all, stage.op) if stage.makes_many else (stage.op,)
+    # Dask runs calls with equal names only once. Without a name, a call is named by its arguments.
+    # So each call gets a name of its own.
+    prefix, numbers = f"shmloader-{secrets.token_hex(8)}-", itertools.count()
 
-    def __init__(
-        self, executor: concurrent.futures.Executor, op: Callable[..., Any], kind: OpKind
-    ) -> None:
-        self._executor = open_executor(executor)
-        self._call = (call_all, op) if kind is OpKind.GENERATOR else (op,)
-        # Dask runs calls with equal names only once. Without a name, a call is named by its
-        # arguments. So each call gets a name of its own.
-        self._prefix = f"shmloader-{secrets.token_hex(8)}-"
-        self._numbers = itertools.count()
-
-    async def __call__(self, item: Any) -> Any:
-        """Return the op's result, or raise what it raises."""
-        name, check = f"{self._prefix}{next(self._numbers)}", self._executor.check
+    async def submit(item: Any) -> Any:
         try:
-            future = asyncio.wrap_future(self._executor.submit(name, *self._call, item))
+            submitted = executor.submit(f"{prefix}{next(numbers)}", *call, item)
         except Exception as error:
-            raise _RefusedError from error
-        while check is not None and not (await asyncio.wait([future], timeout=CHECK_S))[0]:
-            check()  # fails the futures of an executor that is gone
+            raise ExecutorGoneError(f"the executor takes no call: {error}") from error
+        future = asyncio.wrap_future(submitted)
+        while executor.check is not None and not future.done():
+            await asyncio.wait([future], timeout=CHECK_S)
+            executor.check()  # fails the futures of an executor that is gone
         return await future
+
+    return submit

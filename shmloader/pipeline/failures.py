@@ -1,8 +1,10 @@
 """Handles failed calls of ops: raises an error, or leaves the item out, counts and lists it."""
 
 import asyncio
+import contextlib
 import logging
 import numbers
+import threading
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
@@ -51,10 +53,9 @@ class FailedItem:
 
         This calls the item's ``repr``, so it must not be called under a lock.
         """
-        remote = RemoteError.of(error, f"in stage '{stage}'")
-        text = describe_index(item)
-        is_short = isinstance(item, str) and len(item) <= _LISTED_CHARACTERS
-        is_listed = item is None or is_short or isinstance(item, numbers.Number | PurePath)
+        remote, text = RemoteError.of(error, f"in stage '{stage}'"), describe_index(item)
+        is_small = not isinstance(item, str) or len(item) <= _LISTED_CHARACTERS
+        is_listed = is_small and isinstance(item, str | numbers.Number | PurePath | None)
         summarized = remote.summarized(f"The item was {text}.")
         return cls(stage, item if is_listed else text, summarized, remote.text)
 
@@ -79,60 +80,58 @@ class FailureCounter(FailureLimit):
     ) -> None:
         super().__init__(max_failures, may_all_fail=False)
         self._scope, self._failures, self._is_resumed = scope, failures, is_resumed
-        self._first: FailedItem | None = None
+        self._lock = threading.Lock()
         self._last: FailedItem | None = None
 
     def add_good(self) -> None:
         """Count a call that has succeeded."""
-        self.note(1, 0)
+        with self._lock:
+            self.note(1, 0)
 
     def add_bad(self, failed: FailedItem, error: BaseException) -> TooManyFailures | None:
-        """Count and list a call that has failed.
+        """Count and list a call that has failed, and log the first one.
 
         Returns:
             The exception to raise, with ``error`` as its cause, if too many have failed.
         """
-        self._first, self._last = self._first or failed, failed
-        self._failures.total += 1
-        self._failures.add(failed)
-        if not self.note(1, 1):
-            return None
-        return self._too_many("more than max_failures={} allows", error)
-
-    def log_first(self, failed: FailedItem) -> None:
-        """Log a failure if it is the first of the epoch."""
-        if self._first is failed:
+        with self._lock:
+            is_first, self._last = self._last is None, failed
+            self._failures.total += 1
+            self._failures.add(failed)
+            raised = self._too_many(error) if self.note(1, 1) else None
+        if is_first:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s; further "
                 "failures are counted in the pipeline's `failures` and not logged",
                 failed.stage, describe_index(failed.item), describe_index(failed.error),
             )  # fmt: skip
+        return raised
 
     def end(self) -> TooManyFailures | None:
-        """Return the exception to raise at the last call, if too many or all calls failed.
+        """Return the exception to raise at the epoch's end, if too many or all calls failed.
 
         A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
         """
         is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
         if self._last is None or not is_judged or not self.end_epoch():
             return None
-        more = "which is all of them" if self.all_failed else "more than max_failures={} allows"
-        return self._too_many(more, self._last.error)
+        return self._too_many(self._last.error)
 
-    def _too_many(self, more: str, cause: BaseException) -> TooManyFailures:
+    def _too_many(self, cause: BaseException) -> TooManyFailures:
         last = self._last
         assert last is not None
+        more = f"more than max_failures={self._max_failures} allows"
         raised = TooManyFailures(
             f"{self.failed_count} of {self.sample_count} calls in {self._scope} failed, "
-            f"{more.format(self._max_failures)}. The last was in stage '{last.stage}' for item "
-            f"{describe_index(last.item)}: see the cause. The pipeline's `failures` lists the "
-            "newest."
+            f"{'which is all of them' if self.all_failed else more}. The last was in stage "
+            f"'{last.stage}' for item {describe_index(last.item)}: see the cause. The pipeline's "
+            "`failures` lists the newest."
         )
         raised.__cause__ = cause
         return raised
 
 
-def explained(error: BaseException, what: str, *items: object) -> BaseException:
+def explained(error: BaseException, what: str, of_item: str) -> BaseException:
     """Return the exception to raise to the consumer when the user's code has raised one.
 
     It is the same exception if possible, with a note that says what has failed.
@@ -140,31 +139,14 @@ def explained(error: BaseException, what: str, *items: object) -> BaseException:
     Args:
         error: The exception of the user's code.
         what: What has raised it: "stage 'parse'".
-        items: The stage's item, if there is one.
+        of_item: The item in words, if there is one: " for item 3".
     """
-    of_item = "".join(f" for item {describe_index(item)}" for item in items)
-    note = f"{what[0].upper()}{what[1:]} failed{of_item}."
     if isinstance(error, _CONTROL_FLOW):
-        why = f"{what} raised {type(error).__name__}, which would end more than the epoch"
-        return _wrapped(f"{why}: {text_of(error)}", note, error)
-    try:
+        cause, name = error, type(error).__name__
+        error = RuntimeError(f"{what} raised {name}, which would end more than the epoch: {cause}")
+        error.__cause__ = cause
+    note = f"{what[0].upper()}{what[1:]} failed{of_item}."
+    with contextlib.suppress(Exception):  # an exception may refuse attributes
         if note not in getattr(error, "__notes__", ()):  # several coroutines may share it
             error.add_note(note)
-    except Exception:  # noqa: BLE001 - an exception may refuse attributes
-        return _wrapped(note, note, error)
     return error
-
-
-def _wrapped(text: str, note: str, cause: BaseException) -> RuntimeError:
-    error = RuntimeError(text)
-    error.__cause__ = cause
-    error.add_note(note)
-    return error
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception, even if its ``__str__`` fails."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - the user's own
-        return "its __str__ failed"

@@ -1,4 +1,4 @@
-"""Tracks where each item is, and which jobs may start. Pure: no thread, no clock, no user code.
+"""One run through the source: a lock around its stages, and the hand-out of jobs that may start.
 
 Guarantees:
     * A queue holds at most its capacity, and so does a stage: items in work, and results that wait
@@ -6,214 +6,372 @@ Guarantees:
       does.
     * A stage passes on the results of each item once. With ``in_order``, they leave in the order of
       the items.
-    * After a :class:`Raised`, neither the stage that it comes from nor a stage before it starts a
-      job. Results of jobs that are still in work may follow it. The consumer stops at it.
-    * No thread has to look for work: the jobs that may start after a call are in ``ready``.
-
-Assumes that one thread at a time calls the methods, and first calls ``set_time``.
+    * No thread has to look for work: the thread that changes the flow hands out the jobs that may
+      start then.
+    * No op, nor any other function of the user's, is called while the lock is held.
+    * :meth:`Flow.leave` takes no lock, because the garbage collector may call it anywhere. If a
+      flow was left, results that still come to it are dropped.
 """
 
-from collections.abc import Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
+from shmloader.batch.failures import describe_index
+from shmloader.engine.failures import FailureList
+from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import counted, seconds
-from shmloader.pipeline.failures import FailedItem
-from shmloader.pipeline.stages import (
-    END,
-    NOTHING,
-    SAMPLE_NS,
-    Checkpoint,
-    Clock,
-    Job,
-    Meter,
-    Raised,
-    Stage,
+from shmloader.pipeline.config import (
+    QUEUE_CAPACITY,
+    SOURCE_CAPACITY,
+    PipelineConfig,
+    StageConfig,
 )
+from shmloader.pipeline.failures import FailedItem, FailureCounter, explained
+from shmloader.pipeline.source import SourceReader
+from shmloader.pipeline.stages import END, NOTHING, Job, Raised, Stage
+from shmloader.threads.wakeup import Wakeup
+
+# The state of the stages is measured before a change that comes at least so many ns after the last
+# measurement, and counts for all the time since then: measuring at each change would cost more than
+# passing the items on.
+_SAMPLE_NS = 200_000
 
 
 class Flow:
-    """The stages and items of one run through the source.
-
-    The source is a stage, too: it has one job, which yields many results.
+    """One run through the source. Its methods are called from any thread.
 
     Attributes:
-        stages: The source and all others, in order. The last one's queue is the sink.
-        ready: Jobs that may start or resume. The caller takes them away after each call.
-        clock: The clock of all stages.
-        delivered: The checkpoint after the item that :meth:`take` returned last; after END, where
+        is_over: Whether no further item comes: after the end, after an exception, or when left.
+        over_because: Why it is over, in words; "" at its regular end, or if it is not over.
+        is_waiting: Whether :meth:`take` only waits, so that an exception from outside
+            (``KeyboardInterrupt``, say) loses nothing.
+        taker: The thread that takes an item; 0 if none does. The caller of :meth:`take` sets it.
+        delivered: The checkpoint after the item that :meth:`take` returned last; at the end, where
             the next epoch begins. None if there is none.
-        sink_meter: Measures the sink: how many items wait in it.
+        configs: The source and all stages.
+        meters: Measure these. They outlive the epoch.
+        first_ns: When the epoch began, in ns.
+        now_ns: When it was changed last.
+        waited_ns: How long the consumer has waited so far.
+        startup_ns: The part of it before the first item.
+        item_count: How many items were taken.
 
     Args:
-        stages: The source and all others, in order.
-        clock: The clock of all stages.
-        start: Where the epoch begins; None if items have no checkpoints.
+        config: The pipeline.
+        runners: The source and all stages as they are run, and what runs them: an object with
+            ``put(job)``. The source's op is called once, with the reader.
+        failures: The pipeline's list of failures.
+        reader: Iterates the source.
+        clock: Returns the time in ns.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], clock: Clock, start: Checkpoint | None = None
+        self,
+        config: PipelineConfig,
+        runners: Sequence[tuple[StageConfig, Any]],
+        failures: FailureList[FailedItem],
+        reader: SourceReader,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.stages = stages
-        self.ready: list[Job] = []
-        self.clock = clock
-        self.delivered = start
-        self.sink_meter = Meter()
-        self._end: Checkpoint | None = None
-        self._measured = (clock.now_ns, clock.waited_ns)
-        self._sink = stages[-1].after
+        self._lock = threading.Lock()
+        self._wakeup = Wakeup()
+        self._clock = clock
+        self._reader = reader
+        self.configs = [stage for stage, _ in runners]
+        self._executors = [executor for _, executor in runners]
+        limits = [1, SOURCE_CAPACITY, *[QUEUE_CAPACITY] * len(config.stages)]
+        limits[len(runners)] = config.buffer_size
+        all_stages = [*self.configs, StageConfig("sink", "sink")]
+        self._stages: Sequence[Stage] = [
+            Stage(self, number, stage, limit, reader.start if number else None)
+            for number, (stage, limit) in enumerate(zip(all_stages, limits, strict=False))
+        ]
+        self.meters = [stage.meter for stage in self._stages[:-1]]
 
-    def set_time(self, now_ns: int) -> None:
-        """Set the clock. Called before each change."""
-        clock = self.clock
-        if now_ns > clock.now_ns:  # another thread may have been faster
-            if clock.is_waiting:
-                clock.waited_ns += now_ns - clock.now_ns
-            clock.now_ns = now_ns
-            if now_ns - self._measured[0] >= SAMPLE_NS:
-                self.measure()
+        def counter_of(stage: StageConfig | PipelineConfig, scope: str) -> FailureCounter | None:
+            if stage.max_failures is None:
+                return None
+            is_resumed = reader.is_resumed
+            return FailureCounter(stage.max_failures, scope, failures, is_resumed=is_resumed)
 
-    def measure(self) -> None:
-        """Add the time since the last measurement to all meters."""
-        clock, (measured_ns, measured_waited_ns) = self.clock, self._measured
-        self._measured = (clock.now_ns, clock.waited_ns)
-        elapsed_ns = clock.now_ns - measured_ns
-        waited_ns = clock.waited_ns - measured_waited_ns
-        for stage in self.stages:
-            stage.measure(elapsed_ns, waited_ns)
-        self.sink_meter.queued_ns += len(self._sink.items) * elapsed_ns
+        shared = counter_of(config, "the pipeline")
+        own = [counter_of(stage, stage.title) for stage in config.stages]
+        self._counters = [None, *(counter or shared for counter in own)]
+        self.first_ns = self.now_ns = clock()
+        self.waited_ns = self.startup_ns = self.item_count = 0
+        self._measured = (self.now_ns, 0)
+        self.delivered, self._end = reader.start, reader.start
+        self.is_over = self.is_waiting = self._is_waited_for = False
+        self.over_because = ""
+        self.taker = 0
 
-    def begin(self, item: object = NOTHING) -> None:
-        """Start the source's job, for which the executor calls the op with ``item``."""
-        queue = self.stages[0].before
-        queue.items.append((item, None))
-        queue.is_ended = True
-        self._advance(0)
+    # Changes, from the executors ------------------------------------------------------------
 
-    def yielded(self, job: Job, output: object) -> bool:
-        """Receive a result of a job that may have more.
+    def begin(self) -> None:
+        """Start the source, unless the epoch was left meanwhile."""
+        with self._lock:
+            stages = self._stages
+            if not stages:
+                return
+            stages[0].inbox.append((self._reader, None))
+            stages[0].is_fed = False
+            ready = self._advance(stages, 0)
+        self._hand_out(ready)
+
+    def yielded(self, job: Job, output: object, op_ns: int) -> bool:
+        """Receive a result of a job that may have more. None is no result, except of the source.
+
+        Args:
+            job: The job.
+            output: The result.
+            op_ns: Time in the op since the last result.
 
         Returns:
-            Whether the job may continue. If not, it comes to ``ready`` when it may.
+            Whether the job may continue. If not, the caller must not touch it any more: the job is
+            given to its executor again when it may continue.
         """
-        number = job.number
-        stage, following = self.stages[number], number + 1
-        if following < len(self.stages) and self.stages[following].is_cut:
-            return False  # nothing takes the result in, and the job stays suspended
-        now_ns = self.clock.now_ns
-        op_ns = now_ns - job.began_ns
-        job.op_ns += op_ns
-        job.began_ns = now_ns
-        if not number:
-            stage.meter.calls.note(op_ns)
-            stage.meter.op_ns += op_ns
-        job.result_count += 1
-        if job.result_count <= job.dropped:
-            return True
-        is_passed = stage.put(job, (output, job.after_result(job.result_count)))
-        if is_passed:
-            self._advance(following)
-        else:
-            stage.end_work(job)
-        return is_passed
-
-    def finished(self, job: Job, outputs: Sequence[object] = ()) -> None:
-        """Receive the last results of a job."""
-        stage = self.stages[job.number]
-        if stage.counter is not None:
-            stage.counter.add_good()
         if not job.number:
-            self._end = job.after
-        total = job.result_count + len(outputs)
-        for count, output in enumerate(outputs, start=job.result_count + 1):
-            if count > job.dropped:
-                after = job.after if count == total else job.after_result(count)
-                stage.put(job, (output, after))
-        job.result_count = total
-        if job.number and not total:
-            stage.meter.left_out_count += 1
-        self._finish(stage, job)
+            job.after = self._reader.checkpoint()
+        outputs = () if output is None and job.number else (output,)
+        return self._receive(job, outputs, op_ns, is_done=False)[1]
 
-    def failed(self, job: Job, error: BaseException, listed: FailedItem | None) -> None:
+    def finished(self, job: Job, outputs: Sequence[object], op_ns: int) -> Job | None:
+        """Receive the last results of a job.
+
+        Returns:
+            A job that the same executor can continue with at once, or None.
+        """
+        if not job.number:
+            self._end = self._reader.end()
+        counter = self._counters[job.number]
+        if counter is not None:
+            counter.add_good()
+        return self._receive(job, outputs, op_ns, is_done=True)[0]
+
+    def failed(
+        self, job: Job, error: BaseException, *, in_setup: bool = False, is_lost: bool = False
+    ) -> Job | None:
         """Leave a job's item out, or have the consumer raise an exception.
 
         Args:
             job: The job, whose op has failed.
             error: The exception.
-            listed: The entry for the list of failures; None raises ``error`` whatever the stage's
-                limit.
+            in_setup: Whether ``setup`` has raised it. It is raised to the consumer even if
+                ``max_failures`` allows failures.
+            is_lost: Whether a worker or an executor has lost the call. It is raised as well.
+
+        Returns:
+            The same as :meth:`finished`.
         """
-        stage = self.stages[job.number]
-        stage.meter.failed_count += 1
-        raised: BaseException | None = error
-        if listed is not None and stage.counter is not None:
-            raised = stage.counter.add_bad(listed, error)
-        if raised is not None:
-            stage.put(job, (Raised(raised), None))
-            for earlier in self.stages[: job.number + 1]:
-                earlier.cut()
-        self._finish(stage, job)
+        if self.is_over:
+            return None
+        self.meters[job.number].failed_count += 1
+        counter, stage = self._counters[job.number], job.stage
+        raised: BaseException | None
+        if counter is None or in_setup or is_lost or not isinstance(error, Exception):
+            of_item = f" for item {describe_index(job.item)}" if job.number and not in_setup else ""
+            what = f"{'setup of ' if in_setup else ''}stage '{stage.name}'"
+            raised = explained(error, what, of_item)
+        else:
+            raised = counter.add_bad(FailedItem.of(stage.name, job.item, error), error)
+        outputs = () if raised is None else (Raised(raised),)
+        return self._receive(job, outputs, 0, is_done=True)[0]
 
-    def _finish(self, stage: Stage, job: Job) -> None:
-        stage.finish(job)
-        self._advance(stage.number, stage.number + 1)
+    def _receive(
+        self, job: Job, outputs: Sequence[object], op_ns: int, *, is_done: bool
+    ) -> tuple[Job | None, bool]:
+        """Receive results of a job.
 
-    def take(self) -> object:
-        """Return the consumer's next item, NOTHING if it is not there yet, or END."""
-        if self._sink.items:
-            item, after = self._sink.items.popleft()
-            if type(item) is not Raised:
-                self.delivered = after
-                self.sink_meter.out_count += 1
-            self._advance(len(self.stages) - 1)
-            return item
-        if self._sink.is_ended:
-            self.delivered = self._end
-            self.measure()
-            return END
-        return NOTHING
+        Returns:
+            A job that the same executor can continue with, and whether this job may continue.
+        """
+        number = job.number
+        with self._lock:
+            stages = self._stages
+            if not stages:
+                return None, False
+            self._set_time()
+            stage, following = stages[number], stages[number + 1]
+            stage.meter.op_ns += op_ns
+            for output in outputs:
+                stage.put(job, output, following)
+            may_continue = not is_done and not job.outputs
+            if is_done:
+                stage.finish(job)
+            elif not may_continue:
+                del stage.working[job]
+            ready = self._advance(stages, number, number + 1)
+        return self._hand_out(ready, self._executors[number] if is_done else None), may_continue
 
-    @property
-    def has_news(self) -> bool:
-        """Whether :meth:`take` would return anything but NOTHING."""
-        return bool(self._sink.items) or self._sink.is_ended
+    def _advance(self, stages: Sequence[Stage], *numbers: int) -> list[Job]:
+        """Move all items that can be moved after a change at some stages, the last stage first.
 
-    def _advance(self, *numbers: int) -> None:
-        """Move all items that can be moved after a change at some stages, the last stage first."""
-        stages, ready = self.stages, self.ready
-        todo = list(numbers)
+        Returns:
+            The jobs that may start or resume.
+        """
+        todo, sink = list(numbers), stages[-1]
+        ready: list[Job] = []
         while todo:
             number = todo.pop()
-            if number == len(stages):
-                continue
             stage = stages[number]
-            before = stage.before
-            has_passed = has_taken = False
+            if stage is sink:
+                continue
+            following = stages[number + 1]
+            has_passed = has_accepted = False
             while True:
-                if stage.held and stage.pass_on(ready):
+                if stage.held and stage.pass_on(following, ready):
                     has_passed = True
-                if before.items and (stage.free or stage.is_cut) and stage.accept(ready):
-                    has_taken = True
-                elif before.is_ended and stage.end():
+                if stage.inbox and stage.free:
+                    stage.accept(ready)
+                    has_accepted = True
+                elif not stage.is_fed and stage.end(following):
                     has_passed = True
                 else:
                     break
-            if has_taken and number and stages[number - 1].held:
+            if has_accepted and number and stages[number - 1].held:
                 todo.append(number - 1)
             if has_passed:
                 todo.append(number + 1)
+        if sink.inbox or not sink.is_fed:
+            self._wakeup.set()
+        return ready
 
-    def describe(self, names: Sequence[str]) -> str:
-        """Return sentences that say which stages have items in work and how long, and which wait.
+    def _hand_out(self, ready: list[Job], executor: Any = None) -> Job | None:
+        """Give jobs to their executors, but return one of the latest stage of ``executor``."""
+        kept: Job | None = None
+        if len(ready) > 1:
+            ready.sort(key=attrgetter("number"), reverse=True)
+        for job in ready:
+            if kept is None and self._executors[job.number] is executor:
+                kept = job
+            else:
+                self.run(job)
+        return kept
 
-        Args:
-            names: The names of all stages.
+    def run(self, job: Job) -> None:
+        """Have a job's executor run it."""
+        self._executors[job.number].put(job)
+
+    # Time -----------------------------------------------------------------------------------
+
+    def _set_time(self) -> None:
+        """Set the present time. Called before each change."""
+        now_ns = self._clock()
+        if self._is_waited_for:
+            self.waited_ns += now_ns - self.now_ns
+        self.now_ns = now_ns
+        if now_ns - self._measured[0] >= _SAMPLE_NS:
+            self._measure()
+
+    def _measure(self) -> None:
+        (before_ns, waited_ns), self._measured = self._measured, (self.now_ns, self.waited_ns)
+        for stage in self._stages[:-1]:
+            stage.measure(self.now_ns - before_ns, self.waited_ns - waited_ns)
+
+    def measure(self) -> None:
+        """Bring the meters up to date, unless the epoch is over."""
+        with self._lock:
+            if self._stages:
+                self._set_time()
+                self._measure()
+
+    # The consumer ---------------------------------------------------------------------------
+
+    def take(self, timeout_s: float | None) -> object:
+        """Return the next item, END after the last one, or a :class:`Raised`. One call at a time.
+
+        A TimeoutError, after which nothing is lost, and a ClosedLoaderError, if the epoch was left
+        or has failed before, also come as a :class:`Raised`.
         """
-        text, idle = "", []
-        for name, stage in zip(names, self.stages, strict=True):
-            began_ns = [job.ready_ns for job in stage.working]
-            if began_ns:
-                oldest = seconds((self.clock.now_ns - min(began_ns)) / 1e9)
-                text += f" {name[0].upper()}{name[1:]} has had {counted(len(began_ns), 'item')} in "
-                text += f"work{', one' if len(began_ns) > 1 else ''} for {oldest}."
-            elif not stage.after.is_ended:
-                idle.append(name)
-        return f"{text} Idle: {', '.join(idle)}." if idle else text
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (item := self._pop()) is NOTHING:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return Raised(TimeoutError(self._describe(timeout_s)))
+            self.is_waiting = True
+            self._wakeup.wait(None if left_s == math.inf else left_s)
+            self.is_waiting = False
+        if type(item) is Raised:
+            _park_if_exiting()
+            self.leave(f"{type(item.error).__name__}: {item.error}")
+        return item
+
+    def _pop(self) -> object:
+        with self._lock:
+            stages = self._stages
+            if not stages:
+                if not self.over_because:
+                    return END
+                return Raised(ClosedLoaderError(f"the pipeline was ended: {self.over_because}"))
+            self._set_time()
+            sink = stages[-1]
+            self._is_waited_for = not sink.inbox and sink.is_fed
+            if self._is_waited_for:
+                return NOTHING
+            if not self.item_count:
+                self.startup_ns = self.waited_ns
+            if not sink.inbox:
+                return self._finish()
+            item, after = sink.inbox.popleft()
+            if type(item) is not Raised:
+                self.delivered = after
+                self.item_count += 1
+            ready = self._advance(stages, len(stages) - 2)
+        self._hand_out(ready)
+        return item
+
+    def _finish(self) -> object:
+        """End the epoch. Returns END, or what to raise since too many calls have failed."""
+        self._measure()
+        for counter in self._counters:
+            error = None if counter is None else counter.end()
+            if error is not None:
+                return Raised(error)
+        self.is_over, self.delivered, self._stages = True, self._end, ()
+        return END
+
+    def _describe(self, timeout_s: float | None) -> str:
+        """Return the text of a timeout, which says which stages have items in work."""
+        busy, idle = [], []
+        with self._lock:
+            self._set_time()
+            self._is_waited_for = False
+            for stage in self._stages[:-1]:
+                if stage.working:
+                    first_ns = min(job.ready_ns for job in stage.working)
+                    items = counted(len(stage.working), "item")
+                    for_s = seconds((self.now_ns - first_ns) / 1e9)
+                    busy.append(f"{stage.config.title} ({items}, for up to {for_s})")
+                elif stage.is_fed:
+                    idle.append(stage.config.title)
+        return (
+            f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: call "
+            f"next() or get_item() again. In work: {', '.join(busy) or 'nothing'}. "
+            f"Idle: {', '.join(idle) or 'none'}."
+        )
+
+    def leave(self, why: str) -> None:
+        """End the epoch, and drop all that is in flight. Takes no lock; may be called again."""
+        if not self.is_over:
+            self.over_because = why
+        self.is_over = True
+        self._stages = ()
+        self._wakeup.set()
+
+
+def _park_if_exiting() -> None:
+    """Block the calling thread for good if it is a daemon and the interpreter is exiting.
+
+    The exit ends pipelines and executors. Without this, the thread would print an exception
+    although the program ends as it should.
+    """
+    # concurrent.futures refuses items before the main thread counts as ended. Only this private
+    # flag shows it. On a Python without the flag, an exception may be printed.
+    has_begun = getattr(threading, "_SHUTTING_DOWN", False)
+    is_exiting = has_begun or not threading.main_thread().is_alive()
+    if is_exiting and threading.current_thread().daemon:
+        threading.Event().wait()

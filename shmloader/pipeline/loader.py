@@ -73,7 +73,7 @@ class PipelineDataLoader(Pipeline):
         builder = PipelineBuilder().add_source(src)
 
         def pipe(op: Callable[[Any], Any]) -> None:
-            used = None if kind_of(op).is_async else executor
+            used = None if kind_of(op)[0] else executor
             builder.pipe(op, concurrency=num_threads, executor=used, output_order=output_order)
 
         # Check these two even if no step uses them.
@@ -86,7 +86,7 @@ class PipelineDataLoader(Pipeline):
             pipe(aggregator)
         if transfer_fn is not None:
             builder.pipe(transfer_fn)
-        has_own_thread = transfer_fn is not None and not kind_of(transfer_fn).is_async
+        has_own_thread = transfer_fn is not None and not kind_of(transfer_fn)[0]
         builder.add_sink(buffer_size)
         built = builder.build(num_threads=num_threads + has_own_thread, timeout=timeout)
         super().__init__(built._config)

@@ -13,20 +13,19 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
-from shmloader.loader.iterator import refuse
-from shmloader.pipeline.config import PipelineConfig, check_timeout, describe_chain
-from shmloader.pipeline.epoch import Epoch
+from shmloader.pipeline.config import PipelineConfig, check_timeout
+from shmloader.pipeline.executors import opened
 from shmloader.pipeline.failures import FailedItem
+from shmloader.pipeline.flow import Flow
 from shmloader.pipeline.runtime import Executors
 from shmloader.pipeline.source import (
     SourceReader,
-    check_resumable,
-    check_state,
+    checked_state,
     fresh,
     save_state,
     why_not_resumable,
@@ -35,7 +34,6 @@ from shmloader.pipeline.stages import END, Checkpoint, Raised
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
 from shmloader.sampling.own_state import has_own_state
-from shmloader.threads.uninterruptible import uninterruptible
 
 
 class Pipeline:
@@ -81,7 +79,7 @@ class Pipeline:
         # The process that began the first epoch; None before that.
         self._pid: int | None = None
         # The present epoch, over or not; None before the first.
-        self._epoch: Epoch | None = None
+        self._flow: Flow | None = None
         # Where the next epoch begins; None for the beginning.
         self._resume_at: Checkpoint | None = None
         # Stops the pipeline at the interpreter's exit.
@@ -115,40 +113,30 @@ class Pipeline:
         if not (self._is_started and self._is_under_way):
             self._begin()
 
-    def _begin(self) -> Epoch:
-        self._has_iterator = False
-        self._is_started, self._pid = True, os.getpid()
-        try:
-            epoch = self._begin_epoch()
-        except BaseException:
-            if self._epoch is not None:
-                self._epoch.let_go()
-            self.stop()
-            raise
-        if not self._is_started:  # `stop` may have seen only a part of what was made
-            self.stop()
-            raise ClosedLoaderError("the pipeline was stopped while it started")
-        return epoch
-
-    def _begin_epoch(self) -> Epoch:
+    def _begin(self) -> Flow:
         config, source, is_resumed = self._config, self._config.source, self._resume_at is not None
-        if self._epoch and not is_resumed and isinstance(source, Iterator | AsyncIterator):
+        if self._flow and not is_resumed and isinstance(source, Iterator | AsyncIterator):
             raise RuntimeError(
                 f"the pipeline's source, {described_type(source)}, is an iterator, and an earlier "
                 "epoch has taken items from it: give add_source an iterable that can be iterated "
                 "again (an object with __iter__), or build a pipeline for each epoch"
             )
-        runners = self._executors.make()
-        start = None if why_not_resumable(config) else self._next_start()
-        reader = SourceReader(source, start, config.snapshot_every, is_resumed=is_resumed)
-        epoch = self._epoch = Epoch(config, runners, self.failures, reader)
-        self._resume_at = None
-        # Without a `teardown`, the interpreter's exit only parks the threads.
-        if config.has_teardown and self._at_exit is None:
-            self._at_exit = functools.partial(_stop_if_alive, weakref.ref(self))
-            atexit.register(self._at_exit)
-        epoch.begin()
-        return epoch
+        self._is_started, self._has_iterator, self._pid = True, False, os.getpid()
+        try:
+            runners = self._executors.make()
+            start = None if why_not_resumable(config) else self._next_start()
+            reader = SourceReader(config, start, is_resumed=is_resumed)
+            flow = self._flow = Flow(config, runners, self.failures, reader)
+            self._resume_at = None
+            # Without a `teardown`, the interpreter's exit only parks the threads.
+            if self._at_exit is None and any(stage.teardown for stage in config.stages):
+                self._at_exit = functools.partial(_stop_if_alive, weakref.ref(self))
+                atexit.register(self._at_exit)
+            flow.begin()
+        except BaseException:
+            self.stop()
+            raise
+        return flow
 
     def _next_start(self) -> Checkpoint | None:
         return fresh(self._config.source) if self._resume_at is None else self._resume_at
@@ -162,18 +150,17 @@ class Pipeline:
         its ops ran, and is also waited for only a moment.
         """
         self._is_started = self._is_kept = False
-        self._leave_epoch("it was stopped", with_processes=True)
-        at_exit, self._at_exit = self._at_exit, None
-        if at_exit is not None:
-            atexit.unregister(at_exit)
+        self._leave("it was stopped", with_processes=True)
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
 
-    def _leave_epoch(self, why: str, *, with_processes: bool = False) -> None:
+    def _leave(self, why: str, *, with_processes: bool) -> None:
         """Leave the present epoch, and end its executors. From anywhere, and again."""
-        if self._epoch is not None:
-            self._epoch.leave(why)
+        if self._flow is not None:
+            self._flow.leave(why)
         if self._pid == os.getpid():  # in a forked child, none of the threads runs
-            end = self._executors.end_all if with_processes else self._executors.end_threads
-            end()
+            self._executors.end(with_processes=with_processes)
 
     def _check_process(self) -> None:
         if self._pid not in (None, os.getpid()):
@@ -181,7 +168,7 @@ class Pipeline:
 
     @property
     def _is_under_way(self) -> bool:
-        return self._epoch is not None and not self._epoch.is_over
+        return self._flow is not None and not self._flow.is_over
 
     @contextlib.contextmanager
     def auto_stop(self) -> Iterator[Self]:
@@ -213,80 +200,72 @@ class Pipeline:
                 epoch.
         """
         check_timeout(timeout)
-        self._check_process()
-        epoch = self._epoch
-        if epoch is None or not self._is_started:
+        if self._flow is None or not self._is_started:
             raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
-        delivered = epoch.delivered
         try:
-            item = self._take(epoch, timeout)
-            if item is not END and not isinstance(item, Raised):
+            return self._next(self._flow, timeout)
+        except StopIteration:
+            raise EOFError("the pipeline's epoch is over") from None
+        except EOFError as error:
+            text = "an op raised EOFError, which would look like the end of the epoch"
+            raise RuntimeError(f"{text}: {error}") from error
+
+    def _next(self, flow: Flow, timeout_s: float | None) -> Any:
+        """Return the next item, or raise what is to be raised, or StopIteration at the end.
+
+        What else leaves this method is an exception from outside, such as a Ctrl-C. If the call
+        only waited, nothing is lost. Otherwise the epoch is left, and the pipeline's state is that
+        after the item that was returned before.
+        """
+        self._check_process()
+        caller, delivered = threading.get_ident(), flow.delivered
+        if flow.taker not in (0, caller):
+            raise RuntimeError(
+                "another thread is in next() or get_item() of this pipeline, which only one thread "
+                "at a time may use: hold a lock around the call"
+            )
+        try:
+            flow.taker = caller
+            item = flow.take(self._config.timeout_s if timeout_s is None else timeout_s)
+            item = opened(self._executors.transfer, item)
+            if flow.is_over:
+                self._end_epoch(flow, flow.over_because)
+            flow.taker = 0
+            if item is END:
+                item = Raised(StopIteration())
+            if type(item) is not Raised:
                 return item
         except BaseException as interruption:
-            self._close_if_lost(epoch, delivered, interruption)
+            if flow.is_waiting:
+                flow.is_waiting = False
+            else:
+                flow.delivered = delivered
+                name = type(interruption).__name__
+                why = f"it was interrupted by {name} while an item was on its way"
+                flow.leave(why)
+                self._end_epoch(flow, why)
+            flow.taker = 0
             raise
-        if not isinstance(item, Raised):
-            raise EOFError("the pipeline's epoch is over")
-        if isinstance(item.error, EOFError):
-            text = "an op raised EOFError, which would look like the end of the epoch"
-            raise RuntimeError(f"{text}: {item.error}") from item.error
-        return _raise(item)
+        try:
+            raise item.error
+        finally:
+            del item  # the traceback pins this frame
 
-    def _take(self, epoch: Epoch, timeout_s: float | None) -> Any:
-        """Return the epoch's next item, END or a :class:`Raised`. Ends what an ended epoch used."""
-        caller = threading.get_ident()
-        if epoch.taker:
-            try:
-                refuse(epoch.taker, caller)
-            except RuntimeError as error:
-                return Raised(error)
-        epoch.taker = caller
-        item = epoch.take(self._config.timeout_s if timeout_s is None else timeout_s)
-        if epoch.is_over:
-            self._end_epoch(epoch, epoch.over_because)
-        epoch.taker = 0
-        return item
-
-    def _end_epoch(self, epoch: Epoch, why: str) -> None:
+    def _end_epoch(self, flow: Flow, why: str) -> None:
         """Leave an epoch and end what it has used. May be called again.
 
         Args:
-            epoch: The epoch.
+            flow: The epoch.
             why: Why it is left; "" at its regular end.
         """
-        if self._epoch is not epoch:
+        if self._flow is not flow:
             return
         if not self._is_kept:
             self.stop()
         elif why:
-            self._leave_epoch(why)
-        else:
-            self._executors.close_copies()
-
-    def _close_if_lost(
-        self, epoch: Epoch, delivered: Checkpoint | None, interruption: BaseException
-    ) -> None:
-        """Leave the epoch after an exception from outside, unless the call only waited.
-
-        Args:
-            epoch: The epoch.
-            delivered: The checkpoint of the last item that the user has received.
-            interruption: What a signal handler has raised in a call that takes an item.
-        """
-        epoch.taker = 0
-        if epoch.is_waiting:
-            epoch.is_waiting = False
-            return
-        name = type(interruption).__name__
-        why = f"it was interrupted by {name} while an item was on its way"
-
-        def close() -> None:
-            epoch.let_go()
-            epoch.delivered = delivered
-            epoch.leave(why)
-            self._end_epoch(epoch, why)
-
-        uninterruptible(close)
+            self._leave(why, with_processes=False)
+        elif self._executors.transfer is not None:
+            self._executors.transfer.close()
 
     def __iter__(self) -> "PipelineIterator":
         """Return an iterator with the ``timeout`` of ``build``; see :meth:`get_iterator`."""
@@ -307,14 +286,14 @@ class Pipeline:
         """
         check_timeout(timeout)
         self._check_process()
-        epoch = self._epoch
-        if epoch is None or epoch.is_over or not self._is_started:
-            epoch = self._begin()
+        flow = self._flow
+        if flow is None or flow.is_over or not self._is_started:
+            flow = self._begin()
         elif self._has_iterator:
-            self._leave_epoch("another iterator has begun")
-            epoch = self._begin()
+            self._leave("another iterator has begun", with_processes=False)
+            flow = self._begin()
         self._has_iterator = True
-        return PipelineIterator(self, epoch, timeout)
+        return PipelineIterator(self, flow, timeout)
 
     # Statistics and states ---------------------------------------------------------------
 
@@ -324,11 +303,7 @@ class Pipeline:
         ``print`` shows a table. May be called at any time, from any thread, also after
         :meth:`stop`. Earlier epochs are not included.
         """
-        config, epoch = self._config, self._epoch
-        if epoch is None:
-            return PipelineStats(buffer_size=config.buffer_size, num_threads=config.num_threads)
-        epoch.measure()
-        return snapshot(config, epoch.clock, epoch.meters, self._state)
+        return PipelineStats() if self._flow is None else snapshot(self._flow, self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered item, for :meth:`load_state_dict`.
@@ -358,11 +333,16 @@ class Pipeline:
             RuntimeError: If the source cannot be resumed, or a stage does not keep the order.
             Exception: An exception of the source's ``state_dict()``, or of copying its state.
         """
-        check_resumable(self._config)
-        epoch = None if self._resume_at is not None else self._epoch
-        found = self._next_start() if epoch is None else epoch.delivered
+        self._check_resumable()
+        flow = None if self._resume_at is not None else self._flow
+        found = self._next_start() if flow is None else flow.delivered
         assert found is not None  # the pipeline can be resumed
         return save_state(self._config, found)
+
+    def _check_resumable(self) -> None:
+        why_not = why_not_resumable(self._config)
+        if why_not:
+            raise RuntimeError(why_not)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch continue where ``state`` was taken.
@@ -375,14 +355,13 @@ class Pipeline:
                 and the same ops.
 
         Raises:
-            TypeError: If the state is not a dict.
-            ValueError: If the state was not saved by a pipeline, is damaged, or does not fit this
-                pipeline.
+            ValueError: If the state was not saved by a pipeline, or does not fit this pipeline.
             RuntimeError: If an epoch is under way (end its iterator, or call :meth:`stop`), or if
                 the pipeline cannot be resumed; see :meth:`state_dict`.
             Exception: An exception of the source's ``load_state_dict()``.
         """
-        start = check_state(self._config, state)
+        self._check_resumable()
+        start = checked_state(self._config, state)
         if self._is_under_way:
             raise RuntimeError(
                 "an epoch of the pipeline is under way, which a state cannot change: call "
@@ -396,18 +375,15 @@ class Pipeline:
     @property
     def _state(self) -> str:
         """Whether an epoch is under way, and how the last one ended, in words."""
-        epoch = self._epoch
-        if epoch is None:
+        if self._flow is None:
             return "not started"
-        if not epoch.is_over:
+        if not self._flow.is_over:
             return "running"
-        return f"ended: {epoch.over_because}" if epoch.over_because else "ended"
+        return f"ended: {self._flow.over_because}" if self._flow.over_because else "ended"
 
     def __repr__(self) -> str:
         """Return the source, the stages and the sink, and whether an epoch is under way."""
-        config = self._config
-        chain = describe_chain(config.source, config.stages, config.buffer_size)
-        return f"<{type(self).__name__}: {chain}, {self._state}>"
+        return f"<{type(self).__name__}: {self._config}, {self._state}>"
 
 
 def _stop_if_alive(reference: "weakref.ref[Pipeline]") -> None:
@@ -423,9 +399,9 @@ class PipelineIterator:
     After a TimeoutError nothing is lost: call ``next()`` again.
     """
 
-    def __init__(self, pipeline: Pipeline, epoch: Epoch, timeout: float | None) -> None:
+    def __init__(self, pipeline: Pipeline, flow: Flow, timeout: float | None) -> None:
         self._pipeline = pipeline
-        self._epoch = epoch
+        self._flow = flow
         self._timeout = timeout
 
     def __iter__(self) -> Self:
@@ -434,28 +410,9 @@ class PipelineIterator:
 
     def __next__(self) -> Any:
         """Return the next item."""
-        pipeline, epoch = self._pipeline, self._epoch
-        pipeline._check_process()
-        delivered = epoch.delivered
-        try:
-            item = pipeline._take(epoch, self._timeout)
-            if item is not END and not isinstance(item, Raised):
-                return item
-        except BaseException as interruption:
-            pipeline._close_if_lost(epoch, delivered, interruption)
-            raise
-        if item is END:
-            raise StopIteration
-        return _raise(item)
+        return self._pipeline._next(self._flow, self._timeout)
 
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
-        if not threads.is_exiting and not self._epoch.is_over:
-            self._pipeline._end_epoch(self._epoch, "its iterator was left")
-
-
-def _raise(item: Any) -> NoReturn:
-    """Raise a failure to the consumer."""
-    try:
-        raise item.error
-    finally:
-        del item  # the traceback pins this frame
+        if not threads.is_exiting and not self._flow.is_over:
+            self._flow.leave("its iterator was left")
+            self._pipeline._end_epoch(self._flow, "its iterator was left")

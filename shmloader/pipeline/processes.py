@@ -7,11 +7,11 @@
     job ── a deque; wakes the ────────▶ engine.next_batch():
             engine                      the item is a ticket ── a task ───────▶ op(item), its result
                                                                                 written to the slot
-    epoch.finished(job, result) ◀────── views of the slot ◀── a layout ────────
+    flow.finished(job, result) ◀─────── views of the slot ◀── a layout ────────
 
 For the workers, the op looks like a dataset: ``dataset[item]`` calls it. The engine sees one
-endless epoch, and returns results as they come. The pipeline's epoch puts them in order if asked
-to, and drops them if it was left. So workers persist from one epoch of the pipeline to the next.
+endless epoch, and returns results as they come. The flow puts them in order if asked to, and drops
+them if it was left. So workers persist from one epoch of the pipeline to the next.
 
 Guarantees:
     * A job whose epoch was left before it went to a worker is dropped.
@@ -38,7 +38,7 @@ from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.layout import is_debugging
 from shmloader.memory.limits import free_memory
-from shmloader.pipeline.config import Lifecycle, OpKind, StageConfig
+from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
@@ -55,11 +55,7 @@ _GRACE_S = 0.3
 
 
 class FailedSetup:
-    """What a worker returns for an item if ``setup`` has raised.
-
-    Args:
-        error: The exception of ``setup``.
-    """
+    """What a worker returns for an item if ``setup`` has raised the error."""
 
     def __init__(self, error: RemoteError) -> None:
         self.error = error
@@ -68,25 +64,24 @@ class FailedSetup:
 class OpItems:
     """The dataset of a worker: indexed by an item, it returns the op's result.
 
-    Attributes:
-        op: The op.
-
     Args:
         op: The op.
-        lifecycle: Its ``setup`` is called before the first item; None if the stage has none.
+        setup: Called before the first item; None if the stage has none.
+        title: The stage in messages.
     """
 
-    def __init__(self, op: Callable[..., Any], lifecycle: Lifecycle | None = None) -> None:
-        self.op = op
-        self._lifecycle = lifecycle
+    def __init__(self, op: Callable[..., Any], setup: Callable[[], Any] | None, title: str) -> None:
+        self.op, self._setup, self._title = op, setup, title
         self._context: tuple[Any, ...] = ()
 
     def __getitem__(self, item: Any) -> Any:
-        if self._lifecycle is not None and not self._context:
+        if self._setup is not None and not self._context:
             try:
-                self._context = (self._lifecycle.set_up(),)
+                context = self._setup()
+                refuse_coroutine(context, f"setup of {self._title}")
             except Exception as error:  # noqa: BLE001 - raised to the consumer
                 return FailedSetup(RemoteError.of(error, "in a worker process"))
+            self._context = (context,)
         try:
             return self.op(item, *self._context)
         except StopIteration as error:
@@ -124,20 +119,13 @@ class _Tickets(Inbox):
         """Return the next item, or raise StopIteration for now. Called on the engine's thread."""
         while self:
             job = self.jobs.popleft()
-            if not job.epoch.is_over:
+            if not job.flow.is_over:
                 self.sent[next(self._numbers)] = job
                 return job.item
         raise StopIteration
 
     def __bool__(self) -> bool:
         return bool(self.jobs) and len(self.sent) < self._window
-
-    def clear(self) -> list[Job]:
-        """Forget and return all jobs."""
-        jobs = [*self.sent.values(), *self.jobs]
-        self.sent.clear()
-        self.jobs.clear()
-        return jobs
 
 
 class ProcessExecutor(BackgroundThread):
@@ -147,7 +135,7 @@ class ProcessExecutor(BackgroundThread):
     thread.
 
     Args:
-        pipe: The stage.
+        stage: The stage.
         lend_limit: How many results may lie in their slots at once; further ones are copied out.
         locker: Page-locks the slots, if a device reads results out of them; else None.
         executor_count: How many such executors the pipeline has.
@@ -159,39 +147,37 @@ class ProcessExecutor(BackgroundThread):
     """
 
     def __init__(
-        self, pipe: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
+        self, stage: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
-        super().__init__(f"shmloader_{pipe.name}"[:15])
-        self._kind = pipe.kind
-        self._is_stopping = False
-        is_generator = pipe.kind is OpKind.GENERATOR
-        op = functools.partial(call_all, pipe.op) if is_generator else pipe.op
+        super().__init__(f"shmloader_{stage.name}"[:15])
+        self._stage, self._is_stopping = stage, False
+        window = stage.capacity
+        op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
         memory = MemoryConfig(
-            pipe.concurrency, 0, lend_limit, None, free_memory(Path("/")), "/",
-            pipe.capacity,
-        )  # fmt: skip
-        arena = Arena.create(uncapped_slot_bytes(), pipe.capacity + lend_limit)
+            stage.concurrency, 0, lend_limit, None, free_memory(Path("/")), "/", window
+        )
+        arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         workers = WorkerProcesses(
             None,
-            pipe.concurrency,
-            (OpItems(op, pipe.lifecycle), unchanged, None, "raise"),
+            stage.concurrency,
+            (OpItems(op, stage.setup, stage.title), unchanged, None, "raise"),
             TaskConfig(config, arena, TaskQueue(), memory, is_debugging()),
             int(torch.empty((), dtype=torch.int64).random_()),
             grace_s=_GRACE_S / executor_count,
-            names=(f"stage '{pipe.name}'",),
+            names=(stage.title,),
         )
         self._pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
         self._engine = Engine(
             self._pool,
-            worker_count=pipe.concurrency,
-            window=pipe.capacity,
+            worker_count=stage.concurrency,
+            window=window,
             lend_limit=lend_limit,
             in_order=False,
             timeout_s=0,
         )
         self._engine.resume()
-        self._tickets = _Tickets(pipe.capacity)
+        self._tickets = _Tickets(window)
         self._pool.enable_wake()
         self._engine.attach(self._tickets, self._pause_or_stop, lambda call: call())
 
@@ -208,8 +194,8 @@ class ProcessExecutor(BackgroundThread):
     def work(self) -> None:
         """Run the engine until :meth:`end`, or until it is closed."""
         with contextlib.suppress(_Stop):
-            while not self._is_stopping and self._serve_one():
-                pass
+            while not self._is_stopping and not self._engine.is_closed:
+                self._serve_one()
 
     def close_what_it_uses(self) -> None:
         """Close the engine, which no thread runs any more."""
@@ -218,36 +204,34 @@ class ProcessExecutor(BackgroundThread):
         finally:
             self._engine.detach()  # this breaks a reference cycle
 
-    def _serve_one(self) -> bool:
-        """Wait for a result and bring it to its epoch. Returns whether another one may come."""
+    def _serve_one(self) -> None:
+        """Wait for a result, and bring it to its flow."""
         engine, tickets = self._engine, self._tickets
         result, error = None, None
         try:
             result = engine.next_batch()
-        except _Stop:
-            raise
-        except BaseException as raised:  # noqa: BLE001 - raised to the consumer
+        except Exception as raised:  # noqa: BLE001 - raised to the consumer
             error = raised.error if isinstance(raised, Instead) else raised
         delivery = engine.delivery
         if delivery is None:
             # The engine is closed, because a worker died or it cannot continue.
             assert error is not None
-            for job in tickets.clear():
-                job.epoch.failed_for_good(job, error)
-            return False
+            for job in [*tickets.sent.values(), *tickets.jobs]:
+                job.flow.failed(job, error, is_lost=True)
+            tickets.sent.clear()
+            engine.close()
+            return
         job = tickets.sent.pop(delivery.seq)
         if error is not None:
-            following = job.epoch.failed(job, error)
+            following = job.flow.failed(job, error)
         elif type(result) is FailedSetup:
             failed = result.error.rebuilt("It was raised in a worker process.")
-            following = job.epoch.failed_for_good(job, failed, in_setup=True)
+            following = job.flow.failed(job, failed, in_setup=True)
         else:
-            if delivery.times is not None:
-                job.op_ns = delivery.times.work[1]  # in the dataset, which is the op
-            following = job.epoch.finished(job, results_of(result, self._kind))
+            op_ns = delivery.times.work[1] if delivery.times else 0  # in the dataset, the op
+            following = job.flow.finished(job, results_of(self._stage, result), op_ns)
         if following is not None:
             tickets.jobs.append(following)
-        return not engine.is_closed
 
     @property
     def is_broken(self) -> bool:
@@ -261,7 +245,7 @@ class ProcessExecutor(BackgroundThread):
         # Checked last: after an earlier check, the engine could still close and not see the job.
         if self._engine.is_closed:
             error = ClosedLoaderError("the stage's workers have been ended")
-            job.epoch.failed_for_good(job, error)
+            job.flow.failed(job, error, is_lost=True)
 
     def end(self) -> None:
         """Have the thread end. From any thread; does not wait."""
@@ -281,5 +265,6 @@ class ProcessExecutor(BackgroundThread):
                 self._engine.end_workers()
             return False
         self.close_what_it_uses()
-        self._tickets.clear()
+        self._tickets.sent.clear()
+        self._tickets.jobs.clear()
         return True

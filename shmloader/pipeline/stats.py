@@ -8,12 +8,10 @@ different run must not name another stage.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from shmloader.grammar import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
-from shmloader.pipeline.config import PipelineConfig
-from shmloader.pipeline.stages import Clock, Meter
+from shmloader.pipeline.flow import Flow
 
 _NS = 1e9
 
@@ -21,8 +19,6 @@ _NS = 1e9
 STARTUP_SHARE = 0.5
 #: A stage is named, too, if its share is smaller than the largest one by less than this.
 MARGIN = 0.1
-#: Calls need more threads if they wait for a thread for a larger share of their time than this.
-THREAD_WAIT_SHARE = 0.5
 #: Calls that take less time than this, in seconds, cost less than passing their items on.
 TRIVIAL_S = 50e-6
 
@@ -46,14 +42,10 @@ class PipelineStageStats:
         items_in: Items taken in; 0 for the source.
         items_out: Results passed on.
         failures: Calls that have failed.
-        left_out: Items without a result: the op returned None, or a generator yielded nothing but
-            None. Failures are not included.
-        op_mean_s: Mean time in the op in seconds, of calls that are over: for one call, or for one
-            item of the source. In a worker process it is measured there; on the user's executor it
-            includes the time until the call begins. For a copy to a device, it is the time to start
-            the copy, which continues after that. 0 for aggregates.
-        op_p50_s: Median of these times in seconds; accurate to 7 %.
-        op_p95_s: 95th percentile of these times in seconds; accurate to 7 %.
+        op_mean_s: Mean time in the op in seconds, of one call, or of one item of the source. In a
+            worker process it is measured there; on the user's executor it includes the time until
+            the call begins. For a copy to a device, it is the time to start the copy, which
+            continues after that. 0 for aggregates.
         busy_share: Share of the time in which a worker had an item in work, including the time
             until a thread, the loop or a process began with it; 0 to 1.
         input_wait_share: Share of the time in which a worker was free, and there was no item for
@@ -62,12 +54,8 @@ class PipelineStageStats:
             the stage.
         order_wait_share: Share of the time in which results waited for those of an earlier item
             (``output_order="input"``).
-        thread_wait_share: Share of the time in work, of calls that are over, outside the op: the
-            wait for a thread or the loop, or the way to a worker process and back; 0 to 1.
         limit_share: Share of the consumer's waiting time in which a worker was busy or waited for
             an earlier item; 0 to 1. The verdict compares these shares of all stages.
-        queue_mean: Mean number of items in the queue before the stage; 0 for the source.
-        queue_size: Most items that may be in that queue; 0 for the source.
     """
 
     name: str
@@ -76,18 +64,12 @@ class PipelineStageStats:
     items_in: int = 0
     items_out: int = 0
     failures: int = 0
-    left_out: int = 0
     op_mean_s: float = 0.0
-    op_p50_s: float = 0.0
-    op_p95_s: float = 0.0
     busy_share: float = 0.0
     input_wait_share: float = 1.0
     output_wait_share: float = 0.0
     order_wait_share: float = 0.0
-    thread_wait_share: float = 0.0
     limit_share: float = 0.0
-    queue_mean: float = 0.0
-    queue_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,9 +85,6 @@ class PipelineStats:
         wait_s: Seconds that the consumer waited for items, in ``next()`` or ``get_item()``.
         wait_share: ``wait_s`` as a share of ``elapsed_s``; 0 to 1.
         startup_s: The part of ``wait_s`` before the first item.
-        buffer_mean: Mean number of items in the sink.
-        buffer_size: Most items that may be in the sink.
-        num_threads: Threads that the stages share.
     """
 
     __module__ = "shmloader"  # users import it from there
@@ -118,9 +97,6 @@ class PipelineStats:
     wait_s: float = 0.0
     wait_share: float = 0.0
     startup_s: float = 0.0
-    buffer_mean: float = 0.0
-    buffer_size: int = 0
-    num_threads: int = 0
 
     @property
     def limiting(self) -> tuple[str, ...]:
@@ -138,16 +114,13 @@ class PipelineStats:
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        rows = [_row(stage) for stage in self.stages]
-        titles = list(_row(PipelineStageStats("", "", 0)))
-        widths = [max(len(title), *(len(row[title]) for row in rows), 0) for title in titles]
+        rows = [_TITLES, *map(_row, self.stages)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"shmloader pipeline: {self._headline}", ""]
-        for cells in (titles, *(row.values() for row in rows)):
-            first, *others = zip(cells, widths, strict=True)
-            texts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-            lines.append("  ".join(["", *texts]).rstrip())
-        sink = f"sink: {self.buffer_mean:.1f} of {self.buffer_size} items ready on average"
-        return "\n".join([*lines, "", f"  {sink}", "", self.verdict])
+        for name, *cells in rows:
+            others = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join(["", name.ljust(widths[0]), *others]).rstrip())
+        return "\n".join([*lines, "", self.verdict])
 
     def __repr__(self) -> str:
         """Return one short line: the number of items, their rate, and the consumer's wait."""
@@ -168,24 +141,23 @@ class PipelineStats:
         )
 
 
-def _row(stage: PipelineStageStats) -> dict[str, str]:
-    """Return the stage's row of the table: the text of each column by its title."""
-    is_source, has_calls = stage.kind == "source", stage.op_mean_s > 0
-    times = {"mean": stage.op_mean_s, "median": stage.op_p50_s, "95 %": stage.op_p95_s}
-    return {
-        "stage": stage.name.removeprefix("stage "),
-        "at once": str(stage.concurrency),
-        "in": "" if is_source else f"{stage.items_in:,}",
-        "out": f"{stage.items_out:,}",
-        "failed": f"{stage.failures:,}",
-        "left out": f"{stage.left_out:,}",
-        **{name: seconds(time_s) if has_calls else "–" for name, time_s in times.items()},
-        "busy": f"{stage.busy_share:.0%}",
-        "no input": "–" if is_source else f"{stage.input_wait_share:.0%}",
-        "output full": f"{stage.output_wait_share:.0%}",
-        "behind": f"{stage.order_wait_share:.0%}",
-        "queue": "" if is_source else f"{stage.queue_mean:.1f} of {stage.queue_size}",
-    }
+_TITLES = (
+    *("stage", "at once", "in", "out", "failed", "mean"),
+    *("busy", "no input", "output full", "behind"),
+)
+
+
+def _row(stage: PipelineStageStats) -> tuple[str, ...]:
+    """Return the stage's row of the table."""
+    shares = (
+        stage.busy_share, stage.input_wait_share, stage.output_wait_share, stage.order_wait_share
+    )  # fmt: skip
+    return (
+        stage.name.removeprefix("stage "),
+        *(f"{n:,}" for n in (stage.concurrency, stage.items_in, stage.items_out, stage.failures)),
+        seconds(stage.op_mean_s),
+        *(f"{share:.0%}" for share in shares),
+    )
 
 
 def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
@@ -206,21 +178,10 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.limit_share for stage in stages) - MARGIN
     found = [stage for stage in stages if stage.limit_share > least]
-    lacking = [
-        stage
-        for stage in found
-        if stage.kind == "thread" and stage.thread_wait_share > THREAD_WAIT_SHARE
-    ]
     if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
         text = (
             f"the calls in {_listed(found)} are so short that passing items on costs more: "
             "aggregate earlier, or do more in each call."
-        )
-    elif lacking:
-        found = lacking
-        text = (
-            f"items in {_listed(found)} wait for one of the {stats.num_threads} threads that all "
-            "functions share: raise num_threads of build(), or use executor='process'."
         )
     elif len(found) > 1:
         shares = sorted(min(1.0, stage.limit_share) for stage in found)
@@ -249,8 +210,8 @@ _REMEDIES = {
         "concurrency."
     ),
     "thread": (
-        "Raise its concurrency from {} if the op waits or releases the GIL, else use "
-        "executor='process', or make the op cheaper."
+        "Raise its concurrency from {} if the op waits or releases the GIL, and num_threads of "
+        "build(), which all functions share; else use executor='process', or make the op cheaper."
     ),
     "coroutine": (
         "Raise its concurrency from {} if the op waits; move work that computes to a function, "
@@ -265,61 +226,42 @@ _REMEDIES = {
 }
 
 
-def snapshot(
-    config: PipelineConfig, clock: Clock, meters: Sequence[Meter], state: str
-) -> PipelineStats:
+def snapshot(flow: Flow, state: str) -> PipelineStats:
     """Return the statistics of a pipeline's newest epoch.
 
     Args:
-        config: The pipeline's configuration.
-        clock: The epoch's clock.
-        meters: The meters of the source, of each stage and of the sink.
-        state: The epoch's state in words, for ``PipelineStats.state``.
+        flow: The epoch.
+        state: Its state in words, for ``PipelineStats.state``.
     """
-    *stages, sink = meters
-    elapsed_ns = max(1, clock.now_ns - clock.first_ns)
+    flow.measure()
+    elapsed_ns = max(1, flow.now_ns - flow.first_ns)
+    stages = []
+    for stage, meter in zip(flow.configs, flow.meters, strict=True):
+        times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
+        busy, blocked, behind = (ns / (stage.concurrency * elapsed_ns) for ns in times_ns)
+        is_source = stage.kind == "source"
+        made = PipelineStageStats(
+            name=stage.title,
+            kind=stage.kind,
+            concurrency=stage.concurrency,
+            items_in=0 if is_source else meter.in_count,
+            items_out=meter.out_count,
+            failures=meter.failed_count,
+            op_mean_s=meter.op_ns / _NS / max(1, meter.out_count if is_source else meter.in_count),
+            busy_share=busy,
+            input_wait_share=max(0.0, 1.0 - busy - blocked - behind),
+            output_wait_share=blocked,
+            order_wait_share=behind,
+            limit_share=meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
+        )
+        stages.append(made)
     return PipelineStats(
         state=state,
-        stages=tuple(
-            _stage_stats(config, number, meter, elapsed_ns, max(1, clock.waited_ns))
-            for number, meter in enumerate(stages)
-        ),
-        items=sink.out_count,
+        stages=tuple(stages),
+        items=flow.item_count,
         elapsed_s=elapsed_ns / _NS,
-        items_per_s=sink.out_count / (elapsed_ns / _NS),
-        wait_s=clock.waited_ns / _NS,
-        wait_share=clock.waited_ns / elapsed_ns,
-        startup_s=(clock.startup_ns if sink.out_count else clock.waited_ns) / _NS,
-        buffer_mean=sink.queued_ns / elapsed_ns,
-        buffer_size=config.buffer_size,
-        num_threads=config.num_threads,
-    )
-
-
-def _stage_stats(
-    config: PipelineConfig, number: int, meter: Meter, elapsed_ns: int, waited_ns: int
-) -> PipelineStageStats:
-    calls, workers_ns = meter.calls, meter.concurrency * elapsed_ns
-    busy, blocked, behind = (
-        spent_ns / workers_ns for spent_ns in (meter.working_ns, meter.blocked_ns, meter.behind_ns)
-    )
-    return PipelineStageStats(
-        name=config.titles[number],
-        kind=config.stages[number - 1].runs_on.value if number else "source",
-        concurrency=meter.concurrency,
-        items_in=meter.in_count if number else 0,
-        items_out=meter.out_count,
-        failures=meter.failed_count,
-        left_out=meter.left_out_count,
-        op_mean_s=meter.op_ns / _NS / max(1, calls.total()),
-        op_p50_s=calls.percentile(50) / _NS,
-        op_p95_s=calls.percentile(95) / _NS,
-        busy_share=busy,
-        input_wait_share=max(0.0, 1.0 - busy - blocked - behind),
-        output_wait_share=blocked,
-        order_wait_share=behind,
-        thread_wait_share=max(0.0, 1 - meter.op_ns / meter.work_ns) if meter.work_ns else 0.0,
-        limit_share=meter.waited_occupied_ns / (meter.concurrency * waited_ns),
-        queue_mean=meter.queued_ns / elapsed_ns if number else 0.0,
-        queue_size=config.queue_size(number),
+        items_per_s=flow.item_count / (elapsed_ns / _NS),
+        wait_s=flow.waited_ns / _NS,
+        wait_share=flow.waited_ns / elapsed_ns,
+        startup_s=(flow.startup_ns if flow.item_count else flow.waited_ns) / _NS,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import multiprocessing
 import weakref
 
 import pytest
@@ -120,6 +118,7 @@ def test_the_cpu_is_no_stage_and_what_does_not_fit_after_a_transfer_is_told(late
         lambda: transferred().aggregate(2),
         lambda: transferred().disaggregate(),
         lambda: transferred().pipe(make, executor="process"),
+        lambda: transferred().pipe(make, executor=concurrent.futures.ThreadPoolExecutor(1)),
     ):
         with pytest.raises(ValueError, match="transfer"):
             build()
@@ -151,37 +150,15 @@ async def copied_twice_soon(item):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("op", [copied, copied_twice, copied_soon, copied_twice_soon, "executor"])
+@pytest.mark.parametrize("op", [copied, copied_twice, copied_soon, copied_twice_soon])
 def test_what_an_op_after_the_transfer_computes_is_waited_for_on_the_consumers_stream(late, op):
-    with contextlib.ExitStack() as stack:
-        options, times = {}, 2 if "twice" in getattr(op, "__name__", "") else 1
-        if op == "executor":
-            op = copied
-            options["executor"] = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
-        stack.enter_context(on(torch.Stream("late:0")))
+    times = 2 if "twice" in op.__name__ else 1
+    with on(torch.Stream("late:0")):
         builder = PipelineBuilder().add_source(range(100))
         builder.pipe(make, executor="process", output_order="input").transfer("late:0")
-        builder.pipe(op, output_order="input", **options).pipe(copied, output_order="input")
+        builder.pipe(op, output_order="input").pipe(copied, output_order="input")
         found = late.contents(builder.add_sink(2).build())
         assert found == [[number] * 4 for number in range(100) for _ in range(times)]
-
-
-@pytest.mark.slow
-def test_an_op_after_the_transfer_may_run_in_other_processes(late):
-    with concurrent.futures.ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        builder = PipelineBuilder().add_source(range(3)).pipe(make).transfer("late")
-        builder.pipe(last_number).pipe(double, executor=pool)
-        assert sorted(builder.add_sink().build()) == [0, 2, 4]
-
-
-def last_number(batch):
-    return int(batch["label"])
-
-
-def double(number):
-    return 2 * number
 
 
 def test_a_loop_behind_a_later_op_has_a_bounded_number_of_batches_on_the_device(late):

@@ -10,103 +10,90 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmloader.engine.failures import FailureList
+from shmloader.pipeline.config import PipelineConfig, StageConfig
 from shmloader.pipeline.flow import Flow
-from shmloader.pipeline.stages import (
-    END,
-    NOTHING,
-    Clock,
-    Job,
-    Raised,
-    Stage,
-    StageQueue,
-)
+from shmloader.pipeline.source import SourceReader
+from shmloader.pipeline.stages import END, NOTHING, Job, Raised
 
-QUEUE = 2
+QUEUE, SOURCE_QUEUE = 2, 8
 
 
-class FailureCounter:
-    """Fails at its stage's end if it is told to."""
+class Hand:
+    """Runs the jobs of a flow one by one, as a test says. The time stands still."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.calls = 0
-        self.error = error
+    def __init__(self, *stages: Any, sink: int = 1) -> None:
+        """Stages are (capacity, in_order), or (size, drop_last, "list")."""
+        self.now_ns = 0
+        self.jobs: list[Job] = []
+        configs = [
+            StageConfig("list", "aggregate", size=stage[0], drop_last=stage[1])
+            if len(stage) == 3
+            else StageConfig("op", "thread", concurrency=stage[0], in_order=stage[1])
+            for stage in stages
+        ]
+        config = PipelineConfig(iter(()), tuple(configs), sink, 1, None, None, 1)
+        source = StageConfig("the source", "source", makes_many=True)
+        reader = SourceReader(config, None, is_resumed=False)
+        runners = [(stage, self) for stage in (source, *configs)]
+        self.flow = Flow(config, runners, FailureList(), reader, lambda: self.now_ns)
+        self.flow.begin()
 
-    def add_good(self) -> None:
-        self.calls += 1
+    def put(self, job: Job) -> None:
+        self.jobs.append(job)
 
-    def end(self) -> BaseException | None:
-        return self.error
+    def only(self) -> Job:
+        [job] = self.jobs
+        self.jobs.clear()
+        return job
 
+    def finish(self, job: Job, *outputs: Any) -> None:
+        """End a job. The flow returns one of the next jobs, which the same thread would run."""
+        following = self.flow.finished(job, outputs, 0)
+        if following is not None:
+            self.put(following)
 
-def make_flow(*stages: Any, sink: int = 1) -> Flow:
-    """Stages are (capacity, in_order), or (size, drop_last, "group")."""
-    clock = Clock()
-    sizes = [1, *(QUEUE for _ in stages), sink]
-    queues = [StageQueue(size, size - 1) for size in sizes]
-    made = [Stage(0, queues[0], queues[1], clock)]
-    for number, stage in enumerate(stages, start=1):
-        before, after = queues[number : number + 2]
-        if stage[-1] == "group":
-            made.append(Stage(number, before, after, clock, size=stage[0], drop_last=stage[1]))
-        else:
-            capacity, in_order, *counters = stage
-            made.append(
-                Stage(
-                    number, before, after, clock, capacity, in_order=in_order,
-                    counter=counters[0] if counters else None, judged=counters,
-                )
-            )  # fmt: skip
-    return Flow(made, clock)
+    def take(self) -> Any:
+        """The next item, or NOTHING: nobody waits."""
+        found = self.flow.take(0)
+        return NOTHING if type(found) is Raised and type(found.error) is TimeoutError else found
 
 
-class Runner:
-    """Runs a flow's jobs one by one, in an order that is drawn, and consumes now and then."""
+class Runner(Hand):
+    """Runs the jobs in an order that is drawn, and consumes now and then."""
 
-    def __init__(self, flow: Flow, count: int, many: int = 1) -> None:
-        self.flow = flow
-        self.source = iter(range(count))
-        self.many = many
+    def __init__(self, *stages: Any, count: int, many: int = 1, sink: int = 1) -> None:
+        self.source, self.many = iter(range(count)), many
         self.drawn = 0
         self.taken: list[Any] = []
         self.is_ended = False
-        self.jobs: collections.Counter[int] = collections.Counter()
-        self.most: collections.Counter[int] = collections.Counter()
-        self.resting: dict[int, tuple[Job, Any]] = {}
-        self.left: list[Job] = []
-        flow.begin()
-        self.collect()
+        self.running: collections.Counter[int] = collections.Counter()
+        super().__init__(*stages, sink=sink)
 
-    def collect(self) -> None:
-        for job in self.flow.ready:
-            number = job.number
-            if job.results is None:
-                self.jobs[number] += 1
-                self.most[number] = max(self.most[number], self.jobs[number])
-                job.results = (
-                    self.source if number == 0 else iter([(job.item, n) for n in range(self.many)])
-                )
-            self.left.append(job)
-        self.flow.ready = []
+    def put(self, job: Job) -> None:
+        if job.iterator is None:
+            self.running[job.number] += 1
+            results = [(job.item, n) for n in range(self.many)]
+            job.iterator = iter(results) if job.number else self.source
+        super().put(job)
 
-    def step(self, place: int) -> None:
+    def step(self, which: int) -> None:
         """Have one of the jobs that may run give its next result, or end."""
-        job = self.left[place % len(self.left)]
-        number = job.number
-        stream: Any = job.results
-        output = next(stream, NOTHING)
+        job = self.jobs[which % len(self.jobs)]
+        output = next(job.iterator, NOTHING)
         if output is NOTHING:
-            self.left.remove(job)
-            self.jobs[number] -= 1
-            self.flow.finished(job)
+            self.jobs.remove(job)
+            self.running[job.number] -= 1
+            self.finish(job)
         else:
-            self.drawn += number == 0
-            if not self.flow.yielded(job, output):
-                self.left.remove(job)
-        self.collect()
+            self.drawn += job.number == 0
+            # It may come back before this call has returned.
+            self.jobs.remove(job)
+            if self.flow.yielded(job, output, 0):
+                self.jobs.append(job)
 
-    def take(self) -> None:
-        item = self.flow.take()
-        self.collect()
+    def consume(self) -> None:
+        item = self.take()
         if item is END:
             self.is_ended = True
         elif item is not NOTHING:
@@ -116,7 +103,7 @@ class Runner:
 STAGES = st.lists(
     st.one_of(
         st.tuples(st.integers(1, 4), st.booleans()),
-        st.tuples(st.integers(1, 3), st.just(False), st.just("group")),
+        st.tuples(st.integers(1, 3), st.just(False), st.just("list")),
     ),
     max_size=4,
 )
@@ -136,189 +123,127 @@ def flatten(items: Any) -> list[int]:
 @given(STAGES, st.integers(1, 3), st.integers(0, 12), st.integers(1, 3), SEEDS)
 def test_every_item_arrives_once_whatever_comes_first(stages, sink, count, many, seed):
     draw = random.Random(seed)
-    many = many if sum(stage[-1] != "group" for stage in stages) < 3 else 1
-    runner = Runner(make_flow(*stages, sink=sink), count, many)
-    pipes = [stage for stage in stages if stage[-1] != "group"]
-    places = [stage[0] for stage in stages if stage[-1] != "group"]
+    many = many if sum(len(stage) == 2 for stage in stages) < 3 else 1
+    runner = Runner(*stages, sink=sink, count=count, many=many)
+    pipes = [stage for stage in stages if len(stage) == 2]
     while not runner.is_ended:
-        # Nothing is stuck: a job may go on, or there is something for the consumer.
-        assert runner.left or runner.flow.has_news
-        if runner.left and draw.random() < 0.6:
+        if runner.jobs and draw.random() < 0.6:
             runner.step(draw.randrange(20))
         else:
-            runner.take()
+            before = len(runner.taken)
+            runner.consume()
+            # Nothing is stuck: a job may go on, or there was something for the consumer.
+            assert runner.jobs or runner.is_ended or len(runner.taken) > before
         for number, stage in enumerate(stages, start=1):
-            if stage[-1] != "group":
-                assert runner.jobs[number] <= stage[0]
-    assert not runner.left
+            assert len(stage) == 3 or runner.running[number] <= stage[0]
+    assert not runner.jobs
     arrived = flatten(runner.taken)
     assert sorted(arrived) == sorted(list(range(count)) * many ** len(pipes))
     # The results of one list are lists, one after the other.
     is_in_order = all(stage[1] or stage[0] == 1 for stage in pipes)
     if is_in_order and (many == 1 or len(pipes) == len(stages)):
         assert arrived == sorted(arrived)
-    assert all(most <= max([1, *places]) for most in runner.most.values())
 
 
 @given(STAGES, st.integers(1, 3), SEEDS)
 def test_a_consumer_that_takes_nothing_stops_the_source(stages, sink, seed):
     draw = random.Random(seed)
-    runner = Runner(make_flow(*stages, sink=sink), 10_000)
-    while runner.left:
+    runner = Runner(*stages, sink=sink, count=10_000)
+    while runner.jobs:
         runner.step(draw.randrange(5))
     # The formula of Pipeline's docstring, in items of the source.
-    size, bound = 1, 1
+    size, bound, queue = 1, 1, SOURCE_QUEUE
     for stage in stages:
-        bound += size * QUEUE
-        if stage[-1] == "group":
+        bound += size * queue
+        queue = QUEUE
+        if len(stage) == 3:
             bound += size * stage[0] * 2
             size *= stage[0]
         else:
             bound += size * stage[0]
     bound += size * sink
-    assert runner.drawn <= bound
-    # And all that room is used, but for what a group has begun.
-    assert runner.drawn >= sink
+    assert sink <= runner.drawn <= bound
 
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, [[0, 1], [2]]), (True, [[0, 1]])])
 def test_a_last_list_that_is_short_is_kept_or_left_out(drop_last, expected):
-    runner = Runner(make_flow((2, drop_last, "group"), sink=3), 3)
-    while runner.left:
+    runner = Runner((2, drop_last, "list"), sink=3, count=3)
+    while runner.jobs:
         runner.step(0)
     while not runner.is_ended:
-        runner.take()
+        runner.consume()
     assert runner.taken == expected
 
 
-def drain(flow: Flow) -> list[Any]:
-    taken = []
-    while (item := flow.take()) is not END:
-        assert item is not NOTHING
-        taken.append(item)
-    return taken
-
-
-def test_what_failed_comes_after_what_was_before_it_and_nothing_comes_after():
-    flow = make_flow((1, False), (2, False, "group"), (1, False), sink=4)
+def test_what_failed_comes_after_what_was_before_it_and_begins_no_list():
+    hand = Hand((1, False), (2, False, "list"), (1, False), sink=4)
     error = ValueError("of the op")
-    flow.begin()
-    (source,) = flow.ready
-    flow.ready = []
+    source = hand.only()
+    for number in range(4):
+        hand.flow.yielded(source, number, 0)
     for number in range(3):
-        flow.yielded(source, number)
-    (job,) = flow.ready
-    flow.ready = []
-    flow.finished(job, ["first"])
-    (job,) = flow.ready
-    flow.ready = []
-    flow.failed(job, error, None)
-    # The source may still give what it has in hand; nobody begins it.
-    flow.yielded(source, 3)
-    flow.finished(source)
-    assert flow.ready == []
-    (raised,) = drain(flow)
+        job = next(job for job in hand.jobs if job.number == 1)
+        hand.jobs.remove(job)
+        hand.finish(job, number)
+    of_list, job = sorted(hand.jobs, key=lambda job: -job.number)
+    assert of_list.item == [0, 1]
+    assert hand.flow.failed(job, error) is None
+    hand.finish(of_list, "first")
+    assert hand.take() == "first"
+    raised = hand.take()
     assert type(raised) is Raised
     assert raised.error is error
 
 
-def test_a_stage_whose_end_is_judged_bad_raises_before_the_end():
-    error = ValueError("too many")
-    failure_counter = FailureCounter(error)
-    flow = make_flow((1, False, failure_counter), (1, True), sink=2)
-    runner = Runner(flow, 1)
-    while runner.left:
-        runner.step(0)
-    first, raised = drain(flow)
-    assert first == ((0, 0), 0)
-    assert raised.error is error
-    assert failure_counter.calls == 1
-
-
 def test_in_order_only_the_first_job_gives_more_than_one_result_ahead():
-    flow = make_flow((2, True), sink=1)
-    flow.begin()
-    (source,) = flow.ready
-    flow.ready = []
-    flow.yielded(source, "a")
-    flow.yielded(source, "b")
-    first, second = flow.ready
-    flow.ready = []
-    assert not flow.yielded(second, "b1")  # it rests until all of the first is passed on
-    assert flow.yielded(first, "a1")
-    assert flow.take() == "a1"
-    assert flow.ready == []
-    flow.finished(first)
-    assert flow.take() == "b1"
-    assert second in flow.ready
+    hand = Hand((2, True), sink=1)
+    source = hand.only()
+    hand.flow.yielded(source, "a", 0)
+    hand.flow.yielded(source, "b", 0)
+    first, second = hand.jobs
+    hand.jobs.clear()
+    assert not hand.flow.yielded(second, "b1", 0)  # it rests until all of the first is passed on
+    assert hand.flow.yielded(first, "a1", 0)
+    assert hand.take() == "a1"
+    assert hand.jobs == []
+    hand.finish(first)
+    assert hand.take() == "b1"
+    assert second in hand.jobs
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_result_that_waits_for_room_holds_its_item_no_longer(in_order):
-    flow = make_flow((1, in_order))
-    flow.begin()
-    [source] = flow.ready
+def test_a_result_that_waits_for_space_holds_its_item_no_longer(in_order):
+    hand = Hand((1, in_order))
+    source = hand.only()
     for _ in range(2):  # the second finds the sink full
-        flow.ready = []
-        flow.yielded(source, "the item")
-        [job] = flow.ready
-        flow.finished(job, ["the result"])
+        hand.flow.yielded(source, "the item", 0)
+        job = hand.only()
+        hand.finish(job, "the result")
     assert [output for output, _ in job.outputs] == ["the result"]
     assert job.item is None
 
 
-@pytest.mark.parametrize(
-    "stages", [[(1, False)], [(1, True), (1, True)], [(1, False, "group"), (1, True)]]
-)
-def test_a_source_is_not_asked_for_more_once_a_stage_has_failed(stages):
-    flow = make_flow(*stages)
-    flow.begin()
-    [source] = flow.ready
-    flow.ready = []
-    assert flow.yielded(source, 1)
-    [job] = flow.ready
-    while job.number < len(stages):
-        flow.ready = []
-        flow.finished(job, [1])
-        [job] = flow.ready
-    flow.ready = []
-    flow.failed(job, ValueError(), None)
-    assert not flow.yielded(source, 2)
-    while not isinstance(flow.take(), Raised):
-        pass
-    assert flow.ready == []
-
-
-def test_each_place_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
-    flow = make_flow((2, True), sink=1)
-    clock, [_, stage] = flow.clock, flow.stages
-    ms = 1_000_000
-
-    def at(time_ms):
-        ready, flow.ready = flow.ready, []
-        flow.set_time(time_ms * ms)
-        return ready
-
-    flow.begin()
-    [source] = at(10)  # both workers are free for 10 ms
-    flow.yielded(source, "a")
-    flow.yielded(source, "b")
-    first, second = at(15)  # both in work for 5 ms
-    flow.finished(second, ["b"])
-    at(18)  # one in work, the other behind it
-    flow.finished(first, ["a"])
-    at(25)  # "a" fills the sink, "b" is blocked, and a worker is free
-    clock.is_waiting = False
-    assert flow.take() == "a"
-    clock.is_waiting = True
-    at(30)  # both are free, while the consumer waits
-    assert flow.take() == "b"
+def test_each_worker_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
+    hand = Hand((2, True), sink=1)
+    flow, ms = hand.flow, 1_000_000
+    hand.now_ns = 10 * ms  # both workers are free for 10 ms
+    source = hand.only()
+    flow.yielded(source, "a", 0)
+    flow.yielded(source, "b", 0)
+    first, second = hand.jobs
+    hand.now_ns = 15 * ms  # both are in work for 5 ms
+    flow.finished(second, ["b"], 0)
+    hand.now_ns = 18 * ms  # one is in work, the other behind it
+    flow.finished(first, ["a"], 0)
+    hand.now_ns = 25 * ms  # "a" fills the sink, "b" is blocked, and a worker is free
+    assert [flow.take(0), flow.take(0)] == ["a", "b"]
+    assert flow._pop() is NOTHING
+    hand.now_ns = 30 * ms  # both are free, while the consumer waits
     flow.measure()
-    meter = stage.meter
+    meter = flow.meters[1]
     assert meter.working_ns == (2 * 5 + 3) * ms
     assert meter.behind_ns == 3 * ms
     assert meter.blocked_ns == 7 * ms
-    assert meter.waited_occupied_ns == 0
-    assert clock.waited_ns == 5 * ms
-    assert flow.sink_meter.queued_ns == (7 + 5) * ms
-    assert [one.out_count for one in (stage.meter, flow.sink_meter)] == [2, 2]
+    assert meter.limiting_ns == 0
+    assert flow.waited_ns == 5 * ms
+    assert (meter.out_count, flow.item_count) == (2, 2)

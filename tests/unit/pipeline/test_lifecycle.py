@@ -220,8 +220,8 @@ def test_what_teardown_raises_is_logged_and_delays_no_other(is_async, caplog, co
         (lambda: build(use, 3), TypeError, ["setup", "callable", "=3"]),
         (lambda: build(use, None, print), ValueError, ["teardown needs setup"]),
         (lambda: build(use, dict, 4), TypeError, ["teardown", "=4"]),
-        (lambda: build(use, refuse_soon), TypeError, ["setup of stage 'load'", "coroutine"]),
-        (lambda: build(use, dict, use_soon), TypeError, ["teardown of stage 'load'", "coroutine"]),
+        (lambda: build(use, refuse_soon), TypeError, ["setup is async", "await"]),
+        (lambda: build(use, dict, use_soon), TypeError, ["teardown is async", "await"]),
         (
             lambda: build(use, dict, print, executor="process"),
             ValueError,

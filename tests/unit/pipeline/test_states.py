@@ -266,10 +266,10 @@ def test_an_item_that_an_interruption_has_lost_was_not_delivered(monkeypatch):
     items = iter(pipeline)
     assert next(items) == 1
 
-    def interrupted(item):
+    def interrupted(transfer, item):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shmloader.pipeline.epoch.opened", interrupted)
+    monkeypatch.setattr("shmloader.pipeline.pipeline.opened", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(items)
     monkeypatch.undo()
@@ -345,35 +345,17 @@ def test_a_state_cannot_change_an_epoch_that_is_under_way():
     assert list(pipeline) == list(range(9))
 
 
-def damaged(state):
-    return {**state, "read": state["read"] + 1}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda state: [], TypeError, ["dict", "list"]),
-        (lambda state: {"epoch": 1}, ValueError, ["not saved by a pipeline", "'epoch'"]),
-        (
-            lambda state: {**state, "version": 99},
-            ValueError,
-            ["not saved", "version 1"],
-        ),
-        (damaged, ValueError, ["damaged"]),
-    ],
-)
-def test_a_state_that_is_none_is_told(change, error, words):
-    pipeline = chain(range(9))
-    with pytest.raises(error) as caught:
-        pipeline.load_state_dict(change(pipeline.state_dict()))
-    assert all(word in str(caught.value) for word in words), caught.value
+@pytest.mark.parametrize("state", [[], {}, {"epoch": 1}, {"pipeline": {}, "version": 99}])
+def test_a_state_that_is_none_is_told(state):
+    with pytest.raises(ValueError, match="not saved by a pipeline"):
+        chain(range(9)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: chain(range(10), add_one), ["length: 9 in the state, 10 in this pipeline"]),
-        (lambda: chain(Counter(9), add_one), ["has a state of its own: False in the state"]),
+        (lambda: chain(range(10), add_one), ["'length': 9", "'length': 10"]),
+        (lambda: chain(Counter(9), add_one), ["'has a state of its own': False"]),
         (lambda: chain(range(9), repeat), ["stages", "'one result'", "'many results'"]),
         (lambda: build(range(9), ["function"], 2), ["stages", "aggregate(2)"]),
     ],

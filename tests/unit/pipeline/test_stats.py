@@ -60,9 +60,7 @@ def test_each_stage_counts_what_goes_in_and_out_fails_and_is_left_out():
         ("aggregate(8)", "aggregate", 1, 32, 4),
     ]
     assert [stage.failures for stage in stats.stages] == [0, 0, 4, 0, 0, 0]
-    assert [stage.left_out for stage in stats.stages] == [0, 0, 0, 20, 0, 0]
-    assert [stage.queue_size for stage in stats.stages] == [0, 8, 2, 2, 2, 2]
-    assert (stats.items, stats.state, stats.buffer_size) == (4, "ended", 5)
+    assert (stats.items, stats.state) == (4, "ended")
     assert stats.elapsed_s >= stats.wait_s >= stats.startup_s > 0
     for stage in stats.stages:
         shares = (
@@ -96,15 +94,13 @@ def test_the_time_in_an_op_is_that_of_the_op():
     assert list(pipeline) == list(range(20))
     for stage in pipeline.stats().stages:
         assert stage.op_mean_s >= 0.0019
-        assert stage.op_p50_s >= 0.0018
-        assert stage.op_p95_s >= stage.op_p50_s
     assert pipeline.stats().stages[1].op_mean_s >= 0.0028
 
 
 def test_before_the_first_epoch_there_is_nothing():
     pipeline = chain(range(3), same)
     stats = pipeline.stats()
-    assert stats == PipelineStats(buffer_size=3, num_threads=1)
+    assert stats == PipelineStats()
     assert repr(stats) == "<PipelineStats: not started>"
     assert "No item" in str(stats)
 
@@ -116,7 +112,7 @@ def test_statistics_are_those_of_the_newest_epoch_and_stay_after_stop():
             break
     stats = pipeline.stats()
     assert stats.items == 10
-    assert stats.state == "ended: it was stopped"
+    assert stats.state == "ended: its iterator was left"
     assert stats.stages[1].items_in >= 10
     assert pipeline.stats() == stats
     assert len(list(pipeline)) == 30
@@ -181,9 +177,7 @@ def stage(name, share, **changes):
 
 
 def judged(*stages, **changes):
-    stats = PipelineStats(
-        "ended", stages, items=100, elapsed_s=10.0, wait_s=5.0, wait_share=0.5, num_threads=2
-    )
+    stats = PipelineStats("ended", stages, items=100, elapsed_s=10.0, wait_s=5.0, wait_share=0.5)
     return dataclasses.replace(stats, **changes)
 
 
@@ -215,11 +209,6 @@ def judged(*stages, **changes):
             judged(stage("the source", 0.1), stage("a", 0.93), stage("b", 0.95)),
             ("a", "b"),
             ["a and b limit about equally", "93% to 95%"],
-        ),
-        (
-            judged(stage("the source", 0.1), stage("a", 0.9, thread_wait_share=0.7)),
-            ("a",),
-            ["one of the 2 threads", "num_threads"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.4, op_mean_s=2e-6)),

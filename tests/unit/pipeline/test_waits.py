@@ -40,11 +40,11 @@ def test_the_stage_that_has_items_in_work_is_named_and_those_that_wait():
     builder.pipe(decode, concurrency=2).aggregate(4).pipe(sum, name="add")
     with builder.add_sink().build().auto_stop() as pipeline:
         gate.wait_until_reached(2)
-        wait_until(lambda: "The source" not in text_of_timeout(pipeline))
+        wait_until(lambda: "the source" not in text_of_timeout(pipeline))
         text = text_of_timeout(pipeline)
         gate.open()
         assert pipeline.get_item(SOON_S) == 3
-    assert re.search(rf"Stage 'decode' has had 2 items in work, one for {DURATION}\.", text), text
+    assert re.search(rf"stage 'decode' \(2 items, for up to {DURATION}\)\.", text), text
     assert text.endswith("aggregate(4), stage 'add'."), text
 
 
@@ -53,14 +53,14 @@ def test_a_source_that_yields_nothing_is_named():
     with chain(iter(inbox.get, None), abs).auto_stop() as pipeline:
         text = text_of_timeout(pipeline)
         inbox.put(None)
-    assert re.search(rf"The source has had 1 item in work for {DURATION}\.", text), text
+    assert re.search(rf"In work: the source \(1 item, for up to {DURATION}\)\.", text), text
     assert text.endswith(" Idle: stage 'abs'.")
 
 
 def test_a_process_that_has_an_item_is_named():
     builder = PipelineBuilder().add_source(range(1)).pipe(wait_for_ever, executor="process")
     with builder.add_sink().build().auto_stop() as pipeline:
-        wait_until(lambda: "'wait_for_ever' has had 1 item in work" in text_of_timeout(pipeline))
+        wait_until(lambda: "'wait_for_ever' (1 item" in text_of_timeout(pipeline))
 
 
 def wait_for_ever(item):
@@ -76,7 +76,7 @@ def test_an_iterator_says_the_same():
 
     items = iter(chain(range(1), op, timeout=0.01))
     gate.wait_until_reached()
-    text = r"call next\(\) or get_item\(\) again\. .*Stage 'op' has had 1 item in work for"
+    text = r"call next\(\) or get_item\(\) again\. .*stage 'op' .1 item, for up to"
     with pytest.raises(TimeoutError, match=text):
         next(items)
     gate.open()
