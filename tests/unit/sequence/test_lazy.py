@@ -152,7 +152,7 @@ def test_an_exception_that_takes_no_notes_is_raised_nevertheless():
     ("make", "error", "words"),
     [
         (lambda: smap(3, [1]), TypeError, ["f ", "3"]),
-        (lambda: smap(negate), TypeError, ["sequence"]),
+        (lambda: smap(negate), ValueError, ["sequences", "[]"]),
         (lambda: smap(add, [1], [1, 2]), ValueError, ["[1, 2]"]),
         (lambda: batch([1], 0), ValueError, ["k ", "=0"]),
         (lambda: batch([1], 2, drop_last=1), TypeError, ["drop_last", "=1"]),

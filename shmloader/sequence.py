@@ -1,0 +1,347 @@
+"""Lazy sequences: an item is computed when it is accessed.
+
+Each function takes objects with ``len()`` and ``[index]`` and returns another such object. Items
+are computed when they are accessed, and not kept. Indices may be negative. A slice is a lazy
+sequence as well. A lazy sequence can be pickled if the sequences and functions that it is made of
+can be pickled. If computing an item raises, the exception gets a note for each lazy sequence
+involved, with the index, and the file and line where that sequence was made.
+
+``prefetch`` computes items ahead, on threads or in worker processes. The sequence is then a
+loader's dataset, and each index is a ticket. So the loader takes care of order, slots, failures,
+deaths of workers and shutdown.
+"""
+
+import bisect
+import contextlib
+import functools
+import itertools
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from shmloader.loader.config import Sharing
+from shmloader.loader.dataloader import DataLoader
+from shmloader.sampling.checks import flag, whole_number
+
+__all__ = ["batch", "concatenate", "cycle", "gather", "prefetch", "smap"]
+
+
+def _made_at() -> str:
+    """Return the file and line that called this module."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class LazySequence(Sequence[Any]):
+    """A sequence whose items are computed: indices, slices, iteration, and notes on exceptions.
+
+    Args:
+        name: Name of the function that makes the sequence, or "slice".
+        length: Number of items; ``math.inf`` if it is endless.
+        compute: Returns the item at an index, which is not negative.
+    """
+
+    def __init__(self, name: str, length: float, compute: Callable[[int], Any]) -> None:
+        self._name, self._length, self._compute = name, length, compute
+        self._made_at = _made_at()
+
+    def __len__(self) -> int:
+        if self._length == math.inf:
+            raise TypeError("a cycle without a limit has no length")
+        return int(self._length)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an item, or for a slice a lazy sequence.
+
+        Raises:
+            IndexError: If there is no such item.
+            Exception: Whatever computing the item raises, with a note.
+        """
+        is_endless = self._length == math.inf
+        if isinstance(index, slice):
+            if is_endless and (index.stop is None or min(index.start or 0, index.stop) < 0):
+                raise IndexError(f"a cycle without a limit has no end to count from: {index}")
+            part = range(index.stop if is_endless else len(self))[index]
+            return LazySequence("slice", len(part), partial(_gathered, self, part))
+        position = operator.index(index)
+        if position < 0 and not is_endless:
+            position += len(self)
+        if not 0 <= position < self._length:
+            many = "without a limit" if is_endless else f"of {self._length} items"
+            raise IndexError(
+                f"the {self._name} {many} made at {self._made_at} has none of index {index}"
+            )
+        try:
+            return self._compute(position)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # an exception may refuse attributes
+                error.add_note(
+                    f"Item {position} of the {self._name} made at {self._made_at} failed."
+                )
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        # Sequence's __iter__ would take an IndexError that an item raises for the end.
+        for index in itertools.count() if self._length == math.inf else range(len(self)):
+            yield self[index]
+
+    def __repr__(self) -> str:
+        return f"<{self._name} made at {self._made_at}>"
+
+
+def _mapped(f: Callable[..., Any], sequences: tuple[Sequence[Any], ...], index: int) -> Any:
+    return f(*[sequence[index] for sequence in sequences])
+
+
+def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
+    """Return a sequence whose item i is ``f(seqs[0][i], seqs[1][i], ...)``.
+
+    Args:
+        f: Called with one item of each sequence, whenever an item of the result is accessed.
+        seqs: One or more sequences of the same length.
+
+    Raises:
+        TypeError: If ``f`` is not callable.
+        ValueError: If there is no sequence, or the sequences differ in length.
+    """
+    _check_callable(f, "f")
+    lengths = [len(sequence) for sequence in seqs]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"smap needs sequences of the same length, but got lengths {lengths}")
+    return LazySequence("smap", lengths[0], partial(_mapped, f, seqs))
+
+
+def _gathered(sequence: Sequence[Any], indices: Sequence[Any], index: int) -> Any:
+    position = operator.index(indices[index])
+    if position < 0:  # the sequence itself may not support negative indices
+        position += len(sequence)
+    if position < 0:
+        raise IndexError(f"a sequence of {len(sequence)} items has none of index {indices[index]}")
+    return sequence[position]
+
+
+def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
+    """Return a sequence whose item i is ``seq[indices[i]]``: reordered, selected or repeated items.
+
+    Args:
+        seq: A sequence.
+        indices: A sequence of ints (a list, a range, an array). Negative ones count from the end.
+            They are checked when an item is accessed, which raises IndexError for one out of range.
+    """
+    return LazySequence("gather", len(indices), partial(_gathered, seq, indices))
+
+
+def _batched(
+    sequence: Sequence[Any], size: int, collate_fn: Callable[[list[Any]], Any], index: int
+) -> Any:
+    end = min((index + 1) * size, len(sequence))
+    return collate_fn([sequence[position] for position in range(index * size, end)])
+
+
+def batch(
+    seq: Sequence[Any],
+    k: int,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> LazySequence:
+    """Return a sequence of batches: item i is a list of the items from ``i * k`` on, at most ``k``.
+
+    Args:
+        seq: A sequence.
+        k: Number of items in a batch.
+        drop_last: Whether a shorter last batch is left out.
+        collate_fn: Called with each list. Its result is the item. With None, the list itself is.
+
+    Raises:
+        TypeError, ValueError: If ``k``, ``drop_last`` or ``collate_fn`` is invalid.
+    """
+    collate_fn = _unchanged if collate_fn is None else collate_fn
+    _check_callable(collate_fn, "collate_fn")
+    size = whole_number(k, "k", minimum=1)
+    whole, left = divmod(len(seq), size)
+    count = whole if flag(drop_last, "drop_last") else whole + (left > 0)
+    return LazySequence("batch", count, partial(_batched, seq, size, collate_fn))
+
+
+def _unchanged(items: Any) -> Any:
+    return items
+
+
+def _check_callable(function: object, argument: str) -> None:
+    if not callable(function):
+        raise TypeError(f"{argument} should be callable, but got {argument}={function!r}")
+
+
+def _concatenated(sequences: list[Sequence[Any]], ends: list[int], index: int) -> Any:
+    which = bisect.bisect_right(ends, index)
+    return sequences[which][index - (ends[which - 1] if which else 0)]
+
+
+def concatenate(seqs: Iterable[Sequence[Any]]) -> LazySequence:
+    """Return a sequence of the items of several sequences, one sequence after the other."""
+    sequences = list(seqs)
+    ends = list(itertools.accumulate(map(len, sequences)))
+    length = ends[-1] if ends else 0
+    return LazySequence("concatenate", length, partial(_concatenated, sequences, ends))
+
+
+def _cycled(sequence: Sequence[Any], index: int) -> Any:
+    return sequence[index % len(sequence)]
+
+
+def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
+    """Return a sequence of the items of ``seq``, repeated.
+
+    Args:
+        seq: A sequence that is not empty.
+        limit: Total number of items; None for an endless sequence, for which ``len()`` raises
+            TypeError.
+
+    Raises:
+        TypeError, ValueError: If ``limit`` is invalid, or ``seq`` is empty and ``limit`` is not 0.
+    """
+    length = math.inf if limit is None else whole_number(limit, "limit", minimum=0)
+    if len(seq) == 0 and limit != 0:
+        raise ValueError("cycle needs a sequence that is not empty")
+    return LazySequence("cycle", length, partial(_cycled, seq))
+
+
+# Prefetching -----------------------------------------------------------------------------
+
+
+class _OrderFrom:
+    """A sampler of the indices from ``start`` to the end of the sequence."""
+
+    def __init__(self, length: int) -> None:
+        self.start, self._length = 0, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self._length))
+
+
+def _run_hook(hook: Callable[[], Any], _worker_id: int) -> None:
+    hook()
+
+
+class _Loader(DataLoader[Any]):
+    """A loader whose window is an argument, and not computed from ``prefetch_factor``."""
+
+    def __init__(self, window: int, **options: Any) -> None:
+        self._sharing = Sharing(window=window)
+        super().__init__(**options)
+
+
+class _Reader:
+    """Reads the items of a sequence with a loader, whose workers start at the first access.
+
+    Args:
+        sequence: The sequence.
+        window: Maximum number of items in flight.
+        options: Further arguments of the loader.
+    """
+
+    def __init__(self, sequence: Sequence[Any], window: int, options: dict[str, Any]) -> None:
+        self._args = sequence, window, options
+        # The process that the loader belongs to: a forked child has one of its own.
+        self._pid = os.getpid()
+        self._order = _OrderFrom(len(sequence))
+        self._loader = _Loader(
+            window,
+            dataset=sequence,
+            batch_size=None,
+            sampler=self._order,
+            collate_fn=_unchanged,
+            persistent_workers=True,
+            **options,
+        )
+        self._items: Any = None
+        # Index of the item that the loader delivers next; -1 if that is not known.
+        self._next = -1
+
+    def __reduce__(self) -> Any:
+        return _Reader, self._args
+
+    def read(self, index: int) -> Any:
+        """Return an item."""
+        if self._pid != os.getpid():
+            _Reader.__init__(self, *self._args)
+        if index != self._next or self._items.is_closed:
+            self._order.start = index
+            self._items = iter(self._loader)
+        self._next = -1
+        item = next(self._items)
+        self._next = index + 1
+        return item
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._loader.close()
+        _Reader.__init__(self, *self._args)
+
+
+class _Prefetched(LazySequence):
+    """The sequence that :func:`prefetch` returns."""
+
+    def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
+        self._reader = _Reader(sequence, window, options)
+        super().__init__("prefetch", len(sequence), self._reader.read)
+
+    def close(self) -> None:
+        """Stop the workers. Accessing an item after that starts new ones."""
+        self._reader.close()
+
+
+def prefetch(
+    seq: Sequence[Any],
+    nworkers: int = 0,
+    method: Literal["thread", "process"] = "thread",
+    max_buffered: int = 10,
+    start_hook: Callable[[], Any] | None = None,
+    shm_size: int | str | None = None,
+) -> LazySequence:
+    """Return a sequence of the same items, computed ahead while they are read in order.
+
+    Reading an item out of order discards the items computed ahead. So put ``gather`` inside
+    ``prefetch``, not around it. Workers start when the first item is read. They stop when the
+    sequence is garbage-collected, or by its ``close()``. Only one thread at a time may use the
+    sequence. If computing an item raises, reading that item raises, too; the following items are
+    not affected.
+
+    Args:
+        seq: A sequence, shared by the threads or copied to the processes.
+        nworkers: Number of threads or processes; 0 for the number of cores that this process may
+            use. At most ``max_buffered`` are started.
+        method: "thread" or "process". Processes send items in shared-memory slots.
+        max_buffered: Maximum number of items computed ahead, including those in progress.
+        start_hook: Called in each worker before its first item.
+        shm_size: Cap on the shared memory, in bytes or as text such as ``"512MiB"``; see
+            :class:`shmloader.DataLoader`. Only with "process".
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid.
+    """
+    if method not in ("thread", "process"):
+        raise ValueError(f"method should be 'thread' or 'process', but got method={method!r}")
+    if start_hook is not None:
+        _check_callable(start_hook, "start_hook")
+    count = whole_number(nworkers, "nworkers", minimum=0) or len(os.sched_getaffinity(0))
+    window = whole_number(max_buffered, "max_buffered", minimum=1)
+    count = min(count, window)  # more workers would be idle
+    return _Prefetched(
+        seq,
+        window,
+        num_workers=count,
+        prefetch_factor=window // count,  # for torch's workers where ours are not supported
+        thread_pool=method == "thread",
+        worker_init_fn=start_hook and functools.partial(_run_hook, start_hook),
+        shm_size=shm_size,
+    )
