@@ -4,6 +4,7 @@ A signal handler runs between any two instructions of the main thread. Its excep
 the code that runs at that moment, for instance the dataset's, although that code did not raise it.
 """
 
+import functools
 import signal
 import traceback
 from collections.abc import Callable
@@ -21,8 +22,8 @@ def is_interruption(error: BaseException) -> bool:
     handler counts while it is installed, so what a user's own timer raises inside a block that sets
     and restores the handler is the user's error.
 
-    An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a partial or
-    a handler written in C raises, is not recognised.
+    An ``Exception`` that another thread sets (``PyThreadState_SetAsyncExc``), or that a handler
+    written in C raises, is not recognised.
 
     Args:
         error: The exception, as it was caught.
@@ -37,6 +38,8 @@ def is_interruption(error: BaseException) -> bool:
 
 def _code_of(handler: Any) -> CodeType | None:
     """Return the code that runs first when a function, method or object is called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
     if callable(handler) and not hasattr(handler, "__code__"):
         handler = handler.__call__
     return getattr(handler, "__code__", None)

@@ -63,7 +63,7 @@ def caught(function: Callable[[], object]) -> BaseException:
         Heir(),
         Forgetful(),
         Forgetful().__call__,
-        handle_any,
+        functools.partial(handle_any, "more"),
         Handler(),
         Handler().method,
         lambda signum, frame: fail(),
