@@ -39,7 +39,7 @@ from shmloader.loader.options import (
     is_data_pipe,
     starts_processes,
 )
-from shmloader.memory.system_support import is_supported
+from shmloader.memory.limits import is_supported
 from shmloader.process_state import PROCESS
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder

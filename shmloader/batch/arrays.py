@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from shmloader.batch.timer import Timer
+from shmloader.batch.collator import Timer
 from shmloader.memory.layout import BARE, DICT, LIST
 from shmloader.memory.packer import Column, Columns, RowGatherer
 from shmloader.memory.segment import address_of

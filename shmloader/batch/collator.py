@@ -1,7 +1,8 @@
 """Collates the samples of a batch: the one place where the user's collate function is called.
 
 Runs where batches are made. In a worker process, batches of torch's own ``default_collate`` are
-packed into the slot instead, where that gives the same batch.
+packed into the slot instead, where that gives the same batch. The :class:`Timer` measures this and
+the other parts of the work.
 """
 
 import inspect
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from os import getpid
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from shmloader.batch.explain import explain_collate_error
-from shmloader.batch.timer import Timer
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.collate import is_plain
 from shmloader.memory.packer import FlatPacker
@@ -22,6 +25,51 @@ if TYPE_CHECKING:
 
 _now_ns = time.monotonic_ns
 
+# How deep in a batch bytes are counted.
+_DEPTH = 8
+
+
+class Timer:
+    """Measures the batches of one worker, or of a loader without workers. One thread uses it.
+
+    Attributes:
+        began_ns: When the batch was begun, by ``time.monotonic_ns()``.
+        fetched_ns: When it was fetched and collated, so that encoding began.
+        collate_ns: How long collating took.
+        sample_count: How many samples the batch has.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, now_ns: int | None = None) -> None:
+        """Start the timer for a batch, now or at ``now_ns``."""
+        self.began_ns = self.fetched_ns = _now_ns() if now_ns is None else now_ns
+        self.collate_ns = self.sample_count = 0
+
+    def read(self) -> tuple[int, int, int, int, int]:
+        """Return the times of the batch. Called when the batch has been encoded.
+
+        They are the fields of :class:`~shmloader.insight.measurements.WorkTimes`: times in
+        nanoseconds, and the number of samples. A plain tuple is made and pickled faster.
+        """
+        ended_ns = _now_ns()
+        began_ns, fetched_ns, collate_ns = self.began_ns, self.fetched_ns, self.collate_ns
+        fetch_ns = max(fetched_ns - began_ns - collate_ns, 0)
+        return began_ns, fetch_ns, collate_ns, ended_ns - fetched_ns, self.sample_count
+
+
+def bytes_of(batch: object, depth: int = _DEPTH) -> int:
+    """Count the bytes of a batch's tensors and arrays, also inside lists, tuples and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes if batch.layout is torch.strided else 0
+    if isinstance(batch, np.ndarray):
+        return batch.nbytes
+    if isinstance(batch, list | tuple | dict) and depth:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return sum(bytes_of(part, depth - 1) for part in parts)
+    return 0
+
 
 class Collator:
     """Makes batches of samples. One thread at a time uses it.
@@ -31,13 +79,8 @@ class Collator:
         timer: Counts samples, and measures the time that collating takes.
         takes_list: Whether the function's argument is a list of samples rather than one sample.
         writer: In a worker process, the writer of its slots; else None.
-        rng: The samples' random number generators; None without a seed.
-        begin: Seeds for collating these samples. It is not called for a batch that is packed, since
-            packing draws no random numbers. None to call nothing.
-
-    Attributes:
-        counts_samples: Whether the samples are counted here for ``rng``, as ``begin_sample`` was
-            not called for them.
+        rng: The samples' random number generators, which are seeded for collating; None without a
+            seed. They are not for a batch that is packed, since packing draws no random numbers.
     """
 
     def __init__(
@@ -48,15 +91,11 @@ class Collator:
         takes_list: bool = True,
         writer: SlotWriter | None = None,
         rng: "SampleRng | None" = None,
-        begin: Callable[[Any], None] | None = None,
     ) -> None:
-        self._collate_fn, self._timer = collate_fn, timer
+        self._collate_fn, self._timer, self._rng = collate_fn, timer, rng
         self._takes_list, self._writer = takes_list, writer
-        self._rng, self._begin = rng, begin
-        self._packer = None
-        if writer is not None and is_plain(collate_fn):
-            self._packer = FlatPacker(writer)
-        self.counts_samples = False
+        packs = writer is not None and is_plain(collate_fn)
+        self._packer = FlatPacker(writer) if packs and writer is not None else None
 
     def __call__(self, samples: Any, indices: Any = None) -> Any:
         """Return the batch of these samples, or the ``FlatLayout`` of one that was packed.
@@ -67,13 +106,12 @@ class Collator:
 
         Raises:
             TypeError: If the samples are coroutines that were not awaited.
-            BaseException: What the collate function raises; see :func:`explain_collate_error`.
+            BaseException: What the collate function raises, with a note if it is about the samples.
         """
-        timer, writer, rng = self._timer, self._writer, self._rng
+        timer, writer = self._timer, self._writer
         began_ns = _now_ns()
         # Before collating, which may change the list.
-        count = len(samples) if self._takes_list else 1
-        timer.sample_count += count
+        timer.sample_count += len(samples) if self._takes_list else 1
         try:
             if writer is not None and getpid() != writer.pid:
                 end_if_forked(writer.pid)
@@ -82,18 +120,22 @@ class Collator:
                 batch = self._collate(samples)
         except Exception as error:
             if indices is not None and _close_coroutines(samples):
-                raise TypeError(describe_coroutines("the dataset")) from error
+                raise TypeError(
+                    "the dataset gives coroutines for samples, since __getitem__ is an async def: "
+                    "give fetch_concurrency=, the number of samples of a batch that are awaited at "
+                    "the same time"
+                ) from error
             explain_collate_error(error, samples, indices)
             raise
         finally:
             timer.collate_ns += _now_ns() - began_ns
-        if rng is not None:
-            rng.end_batch(count if self.counts_samples else 0)
+        if self._rng is not None:
+            self._rng.end_batch()
         return batch
 
     def _collate(self, samples: Any) -> Any:
-        if self._begin is not None:
-            self._begin(samples)
+        if self._rng is not None:
+            self._rng.begin_collate()
         writer = self._writer
         if writer is None:
             return self._collate_fn(samples)
@@ -106,23 +148,12 @@ class Collator:
 
 def _close_coroutines(samples: Any) -> bool:
     """Close samples that are coroutines, and were not begun; return whether there are any."""
-    pending = [
-        sample
-        for sample in (samples if isinstance(samples, list) else [samples])
-        if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED
-    ]
-    for sample in pending:
-        sample.close()  # else Python warns that it was never awaited
-    return bool(pending)
-
-
-def describe_coroutines(source: str) -> str:
-    """Return the text of the error for samples that nothing awaits.
-
-    Args:
-        source: The object that the samples come from, in words.
-    """
-    return (
-        f"{source} gives coroutines for samples, since __getitem__ is an async def: give "
-        "fetch_concurrency=, the number of samples of a batch that are awaited at the same time"
-    )
+    has_any = False
+    for sample in samples if isinstance(samples, list) else [samples]:
+        if (
+            inspect.iscoroutine(sample)
+            and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED
+        ):
+            sample.close()  # else Python warns that it was never awaited
+            has_any = True
+    return has_any

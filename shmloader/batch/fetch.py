@@ -1,8 +1,47 @@
-"""The configuration that says how batches are made of a dataset."""
+"""Fetches the samples of a batch, as torch's fetchers do, and collates them.
 
-from typing import NamedTuple
+An error names the sample that failed. With an ``on_error`` other than "raise", the samples of a
+map-style dataset that fail are skipped or replaced.
+"""
 
+import copy
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from shmloader.batch.collator import Collator
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.failures import (
+    BadSample,
+    OnError,
+    SampleReport,
+    add_note,
+    describe_index,
+    describe_indices,
+)
+from shmloader.batch.fingerprint import fingerprint, fingerprint_of
+from shmloader.batch.sample_watch import SampleWatch
+from shmloader.errors import SampleTimeoutError
+from shmloader.grammar import described_type
+from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.probing import probe
+from shmloader.sampling.steps import is_sharded
+
+#: Returns the sample of an index, or the samples of indices.
+Get = Callable[[Any], Any]
+
+#: Called with a function of the dataset's and its argument. Returns what the function returns.
+Load = Callable[[Get, Any], Any]
+
+#: Loads one sample, and loads many. With None, each sample is loaded by itself, even if the dataset
+#: has ``__getitems__``.
+Wrapper = tuple[Load, Load | None]
+
+# Stands for a sample that failed and was not replaced.
+_SKIPPED = object()
 
 
 class FetchConfig(NamedTuple):
@@ -25,10 +64,10 @@ class FetchConfig(NamedTuple):
         sample_timeout_s: The longest time that a sample may take, in seconds; None for no limit.
         is_threaded: Whether workers are threads, which share the process's random number
             generators.
-        told_epoch: The number that workers' copies of the dataset were told by ``set_epoch()``
-            before they were made; None if that is not known.
         takes_arrays: Whether indices may be arrays or ranges, and batches may be gathered: the
             dataset seems to consist of arrays, and loading samples runs no code of the user's.
+        told_epoch: The number that workers' copies of the dataset were told by ``set_epoch()``
+            before they were made; None if that is not known.
     """
 
     is_iterable: bool
@@ -45,11 +84,353 @@ class FetchConfig(NamedTuple):
     takes_arrays: bool = False
     told_epoch: int | None = None
 
-    @property
-    def sets_global_rngs(self) -> bool:
-        """Whether samples seed the process's generators: not in threads, nor several at once."""
-        return self.concurrency is None and not self.is_threaded
-
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""
         return None if self.concurrency is None else ConcurrentFetcher(self.concurrency)
+
+
+class EmptyBatchError(Exception):
+    """All samples of a batch failed, and none was replaced. Never reaches the user."""
+
+
+# Map-style datasets -----------------------------------------------------------------------
+
+
+class MapFetcher:
+    """Makes batches of a map-style dataset.
+
+    A sample is bad if loading it raises an ``Exception``. Other exceptions of the dataset
+    (``SystemExit``, ``KeyboardInterrupt``) and those of the collate function are always raised.
+
+    Args:
+        config: How batches are fetched.
+        dataset: The dataset.
+        collate: Makes a batch of samples and their indices.
+        on_error: How bad samples are handled.
+        where: Where this runs, in words, for the texts of failures.
+        concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
+            the other.
+        wrappers: Load the samples, the last one first, by what the dataset has.
+        begins: With ``concurrent_fetcher``: functions that are called for each sample, in order, in
+            the sample's context, for instance to seed its generators.
+    """
+
+    def __init__(
+        self,
+        config: FetchConfig,
+        dataset: Any,
+        collate: Collator,
+        on_error: OnError = "raise",
+        where: str = "in the main process",
+        concurrent_fetcher: ConcurrentFetcher | None = None,
+        wrappers: Sequence[Wrapper] = (),
+        begins: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._config, self._dataset, self._collate = config, dataset, collate
+        self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
+        self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
+        self._report = SampleReport()
+        self._get = _getter(dataset)
+        for load, _ in wrappers:
+            self._get = functools.partial(load, self._get)
+        # What loads lists of samples; None if each sample is loaded by itself.
+        self._list_loads: list[Load] | None = [load for _, load in wrappers if load is not None]
+        if concurrent_fetcher is not None or len(self._list_loads) < len(wrappers):
+            self._list_loads = None
+
+    def pop_report(self) -> SampleReport | None:
+        """Return the report on the samples since the last call, whether or not fetching raised.
+
+        Returns None if bad samples are neither skipped nor replaced.
+        """
+        if self._is_strict:
+            return None
+        report, self._report = self._report, SampleReport()
+        return report
+
+    def fetch(self, index: Any) -> Any:
+        """Return a batch, or a list of the shards' batches.
+
+        Args:
+            index: An index list, one key without batching, or a list of the shards' index lists.
+
+        Raises:
+            EmptyBatchError: If all samples failed and were to be skipped. With ``keep_size``, also
+                if all samples of one shard did.
+            BaseException: What the dataset, ``on_error`` or the collate function raises.
+        """
+        if not (self._config.may_shard and is_sharded(index)):
+            return self._fetch_batch(index)
+        batches = []
+        for shard in index:
+            try:
+                batches.append(self._fetch_batch(shard))
+            except EmptyBatchError:
+                if self._config.keep_size:
+                    raise
+        if not batches:
+            raise EmptyBatchError
+        return batches
+
+    def _fetch_batch(self, index: Any) -> Any:
+        is_batch = self._config.auto_collation
+        if not is_batch:
+            samples = self._load_each(self._get, [index])
+        else:
+            if not self._is_strict and isinstance(index, Iterator):
+                index = list(index)  # it may be read twice
+            samples = self._load(index)
+        if self._report.failed_count and type(samples) is list:
+            samples, index = self._without_skipped(samples, index)
+        return self._collate(samples, index) if is_batch else self._collate(samples[0], [index])
+
+    def _load(self, indices: Any) -> Any:
+        """Load samples, by one call if the dataset has ``__getitems__``."""
+        # Asked for each batch, as torch does.
+        getitems = None if self._list_loads is None else _list_getter(self._dataset)
+        if getitems is not None:
+            for load in self._list_loads or ():
+                getitems = functools.partial(load, getitems)
+            try:
+                samples = getitems(indices)
+                self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
+                return samples
+            except BaseException as error:
+                what = f"One call of __getitems__ for {describe_indices(indices)}"
+                if not self._is_bad(error, what):
+                    raise
+            # This shows which sample failed.
+            return self._load_each(functools.partial(_get_one, getitems), indices)
+        return self._load_each(self._get, indices)
+
+    def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
+        """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
+        try:
+            keys = iter(indices)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}: batch_sampler should yield lists of indices, but it yielded "
+                f"{describe_index(indices)}"
+            ) from None
+        samples: list[Any] = []
+        report, add = self._report, samples.append
+        fetcher = self._concurrent_fetcher
+        if fetcher is not None:
+            for result in fetcher.load(get, keys, self._begins, wants_all=not self._is_strict):
+                report.sample_count += 1
+                try:
+                    sample = result.get()
+                except BaseException as error:
+                    if not self._is_bad(error, _named(result.index)):
+                        raise
+                    sample = result.context.run(self._replacement, result.index, error)
+                add(sample)
+            return samples
+        for index in keys:
+            report.sample_count += 1
+            try:
+                sample = get(index)
+            except BaseException as error:
+                if not self._is_bad(error, _named(index)):
+                    raise
+                sample = self._replacement(index, error)
+            add(sample)
+        return samples
+
+    def _is_bad(self, error: BaseException, what: str) -> bool:
+        """Whether an exception of a sample is not raised. One that is raised gets a note."""
+        if _is_from_outside(error):
+            return False
+        if not self._is_strict and isinstance(error, Exception):
+            return True
+        add_note(error, f"{what} failed.")
+        return False
+
+    def _replacement(self, index: Any, error: Any) -> Any:
+        """Record a bad sample, and return its replacement or ``_SKIPPED``.
+
+        Called while the sample's exception is being handled.
+        """
+        self._report.add(BadSample.caught(index, self._where))
+        if not callable(self._on_error):
+            return _SKIPPED
+        try:
+            return self._on_error(index, error)
+        except BaseException as raised:
+            if not _is_from_outside(raised):
+                add_note(raised, f"It was raised by on_error for {_named(index, 'the')}.")
+            raise
+
+    def _without_skipped(self, samples: list[Any], index: Any) -> tuple[list[Any], Any]:
+        """Return the samples without skipped ones, and their indices.
+
+        With ``keep_size``, copies of the first good sample take the places of skipped ones.
+
+        Raises:
+            EmptyBatchError: If all samples were skipped.
+        """
+        good = [sample for sample in samples if sample is not _SKIPPED]
+        if len(good) == len(samples):
+            return samples, index
+        if not good:
+            raise EmptyBatchError
+        if self._config.keep_size:
+            return [_copy(good[0]) if one is _SKIPPED else one for one in samples], index
+        return good, [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
+
+
+def _named(index: Any, article: str = "The") -> str:
+    return f"{article} sample of index {describe_index(index)}"
+
+
+def _copy(sample: Any) -> Any:
+    """Copy a sample, since collate may change samples in place, for instance remove a field."""
+    with Suppressed(Exception):  # a sample that cannot be copied is used twice
+        return copy.deepcopy(sample)
+    return sample
+
+
+def _getter(dataset: Any) -> Get:
+    """Return a function that loads the sample of an index.
+
+    It uses the dataset's ``__getitem__``, or ``__getitems__`` if the dataset has no
+    ``__getitem__``. (torch's base ``__getitem__`` only raises.)
+    """
+    own = getattr(type(dataset), "__getitem__", None)
+    if own in (None, Dataset.__getitem__) and probe(dataset, "__getitems__"):
+        return functools.partial(_get_one, dataset.__getitems__)
+    return functools.partial(operator.getitem, dataset)
+
+
+def _get_one(getitems: Get, index: Any) -> Any:
+    samples = getitems([index])
+    if isinstance(samples, Mapping) or len(samples) != 1:
+        raise TypeError(
+            f"__getitems__ returned {described_type(samples)} for one index, and not a list of one "
+            "sample"
+        )
+    return samples[0]
+
+
+def _list_getter(dataset: Any) -> Get | None:
+    """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
+
+    The ``__getitems__`` of torch's ``Subset`` loads samples one by one if the dataset in the subset
+    has no ``__getitems__``.
+    """
+    inner = dataset
+    while type(inner) is Subset and "__getitems__" not in vars(inner):
+        inner = inner.dataset
+    return dataset.__getitems__ if getattr(inner, "__getitems__", None) else None
+
+
+def map_style_stop(error: StopIteration) -> RuntimeError:
+    """Return the RuntimeError that replaces a StopIteration of a map-style dataset.
+
+    torch's loader takes a StopIteration for the end of the epoch, and silently drops the other
+    batches.
+    """
+    stop = RuntimeError(
+        "a map-style dataset (or its collate_fn) raised StopIteration, which would silently end "
+        "the epoch"
+    )
+    stop.__cause__ = error
+    return stop
+
+
+# Iterable datasets ------------------------------------------------------------------------
+
+
+class StreamFetcher:
+    """Makes batches of an iterable dataset.
+
+    Args:
+        config: How batches are fetched.
+        dataset: The dataset.
+        dataset_iter: The iterator of its samples.
+        collate: Makes a batch of samples.
+        watch: Watches how long samples take; None if they may take any time.
+
+    Attributes:
+        dataset: The dataset.
+        dataset_iter: The iterator.
+        ended: Whether the iterator has no further sample.
+        is_resumed: Whether the dataset has loaded a state, so that samples were yielded before.
+        fingerprint: Fingerprint of the newest batch; None until its samples were read.
+        only_reads: Whether batches are read but not collated.
+    """
+
+    def __init__(
+        self,
+        config: FetchConfig,
+        dataset: Any,
+        dataset_iter: Iterator[Any],
+        collate: Collator,
+        watch: SampleWatch | None = None,
+    ) -> None:
+        self.dataset, self.dataset_iter = dataset, dataset_iter
+        self._config, self._collate = config, collate
+        self._get: Get = next if watch is None else watch.load_next
+        self.ended = self.is_resumed = self.only_reads = False
+        self.fingerprint: int | None = None
+        # How many samples the iterator has yielded.
+        self._count = 0
+        # Whether a sample hung: after that there are none, as after an exception of a generator.
+        self._has_hung = False
+
+    def pop_report(self) -> None:
+        """Return None, since an iterator that has raised yields nothing more."""
+
+    def fetch(self, indices: Any) -> Any:
+        """Return the next batch, or the next sample without batching.
+
+        Raises:
+            StopIteration: At the end of the dataset.
+        """
+        self.fingerprint = None
+        if self.ended or self._has_hung:
+            raise StopIteration
+        is_batch = self._config.auto_collation
+        count = len(indices) if is_batch else 1
+        samples = self._load(count)
+        if is_batch:
+            self.ended = len(samples) < count
+        if not samples or (self.ended and self._config.drop_last):
+            raise StopIteration
+        whole = samples if is_batch else samples[0]
+        self.fingerprint = fingerprint_of(samples) if is_batch else fingerprint(whole)
+        return None if self.only_reads else self._collate(whole)
+
+    def _load(self, count: int) -> list[Any]:
+        """Return the iterator's next samples, fewer at its end."""
+        iterator, get = self.dataset_iter, self._get
+        samples: list[Any] = []
+        add = samples.append
+        try:
+            for _ in range(count):
+                add(get(iterator))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._has_hung = isinstance(error, SampleTimeoutError)
+            if not _is_from_outside(error):
+                number, where = self._count + len(samples), " in this worker"
+                add_note(
+                    error,
+                    f"The dataset's iterator failed at sample {number}, counted from 0"
+                    f"{where if get_worker_info() is not None else ''} since "
+                    f"{'its state was loaded' if self.is_resumed else 'the epoch began'}.",
+                )
+            raise
+        finally:
+            self._count += len(samples)
+        return samples
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    """Whether an exception comes from outside the dataset, such as from a signal handler.
+
+    Always False in a worker process: a signal handler there is the dataset's own, such as an alarm
+    that ends a slow sample.
+    """
+    return get_worker_info() is None and is_interruption(error)

@@ -12,15 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from shmloader.batch.arrays import ArrayFetcher, is_plain_data, no_gatherer
-from shmloader.batch.collator import Collator
+from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, SampleReport
-from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import MapFetcher, StreamFetcher
+from shmloader.batch.fetch import FetchConfig, Load, MapFetcher, StreamFetcher, Wrapper
 from shmloader.batch.sample_rng import SampleRng, SeededIterator
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.batch.samples import Load, Wrapper
-from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
 from shmloader.memory.packer import RowGatherer
 from shmloader.memory.writer import SlotWriter
@@ -79,54 +76,43 @@ class BatchMaker:
         load: Load | None = None,
         writer: SlotWriter | None = None,
     ) -> None:
-        self.timer = timer
-        self._take_report: Callable[[], SampleReport | None] | None = None
-        self.rng = rng = None
-        begin_collate: Callable[[Any], None] | None = None
+        self.timer, rng = timer, None
         if config.seed is not None:
-            self.rng = rng = SampleRng(
+            rng = SampleRng(
                 config.seed,
                 worker_id,
                 epoch=epoch,
-                sets_global=config.sets_global_rngs,
+                is_iterable=config.is_iterable,
+                sets_global=concurrent_fetcher is None and not config.is_threaded,
                 restores_global=restores_rngs,
             )
-            begin_collate = rng.begin_collate
-            if config.is_iterable:
-                begin_collate = rng.begin_stream_collate
-            elif is_plain(collate_fn):
-                begin_collate = rng.begin_default_collate
+            if not config.is_iterable and concurrent_fetcher is None:
+                rng.draws_nothing = not callable(on_error) and is_plain_data(dataset)
+                rng.skips_collate = rng.draws_nothing and is_plain(collate_fn)
+        self.rng = rng
         collator = Collator(
-            collate_fn,
-            timer,
-            takes_list=config.auto_collation,
-            writer=writer,
-            rng=rng,
-            begin=begin_collate,
+            collate_fn, timer, takes_list=config.auto_collation, writer=writer, rng=rng
         )
         if config.is_iterable:
             source = iter(dataset) if rng is None else SeededIterator(rng, dataset)
             self.fetcher = StreamFetcher(config, dataset, source, collator, sample_watch)
+            self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
             return
         begins: list[Callable[[], None]] = []
         wrappers: list[Wrapper] = []
         if rng is not None:
             begins.append(rng.begin_sample)
             if concurrent_fetcher is None:
-                rng.draws_nothing = not callable(on_error) and is_plain_data(dataset)
-                # Samples that are skipped do not reach the collate function.
-                collator.counts_samples = rng.draws_nothing and on_error == "raise"
-                if not collator.counts_samples:
-                    wrappers.append((rng.load, None))
+                wrappers.append((rng.load, None))
         if sample_watch is not None:
             begins.append(sample_watch.begin_sample)
             wrappers.append((sample_watch.load, sample_watch.load_list))
         if load is not None:
             wrappers.append((load, load))
-        fetcher = MapFetcher(
+        self.fetcher = fetcher = MapFetcher(
             config, dataset, collator, on_error, where, concurrent_fetcher, wrappers, begins
         )
-        self.fetcher, self._take_report = fetcher, fetcher.take_report
+        self.pop_report = fetcher.pop_report
         if config.takes_arrays:
             self.fetcher = ArrayFetcher(find_gatherer, fetcher, timer, may_shard=config.may_shard)
 
@@ -156,10 +142,3 @@ class BatchMaker:
         Its ``with`` block gets the plain indices.
         """
         return contextlib.nullcontext(indices) if self.rng is None else self.rng.at(indices)
-
-    def take_report(self) -> SampleReport | None:
-        """Return the report on the samples since the last call.
-
-        Returns None if bad samples are neither skipped nor replaced.
-        """
-        return None if self._take_report is None else self._take_report()

@@ -1,4 +1,4 @@
-"""Seeds random number generators for each sample, with ``seed=``.
+"""Seeds random number generators for workers, and for each sample, with ``seed=``.
 
 A sample's random numbers depend only on the loader's seed, the epoch and the sample's position.
 This module runs where samples are loaded: in a worker process, in a worker thread, or in the main
@@ -12,28 +12,14 @@ process.
                                             │ seeds random, numpy.random and torch for each sample
                                             └ seeds sample_rng(), where that is called
 
-Seeds are computed in :mod:`shmloader.batch.seeds`.
+All seeds come from one hash, BLAKE2b, of five decimal numbers: the use, the loader's seed, the
+epoch, and two more (see :class:`Use`). So a seed does not depend on the number of workers, or on
+when, where and how often a sample is loaded.
 
-What a seed costs (``benchmarks/seed_cost.py``; AMD EPYC virtual machine, Python 3.11):
-
-=====================================  ==========================================================
-a sample that runs the user's code     9 µs: 4.5 for ``random``, 2 for ``numpy.random``, 1.3 for
-                                       torch, and the rest for the digest. About 25 µs after a
-                                       transform of 80 µs, which displaces code and states from
-                                       the processor's caches and then takes 10 µs more itself
-a batch that runs the user's code in   18 µs, since the user's own generators are saved before
-the main process                       its first sample and restored after its last
-the samples of a dataset that runs no  nothing: no generator is saved, seeded or restored
-code of the user's (``is_plain_data``)
-any batch                              4 µs for its position in the epoch
-collating by the user's function       as much as one sample
-=====================================  ==========================================================
-
-The first two are the price of ``random``, ``numpy.random`` and torch's generator. Each of these has
-a state of 624 words, all of which depend on the seed, and none tells when it is used. So they are
-seeded for all samples whose code may draw, even if the code then draws nothing. With
-``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, a sample costs about 1 µs:
-its digest is made only if it calls :func:`sample_rng`.
+A sample that runs the user's code takes 9 µs more (``benchmarks/seed_cost.py``), since the three
+generators have states of 624 words that depend on the seed, and none tells when it is used. With
+``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, it takes 1 µs. Samples of
+datasets that run no code of the user's (``is_plain_data``) are not seeded.
 
 Guarantees:
     * The random numbers that one sample draws do not affect those of another.
@@ -47,6 +33,7 @@ Assumes:
 """
 
 import contextlib
+import enum
 import hashlib
 import random
 import struct
@@ -56,15 +43,88 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils.worker import _generate_state
 
-from shmloader.batch.seeds import Use, begin_digest, end_digest
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import GlobalState
+
+_DIGEST_BYTES = 64
 
 _LARGEST_SEED = (1 << 63) - 1
 
 # The seeds of random (its low and its high word), of numpy.random, and of torch.
 _SEEDS = struct.Struct("<QQIQ")
+
+
+# Seeds ------------------------------------------------------------------------------------
+
+
+class Use(enum.IntEnum):
+    """What a digest is for. The comments say which two numbers follow the epoch in its text.
+
+    The values of the members never change between versions.
+    """
+
+    #: A sample of a map-style dataset: its position and 0. If a batch sampler made the batch: the
+    #: number of the batch, and the number of the sample in the batch.
+    SAMPLE = 0
+    #: Collating a batch of a map-style dataset: the two numbers of its first sample.
+    COLLATE = 1
+    #: A sample of an iterable dataset: the number of the worker, and the number of the sample in
+    #: the worker's stream.
+    STREAM_SAMPLE = 2
+    #: Collating a batch of an iterable dataset: the two numbers of its first sample.
+    STREAM_COLLATE = 3
+    #: ``iter(dataset)``: the number of the worker, and 0.
+    STREAM = 4
+    #: The workers' base seed, in place of torch's: 0 and 0.
+    BASE_SEED = 5
+
+
+def _begin_digest(use: Use, seed: int, epoch: int) -> "hashlib.blake2b":
+    """Return the part of a digest that all samples of an epoch have in common."""
+    text = b"%d,%d,%d," % (use, seed, epoch)
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"shmloader sample")
+
+
+def _end_digest(start: "hashlib.blake2b", first: int, second: int) -> bytes:
+    """Complete a digest with two more numbers. Returns its 64 bytes."""
+    # A copy, since beginning a digest takes three times as long as the rest.
+    whole = start.copy()
+    whole.update(b"%d,%d" % (first, second))
+    return whole.digest()
+
+
+def base_seed(seed: int, epoch: int) -> int:
+    """Return the base seed of the workers that start in this epoch. torch would draw one."""
+    digest = _end_digest(_begin_digest(Use.BASE_SEED, seed, epoch), 0, 0)
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_worker(base_seed: int, worker_id: int) -> int:
+    """Seed ``random``, ``torch`` and ``numpy.random`` of this process, as torch does in a worker.
+
+    ``random`` and ``torch`` get the sum of both numbers. ``numpy.random`` gets four words that
+    torch mixes from the two, so that it does not draw the same numbers.
+
+    Returns:
+        The worker's seed, as ``get_worker_info().seed`` shows it.
+    """
+    seed = base_seed + worker_id
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(_generate_state(base_seed, worker_id))
+    return seed
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Return the seed of 128 bits that replaces ``seed`` for the samples of one rank.
+
+    It is for loaders that count positions within the rank's own share of the samples. Like the
+    digests, the result never changes between versions.
+    """
+    digest = hashlib.blake2b(b"%d,%d" % (seed, rank), digest_size=16, person=b"shmloader rank")
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _seed_globals(digest: bytes) -> None:
@@ -77,20 +137,22 @@ def _seed_globals(digest: bytes) -> None:
     torch.default_generator.manual_seed(seed & _LARGEST_SEED)
 
 
+# Generators of samples --------------------------------------------------------------------
+
+
 class _Current:
     """The sample that is being loaded, or the batch that is being collated.
 
     Attributes:
-        begun: The begun digest that seeds its generator.
+        digest: The part of the digest that seeds its generator.
         numbers: The two numbers that complete the digest.
         rng: The generator; None until it is asked for.
     """
 
-    __slots__ = ("begun", "numbers", "rng")
+    __slots__ = ("digest", "numbers", "rng")
 
-    def __init__(self, begun: "hashlib.blake2b", numbers: tuple[int, int]) -> None:
-        self.begun = begun
-        self.numbers = numbers
+    def __init__(self, digest: "hashlib.blake2b", numbers: tuple[int, int]) -> None:
+        self.digest, self.numbers = digest, numbers
         self.rng: np.random.Generator | None = None
 
 
@@ -126,7 +188,7 @@ def sample_rng() -> np.random.Generator:
             "iterable dataset) or in collate_fn, on the same thread"
         )
     if current.rng is None:
-        key = int.from_bytes(end_digest(current.begun, *current.numbers)[32:48], "little")
+        key = int.from_bytes(_end_digest(current.digest, *current.numbers)[32:48], "little")
         current.rng = np.random.Generator(np.random.Philox(key=key))
     return current.rng
 
@@ -136,6 +198,7 @@ class SampleRng:
 
     Attributes:
         draws_nothing: Whether loading samples runs no code of the user's, so none needs a seed.
+        skips_collate: Whether collating runs no such code either.
         position: Number of the next sample of an iterable dataset, in the epoch and in this
             worker's stream, from 0. It is set from outside when the dataset is resumed.
 
@@ -143,6 +206,7 @@ class SampleRng:
         seed: The loader's seed.
         worker_id: Number of the worker that loads; 0 in-process and in threads.
         epoch: Number of the epoch that begins, if it is known before the first ticket.
+        is_iterable: Whether the dataset is iterable.
         sets_global: Whether the generators of ``random``, ``numpy.random`` and torch are seeded,
             too. False in threads, and where several samples are loaded at once.
         restores_global: Whether these generators are restored after each batch that has seeded
@@ -155,43 +219,49 @@ class SampleRng:
         worker_id: int = 0,
         *,
         epoch: int | None = None,
+        is_iterable: bool = False,
         sets_global: bool = True,
         restores_global: bool = False,
     ) -> None:
-        self._seed = seed
-        self._worker_id = worker_id
+        self._seed, self._worker_id, self._is_iterable = seed, worker_id, is_iterable
         self._epoch: int | None = None
         self._digests: list[hashlib.blake2b] = []
         if epoch is not None:
             self._begin_epoch(epoch)
-        self._sets_global = sets_global
-        self._restores_global = restores_global
+        self._sets_global, self._restores_global = sets_global, restores_global
         # The states of the process's own generators, while a sample's seed has replaced them.
         self._own: GlobalState | None = None
-        self.draws_nothing = False
+        self.draws_nothing = self.skips_collate = False
         self.position = 0
         self._positioned = PositionedIndices(None, 0, 0)
         # How many samples of the ticket were begun, and how many of these before the batch in work.
-        self._count = 0
-        self._batch_start = 0
+        self._count = self._batch_start = 0
 
-    def at(self, positioned: PositionedIndices) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that sets the position of the samples loaded in its block.
+    @contextlib.contextmanager
+    def at(self, positioned: PositionedIndices) -> Iterator[Any]:
+        """Set the position of the samples that are loaded in a block.
 
         The block gets the plain indices.
         """
-        return _Loading(self, positioned)
-
-    def begin_ticket(self, positioned: PositionedIndices) -> None:
-        """Set the position of the samples that are loaded next."""
         self._positioned = positioned
         if positioned.epoch != self._epoch:
             self._begin_epoch(positioned.epoch)
         self._count = self._batch_start = 0
+        before = _CURRENT.set(None)
+        try:
+            yield positioned.indices
+        finally:
+            _CURRENT.reset(before)
+            self._restore_globals()
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._digests = [begin_digest(use, self._seed, epoch) for use in Use]
+        self._digests = [_begin_digest(use, self._seed, epoch) for use in Use]
+
+    @property
+    def knows_epoch(self) -> bool:
+        """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
+        return self._epoch is not None
 
     def load(self, get: Callable[[Any], Any], index: Any) -> Any:
         """Seed for the next sample of the ticket, and return ``get(index)``."""
@@ -204,15 +274,6 @@ class SampleRng:
         self._count += 1
         if not self.draws_nothing:
             self._set(Use.SAMPLE, *self._positioned.key(number))
-
-    def begin_collate(self, _: object = None) -> None:
-        """Seed for collating the samples that were begun since the last batch."""
-        self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
-
-    def begin_default_collate(self, samples: Any) -> None:
-        """Seed for torch's ``default_collate``, unless the samples are plain data."""
-        if not self.draws_nothing:
-            self.begin_collate(samples)
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""
@@ -231,58 +292,32 @@ class SampleRng:
         finally:
             _CURRENT.set(before)
             if own is None:
-                self.restore_globals()
+                self._restore_globals()
 
-    @property
-    def knows_epoch(self) -> bool:
-        """Whether the epoch is known, so that ``iter(dataset)`` may be called."""
-        return self._epoch is not None
+    def begin_collate(self) -> None:
+        """Seed for collating the samples that were begun since the last batch."""
+        if self._is_iterable:
+            self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
+        elif not self.skips_collate:
+            self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
 
-    def begin_stream_collate(self, _: object = None) -> None:
-        """Seed for collating samples of an iterable dataset."""
-        self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
-
-    def end_batch(self, counted: int) -> None:
-        """Note that a batch of the ticket is collated. A next one, of another shard, follows.
-
-        Args:
-            counted: How many of its samples :meth:`begin_sample` was not called for.
-        """
-        self._count += counted
+    def end_batch(self) -> None:
+        """End a batch of the ticket. A next one, of another shard, may follow."""
         self._batch_start = self._count
 
     def _set(self, use: Use, first: int, second: int) -> None:
-        begun = self._digests[use]
-        _CURRENT.set(_Current(begun, (first, second)))
+        digest = self._digests[use]
+        _CURRENT.set(_Current(digest, (first, second)))
         if self._sets_global:
             if self._restores_global and self._own is None:
                 self._own = GlobalState()
-            _seed_globals(end_digest(begun, first, second))
+            _seed_globals(_end_digest(digest, first, second))
 
-    def restore_globals(self) -> None:
+    def _restore_globals(self) -> None:
         """Restore the process's own generators, if samples have replaced their states."""
         own, self._own = self._own, None
         if own is not None:
             own.restore()
-
-
-class _Loading:
-    """The context manager that :meth:`SampleRng.at` returns; a generator would take longer."""
-
-    __slots__ = ("_before", "_positioned", "_rng")
-
-    def __init__(self, rng: SampleRng, positioned: PositionedIndices) -> None:
-        self._rng = rng
-        self._positioned = positioned
-
-    def __enter__(self) -> Any:
-        self._rng.begin_ticket(self._positioned)
-        self._before = _CURRENT.set(None)
-        return self._positioned.indices
-
-    def __exit__(self, *_: object) -> None:
-        _CURRENT.reset(self._before)
-        self._rng.restore_globals()
 
 
 class SeededIterator:
@@ -314,8 +349,7 @@ class SeededIterator:
             position: How many samples were yielded before.
             state: The argument for the source's ``load_state_dict``; None to not call that.
         """
-        self._rng.position = position
-        self._state = state
+        self._rng.position, self._state = position, state
         if self.source is not None:
             self._load_state(self.source)
 

@@ -14,8 +14,8 @@ import cloudpickle
 
 from shmloader.batch.iterable_state import Saved, dump_state
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import ALIGNMENT, Arena, Slot
+from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import InStateSlot
 
 #: A state of at least this many bytes goes into the worker's state slot.

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.batch.collator import bytes_of
 from shmloader.batch.explain import Unpicklable, find_unpicklable
 from shmloader.batch.payload import Payload
-from shmloader.batch.timer import bytes_of
 from shmloader.cli.hazards import Part, find_hazard, type_name, walk
 from shmloader.cli.target import UsageError, close, without_workers
 from shmloader.grammar import counted, described_type, seconds, size

@@ -16,8 +16,7 @@ import torch
 from shmloader.cli.diagnosis import METHODS, Row, diagnose
 from shmloader.cli.target import call
 from shmloader.grammar import size
-from shmloader.memory.limits import describe_address_space, free_memory
-from shmloader.memory.system_support import why_unsupported
+from shmloader.memory.limits import describe_address_space, free_memory, why_unsupported
 from shmloader.pools.cores import affinity, core_quota, usable_cores
 
 

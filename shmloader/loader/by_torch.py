@@ -16,11 +16,11 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.batch.timer import bytes_of
+from shmloader.batch.collator import bytes_of
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.insight.record import Record
 from shmloader.loader.config import LoaderParts
-from shmloader.memory.system_support import why_unsupported
+from shmloader.memory.limits import why_unsupported
 from shmloader.sampling.plan import EpochPlan
 
 # Levels of nested containers that are searched for a tensor; a container may contain itself.

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Sampler
 from shmloader.batch.arrays import may_be_columns
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.seeds import seed_of_rank
+from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.insight.record import sum_of
@@ -47,8 +47,7 @@ from shmloader.loader.options import (
 )
 from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.collate import is_plain
-from shmloader.memory.limits import free_memory
-from shmloader.memory.system_support import is_supported
+from shmloader.memory.limits import free_memory, is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe

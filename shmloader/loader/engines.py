@@ -5,11 +5,9 @@ of the package.
 """
 
 import contextlib
-import functools
 import secrets
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmloader.batch.arrays import LocalArrays
@@ -25,10 +23,9 @@ from shmloader.engine.engine import Engine
 from shmloader.interruptions import Caught, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import Opened
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.layout import is_debugging
-from shmloader.memory.limits import free_memory
+from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.host_demand import DemandReporter
@@ -52,7 +49,6 @@ def open_workers(
     parts: LoaderParts,
     *,
     base_seed: int,
-    batch_count: int | None,
     checkpoints: DatasetCheckpoints | None,
     pin: tuple[bool, str | None],
 ) -> Opened:
@@ -62,7 +58,6 @@ def open_workers(
         config: The loader's arguments.
         parts: The objects that all iterators of the loader share.
         base_seed: Seeds the workers' random generators.
-        batch_count: Number of batches of the epoch; None if it is not known.
         checkpoints: Where the workers' datasets begin; None if they are not tracked.
         pin: Whether batches are copied to page-locked memory, and the type of the accelerator.
 
@@ -79,7 +74,7 @@ def open_workers(
     elif config.kind == "executor":
         opened = _open_executor(config, parts, base_seed)
     else:
-        opened = _open_processes(config, parts, base_seed, batch_count, checkpoints, locker)
+        opened = _open_processes(config, parts, base_seed, checkpoints, locker)
     if stage is not None:
         opened.pool.enable_wake()
         source = StagedEngine(opened.engine, stage, config.window, config.timeout)
@@ -187,7 +182,6 @@ def _open_processes(
     config: LoaderConfig,
     parts: LoaderParts,
     base_seed: int,
-    batch_count: int | None,
     checkpoints: DatasetCheckpoints | None,
     locker: PageLocker | None,
 ) -> Opened:
@@ -195,16 +189,15 @@ def _open_processes(
     _warn_of_many_objects(config, parts)
     adapting: Any = None
     with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
-        make_tasks = functools.partial(_make_tasks, batch_count=batch_count)
         workers: WorkerChannels[Any]
         if config.worker_scope == "host":
-            config, tasks, joined = _join_host(config, parts, base_seed, make_tasks)
+            config, tasks, joined = _join_host(config, parts, base_seed)
             stack.callback(tasks.close)
             workers = joined
             if parts.adapter is not None:
                 adapting = DemandReporter(joined.report)
         else:
-            tasks = make_tasks(config)
+            tasks = _make_tasks(config)
             stack.callback(tasks.close)
             workers = own = WorkerProcesses(
                 config.multiprocessing_context,
@@ -259,19 +252,12 @@ class _Adapting:
             self._engine.want_workers(wanted)
 
 
-def _make_tasks(config: LoaderConfig, *, batch_count: int | None) -> TaskConfig:
+def _make_tasks(config: LoaderConfig) -> TaskConfig:
     """Return how tasks are served, with a new arena."""
     is_free = config.fixed_window is None and config.host_ranks == 1
     # The figures by which workers check that there is memory for the slots.
-    memory = MemoryConfig(
-        config.num_workers,
-        config.prefetch_factor,
-        config.loop_holds,
-        batch_count,
-        free_memory(Path(config.root)),
-        config.root,
-        None if is_free else config.window,
-    )
+    window = config.prefetch_factor * config.num_workers if is_free else config.window
+    memory = MemoryConfig(config.num_workers, window + config.loop_holds, config.root)
     slot_bytes = config.slot_bytes
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(
@@ -283,10 +269,7 @@ def _make_tasks(config: LoaderConfig, *, batch_count: int | None) -> TaskConfig:
 
 
 def _join_host(
-    config: LoaderConfig,
-    parts: LoaderParts,
-    base_seed: int,
-    make_tasks: Callable[[LoaderConfig], TaskConfig],
+    config: LoaderConfig, parts: LoaderParts, base_seed: int
 ) -> tuple[LoaderConfig, TaskConfig, "HostWorkers"]:
     """Attach to the workers that the ranks of this host share."""
     # Few loaders share workers.
@@ -309,7 +292,7 @@ def _join_host(
             # The rank that began the pool decides the maximum; the pool adapts the number.
             config = config.replace(num_workers=wanted, most_workers=pool.worker_count)
         with contextlib.ExitStack() as stack:
-            tasks = make_tasks(config)
+            tasks = _make_tasks(config)
             stack.callback(tasks.close)
             try:
                 functions = (config.collate_fn, config.on_error)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from shmloader.batch.arrays import LocalArrays, no_gatherer
+from shmloader.batch.collator import Timer
 from shmloader.batch.failures import describe_indices
-from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
+from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.timer import Timer
 from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.failures import FailureWatch
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
@@ -171,7 +171,7 @@ class InlineEngine:
         watch, error = self._watch, None
         if watch is None:
             return
-        report = self._maker.take_report()
+        report = self._maker.pop_report()
         if report is not None:
             self.record.failures += report.failed_count
             error = watch.note(report, f"batch {self._seq}")

@@ -28,8 +28,8 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.batch.seeds import base_seed
-from shmloader.batch.timer import bytes_of
+from shmloader.batch.collator import bytes_of
+from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.delivery import Delivery, Instead, unwrapped
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
@@ -164,7 +164,6 @@ class BatchIterator(_BaseDataLoaderIter):
                 config,
                 self._parts,
                 base_seed=int(self._base_seed),
-                batch_count=self._order.count_batches(),
                 checkpoints=self._checkpoints,
                 pin=pin,
             )

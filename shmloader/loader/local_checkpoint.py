@@ -8,10 +8,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from shmloader.batch.collator import bytes_of
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.iterable_state import Saved, parts_of, read, save, save_dataset
 from shmloader.batch.sample_rng import SeededIterator
-from shmloader.batch.timer import bytes_of
 from shmloader.engine.dataset_checkpoints import StateCost, dump_checkpoint
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import has_own_state

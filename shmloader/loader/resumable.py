@@ -33,7 +33,7 @@ from shmloader.loader.states import (
     copied,
     sealed,
 )
-from shmloader.memory.system_support import is_supported
+from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling import dataset_epoch

@@ -1,8 +1,8 @@
 """Shared memory: slots, what is written into them, and what is read out of them.
 
-``arena`` owns the file in which all slots lie, and maps them by ``memfd``; ``system_support`` finds
-out whether the system has what slots and worker processes need. ``writer`` hands out a slot's bytes
-in the worker. Samples become a batch in one of two ways:
+``arena`` owns the file in which all slots lie, and maps them. ``limits`` decides whether a slot may
+grow, from what it reads of the system. ``writer`` hands out a slot's bytes in the worker. Samples
+become a batch in one of two ways:
 
 =============  ==============================================  ======================
 way            in the worker                                   in the main process
@@ -13,6 +13,5 @@ pickled        ``collate``, then ``codec``: anything           ``codec``
 =============  ==============================================  ======================
 
 ``pickled`` pickles all that is sent to other processes, with large data beside the pickle.
-``admission`` decides whether a slot may grow, from what ``limits`` reads of the system.
 ``segment`` is memory that is written once and then shared, also for the large buffers of a pickle.
 """

@@ -19,6 +19,8 @@ only as much of a slot as its batches need, and a little more.
 import ctypes
 import errno
 import fcntl
+import io
+import mmap
 import os
 import resource
 import sys
@@ -27,19 +29,36 @@ from multiprocessing import reduction
 from typing import Any, Self
 from weakref import ref
 
+import numpy as np
+
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.limits import describe_address_space, format_bytes, soft_limit
-from shmloader.memory.memfd import (
-    ADD_SEALS,
-    SEALS,
-    MemoryFile,
-    Range,
-    make_private,
-    map_range,
-    punch_hole,
-    whole_pages,
-)
+from shmloader.grammar import size
 from shmloader.process_state import PROCESS
+
+#: Name of the anonymous files, as /proc/<pid>/maps shows it.
+MEMFD_NAME = "shmloader"
+
+# Before Python 3.13, each mapping of Python's own keeps a duplicate of the descriptor.
+MAPPING_OPTIONS = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+# Seals of <linux/fcntl.h>. Python's fcntl module names them on Linux only.
+ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+SEALS = (
+    getattr(fcntl, "F_SEAL_SEAL", 1) | getattr(fcntl, "F_SEAL_SHRINK", 2)
+    | getattr(fcntl, "F_SEAL_GROW", 4)
+)  # fmt: skip
+
+# <linux/mman.h>, <linux/falloc.h>. MADV_POPULATE_WRITE came with Linux 5.14.
+_MAP_FIXED = 0x10
+_POPULATE_WRITE = 23
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 #: Every storage starts at a multiple of this many bytes: a cache line, and the alignment of the
 #: widest vector instructions.
@@ -51,13 +70,11 @@ _MOST_BYTES = 1 << 37
 # A quarter more is mapped than is needed, so that a slightly larger batch needs no new mapping.
 _SPARE_DIVISOR = 4
 
-# Where address space is limited, all slots of a loader together have a quarter of it in each
-# process, since the user's own memory needs the remainder. Above that, no more is mapped than is
-# needed, and slots that are not in use are unmapped.
-_LIMIT_DIVISOR = 4
-
 #: A slot has excess if it has more than twice what it needs, plus this many bytes.
 EXCESS_BYTES = 16 << 20
+
+#: A mapped range: a ctypes array of bytes. The range is unmapped with the last view of it.
+Range = Any
 
 _UNMAPPED = memoryview(b"")
 
@@ -65,6 +82,11 @@ _UNMAPPED = memoryview(b"")
 def align(nbytes: int) -> int:
     """Round up to a multiple of :data:`ALIGNMENT`."""
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def whole_pages(nbytes: int) -> int:
+    """Round up to a multiple of the page size."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def uncapped_slot_bytes() -> int:
@@ -81,6 +103,86 @@ def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     """Whether a slot holds or maps so much more than it needs that it should give some back."""
     return present_bytes > 2 * needed_bytes + EXCESS_BYTES
+
+
+# Files in memory, and ranges of them ------------------------------------------------------
+
+
+class MemoryFile(io.FileIO):
+    """An anonymous file in memory.
+
+    Args:
+        fd: The descriptor, which this object takes over; None for a new file.
+        name: What follows ``MEMFD_NAME`` in the name of a new file.
+
+    Raises:
+        OSError: If there is no descriptor left.
+    """
+
+    def __init__(self, fd: int | None = None, name: str = "") -> None:
+        if fd is None:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            fd = os.memfd_create(f"{MEMFD_NAME}{name}", flags)
+        super().__init__(fd, "r+")
+
+    def __del__(self) -> None:
+        """Close the file. Its own finalizer would warn."""
+        self.close()
+
+
+def map_range(fd: int, offset: int, nbytes: int) -> Range:
+    """Map a range of a file, shared with all processes that map it.
+
+    Python's own mmap would keep a duplicate of the descriptor with each mapping (before 3.13). So
+    the range is mapped over addresses that Python's mmap has reserved, and unmaps in the end.
+
+    Args:
+        fd: Descriptor of the file, which may be closed afterwards.
+        offset: First byte of the range in the file.
+        nbytes: Length of the range.
+
+    Raises:
+        OSError: If there is no address space.
+    """
+    # Without access, the reserved range is charged to no limit on memory, and gets no pages.
+    owner = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    address = np.frombuffer(owner, np.uint8).ctypes.data
+    _map_at(address, nbytes, mmap.MAP_SHARED, fd, offset)
+    # Otherwise a core dump of a worker would contain every slot. If this is refused, it does.
+    _libc.madvise(address, nbytes, mmap.MADV_DONTDUMP)
+    array = (ctypes.c_char * nbytes).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]
+    return array
+
+
+def _map_at(address: int, nbytes: int, flag: int, fd: int, offset: int) -> None:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(address, nbytes, access, flag | _MAP_FIXED, fd, offset) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def populate(array: Range, start: int, end: int) -> bool:
+    """Make the pages from ``start`` to ``end`` exist. Bytes before ``start`` are unchanged.
+
+    One call for many pages takes a quarter of the time of writing to each page.
+
+    Returns:
+        Whether there is memory for them. If there is none, a write would end in SIGBUS.
+    """
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    if _libc.madvise(ctypes.addressof(array) + first, end - first, _POPULATE_WRITE):
+        if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+            return False
+        # The kernel does not have the call, or a sandbox refuses it.
+        _write_to_pages(array, whole_pages(start), end)
+    return True
+
+
+def _write_to_pages(array: Range, first: int, end: int) -> None:
+    """Write to one byte of each page that begins in this range. Its value stays."""
+    pages = memoryview(array).cast("B")[first : end : mmap.PAGESIZE]
+    pages[:] = bytes(pages)
 
 
 # Slots -------------------------------------------------------------------------------------
@@ -185,7 +287,6 @@ class Arena:
         slot_bytes: The most bytes that a slot may hold: the distance of two slots in the file.
         slot_count: The number of slots.
         state_count: The number of state slots.
-        is_cut: Whether a limit on the length of files has cut the slots.
 
     Attributes:
         slots: The slots of batches, by number.
@@ -197,19 +298,12 @@ class Arena:
     """
 
     def __init__(
-        self,
-        file: MemoryFile,
-        slot_bytes: int,
-        slot_count: int,
-        state_count: int = 0,
-        *,
-        is_cut: bool = False,
+        self, file: MemoryFile, slot_bytes: int, slot_count: int, state_count: int = 0
     ) -> None:
         self._file = file
         self.slot_bytes = slot_bytes
         self.slots = [Slot(slot_id) for slot_id in range(slot_count)]
         self.state_slots = [Slot(slot_count + number) for number in range(state_count)]
-        self._is_cut = is_cut
         self.is_read_by_device = False
         PROCESS.arenas[id(self)] = self
 
@@ -226,23 +320,19 @@ class Arena:
         Raises:
             OSError: If there is no descriptor left (EMFILE).
         """
-        limit = soft_limit(resource.RLIMIT_FSIZE)
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         count = slot_count + state_count
-        most_bytes = (sys.maxsize if limit is None else limit) // count
-        slot_bytes = whole_pages(slot_bytes)
-        is_cut = slot_bytes > most_bytes
-        if is_cut:
-            slot_bytes = whole_pages(most_bytes, up=False)
+        most_bytes = (sys.maxsize if limit == resource.RLIM_INFINITY else limit) // count
+        slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         file = MemoryFile()
         os.ftruncate(file.fileno(), slot_bytes * count)
         fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
-        return cls(file, slot_bytes, slot_count, state_count, is_cut=is_cut)
+        return cls(file, slot_bytes, slot_count, state_count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a process that is being started."""
-        handle = reduction.DupFd(self.fileno())
         counts = len(self.slots), len(self.state_slots)
-        return _attach, (handle, self.slot_bytes, *counts, self._is_cut)
+        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, *counts)
 
     def fileno(self) -> int:
         """Return the descriptor; -1 once closed."""
@@ -254,18 +344,10 @@ class Arena:
         Args:
             needed_bytes: What a slot needs.
         """
-        slot_count = len(self.slots)
-        if self._is_cut:
-            return (
-                f"the longest file allowed here (`ulimit -f`), divided by {slot_count} slots: "
-                "raise that limit"
-            )
-        if self.slot_bytes == whole_pages(uncapped_slot_bytes()):
-            return "all the memory of this machine"
+        count = len(self.slots)
         return (
-            "raise shm_size, which is divided equally among prefetch_factor * num_workers slots "
-            f"and those that may be lent, {slot_count} in all: "
-            f"{describe_shm_size(slot_count, needed_bytes)} suffices for this"
+            f"raise shm_size (or `ulimit -f`), which {count} slots share equally: "
+            f"{describe_shm_size(count, needed_bytes)} suffices for this"
         )
 
     # Mappings ----------------------------------------------------------------------------
@@ -285,23 +367,19 @@ class Arena:
         """
         if end <= slot.nbytes:
             return
-        least = whole_pages(end)
-        wanted = min(self.slot_bytes, whole_pages(max(end + end // _SPARE_DIVISOR, likely)))
-        others = [one for one in self.slots if one is not slot]
-        idle = [] if self.is_read_by_device else [one for one in others if not one.is_lent]
-        limit = soft_limit(resource.RLIMIT_AS)
-        if limit is not None:
-            left = limit // _LIMIT_DIVISOR - sum(other.nbytes for other in others)
-            for other in idle:
-                if left < least:
-                    left += other.unmap()
-            wanted = max(least, min(wanted, whole_pages(left, up=False)))
-        if self._map(slot, wanted) is not None:
-            for other in (*idle, slot):  # there may be no address space for two mappings
+        wanted = whole_pages(max(end + end // _SPARE_DIVISOR, likely))
+        if self._map(slot, min(self.slot_bytes, wanted)) is None:
+            return
+        for other in (*self.slots, slot):  # there may be no address space for two mappings
+            if other is slot or not (self.is_read_by_device or other.is_lent):
                 other.unmap()
-            refusal = self._map(slot, least)
-            if refusal is not None:
-                raise SharedMemoryError(_describe_refusal(least, refusal)) from refusal
+        refusal = self._map(slot, whole_pages(end))
+        if refusal is not None:
+            raise SharedMemoryError(
+                f"cannot map {size(end)} of a slot of shared memory: {refusal.strerror}. Lower "
+                "batch_size, prefetch_factor or num_workers, or raise the limit on address space "
+                "(`ulimit -v`) or on locked memory (`ulimit -l`)."
+            ) from refusal
 
     def _map(self, slot: Slot, nbytes: int) -> OSError | None:
         """Map the first bytes of a slot. Returns the error if there is no address space."""
@@ -322,8 +400,9 @@ class Arena:
             Whether that was done, rather than refused.
         """
         start = whole_pages(from_byte)
-        offset, nbytes = slot.slot_id * self.slot_bytes + start, self.slot_bytes - start
-        if nbytes > 0 and not punch_hole(self.fileno(), offset, nbytes):
+        where = slot.slot_id * self.slot_bytes + start, self.slot_bytes - start
+        mode, fd = _KEEP_SIZE | _PUNCH_HOLE, self.fileno()
+        if where[1] > 0 and _libc.fallocate(fd, mode, *map(ctypes.c_long, where)):
             return False
         slot.touched_bytes = min(slot.touched_bytes, from_byte)
         return True
@@ -343,7 +422,11 @@ class Arena:
         Raises:
             OSError: If the system refuses it. The views still show the slot.
         """
-        make_private(array, used_bytes, self.fileno(), slot.slot_id * self.slot_bytes)
+        offset = slot.slot_id * self.slot_bytes
+        _map_at(ctypes.addressof(array), len(array), mmap.MAP_PRIVATE, self.fileno(), offset)
+        # The kernel copies each page when it is first written to.
+        if not populate(array, 0, used_bytes):
+            _write_to_pages(array, 0, used_bytes)
         if ctypes.addressof(array) == slot.address:
             slot.unmap()
 
@@ -382,21 +465,8 @@ class Arena:
             slot.kept = None
 
 
-def _attach(handle: Any, slot_bytes: int, slot_count: int, state_count: int, is_cut: bool) -> Arena:
+def _attach(handle: Any, slot_bytes: int, slot_count: int, state_count: int) -> Arena:
     """Return the arena of a handle. Called by pickle, in a worker."""
     fd = handle.detach()
     os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return Arena(MemoryFile(fd), slot_bytes, slot_count, state_count, is_cut=is_cut)
-
-
-def _describe_refusal(nbytes: int, error: OSError) -> str:
-    """Return why a slot cannot be mapped, and the remedy."""
-    text = f"cannot map {format_bytes(nbytes)} of a slot of shared memory: {error.strerror}. "
-    if error.errno == errno.ENOMEM and soft_limit(resource.RLIMIT_AS) is not None:
-        return (
-            f"{text}The address space of this process is limited to {describe_address_space()}: "
-            "raise that limit, or lower batch_size, prefetch_factor or num_workers."
-        )
-    if error.errno == errno.EAGAIN:
-        return f"{text}This process locks its memory (mlockall): raise `ulimit -l`."
-    return f"{text}Lower batch_size, prefetch_factor or num_workers."
+    return Arena(MemoryFile(fd), slot_bytes, slot_count, state_count)

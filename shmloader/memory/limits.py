@@ -1,15 +1,45 @@
-"""Reads memory limits: how much this process may still take, and how many processes were killed.
+"""How much memory there is: read from the system, and checked before it is touched.
 
 Reads files of ``/proc`` and of the control groups, and this process's resource limits. A file that
 is missing or unreadable, or has other contents than expected, sets no limit.
+
+A slot's pages come to exist when they are first written. Where there is no memory for them, the
+kernel kills a process, or the write ends in SIGBUS. So before a process writes to bytes of a slot
+that were never touched, it asks a :class:`MemoryAdmission`. That is rare, because a slot keeps its
+pages. The bytes are touched there at once, in steps, and free memory is read before each step.
+Other workers may grow their slots at the same time, so a step takes only this worker's share of
+what is free. Thus nothing is refused just because others might have grown too, and what all of them
+take together exists.
 """
 
+import contextlib
+import errno
+import fcntl
+import functools
 import mmap
+import os
 import resource
+import select
 import signal
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from shmloader.errors import SharedMemoryError
+from shmloader.grammar import size
+from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, MemoryFile, Slot, populate
+
+#: Never taken for slots, since other processes may touch memory between a check and the write.
+#: The page tables of 8 GiB of slots in one process take as much, and so do the smallest steps of
+#: 64 workers.
+RESERVE_BYTES = 16 << 20
+
+# The most and the least bytes that are touched between two checks. Touching 8 MiB takes some 3 ms,
+# and a check takes 0.1 ms.
+_STEP_BYTES = 8 << 20
+_LEAST_STEP_BYTES = 256 << 10
 
 # Names of a control group's limit, its use and its counts of killed processes, by whether the
 # hierarchy is the unified one; then those of the page cache in ``memory.stat``. Kubernetes counts
@@ -25,6 +55,12 @@ _CACHE = {
 }
 
 _NEVER_OVERCOMMIT = "2"
+
+# Errors that mean that a resource is used up, not that the call is refused.
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+
+
+# What is read -----------------------------------------------------------------------------
 
 
 class Free(NamedTuple):
@@ -166,27 +202,12 @@ class OomKills:
         return (self.count() or 0) - self._before
 
 
-def soft_limit(kind: int) -> int | None:
-    """Return a resource limit of this process; None if there is none, or it cannot be read.
-
-    Args:
-        kind: A constant of :mod:`resource`, such as ``RLIMIT_AS``.
-    """
-    try:
-        soft, _ = resource.getrlimit(kind)
-    except OSError as error:
-        if error.errno is None:  # a signal handler's
-            raise
-        return None  # a sandbox refuses the call
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def describe_address_space() -> str:
     """Return the limit on this process's address space, and its use, in words."""
-    limit_bytes = soft_limit(resource.RLIMIT_AS)
-    limit = "no limit" if limit_bytes is None else format_bytes(limit_bytes)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = "no limit" if soft == resource.RLIM_INFINITY else size(soft)
     pages = _read(Path("/proc/self/statm")).partition(" ")[0]
-    used = f"; {format_bytes(int(pages) * mmap.PAGESIZE)} are used" if pages.isdecimal() else ""
+    used = f"; {size(int(pages) * mmap.PAGESIZE)} are used" if pages.isdecimal() else ""
     return f"{limit} (`ulimit -v`{used})"
 
 
@@ -194,9 +215,7 @@ def _read(path: Path) -> str:
     """Return a file's text; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
-    except OSError as error:
-        if error.errno is None:  # a signal handler's
-            raise
+    except (FileNotFoundError, PermissionError, NotADirectoryError):
         return ""
 
 
@@ -210,12 +229,124 @@ def _numbers(path: Path) -> dict[str, int]:
     }
 
 
-def format_bytes(nbytes: int) -> str:
-    """Return a number of bytes in few digits: "77.1 MB"."""
-    value = float(nbytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        # A value that would be rounded up to 1000.0 is 1.0 of the next unit.
-        if value < 999.95:  # noqa: PLR2004
-            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
-        value /= 1000
-    return f"{value:.1f} TB"
+@functools.cache
+def why_unsupported() -> str | None:
+    """Return why slots and worker processes do not work on this system; None if they do.
+
+    Each system call is tried, since a sandbox may refuse any of them, with any error.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(MemoryFile())
+            os.ftruncate(file.fileno(), mmap.PAGESIZE)
+            fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
+            mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
+            pidfd = os.pidfd_open(os.getpid())
+            stack.callback(os.close, pidfd)
+            signal.pidfd_send_signal(pidfd, 0)
+            stack.callback(os.close, os.eventfd(0))
+            select.poll().poll(0)
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = map(stack.enter_context, pair)
+            socket.send_fds(ours, [b"-"], [ours.fileno()])
+            for received in socket.recv_fds(theirs, 1, 1)[1]:
+                stack.callback(os.close, received)
+    except AttributeError as error:
+        return f"this Python has no such system call ({error}): it needs Linux 5.3 or newer"
+    except OSError as error:
+        # What is used up is reported when it is needed.
+        needs = "it needs Linux 5.3 or newer, and a sandbox that allows memfd_create and pidfd_open"
+        return None if error.errno in _USED_UP else f"a system call is refused ({error}): {needs}"
+    return None
+
+
+def is_supported() -> bool:
+    """Whether this system has what slots and worker processes need."""
+    return why_unsupported() is None
+
+
+# What is admitted -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """How much memory one iterator may come to need. Sent to the workers.
+
+    Attributes:
+        worker_count: Number of processes that write to the slots: the workers, or the main
+            process alone where an executor's processes send batches as buffers.
+        slot_count: Number of slots that a plain loop uses at once. More may be used for batches
+            that the user keeps.
+        root: Directory that holds ``proc`` and ``sys``.
+    """
+
+    worker_count: int
+    slot_count: int
+    root: str = "/"
+
+
+class MemoryAdmission:
+    """Decides whether a slot may grow. Each process of an iterator has one.
+
+    Attributes:
+        is_tight: Whether, when a slot last grew, less was free than all workers together may take.
+    """
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self._config, self._root = config, Path(config.root)
+        self._groups = control_groups(self._root)
+        self.is_tight = False
+
+    def _read_free(self) -> Free | None:
+        """Return what is free now, less the reserve."""
+        free = free_memory(self._root, self._groups)
+        return None if free is None else Free(max(0, free.nbytes - RESERVE_BYTES), free.limit)
+
+    def is_short(self, present_bytes: int, slot_bytes: int) -> bool:
+        """Whether memory is too short for slots to keep their pages while they wait for a batch.
+
+        Args:
+            present_bytes: Bytes that all slots have now.
+            slot_bytes: Bytes that each slot may come to need. A worker needs as many for samples.
+        """
+        config = self._config
+        more = (config.slot_count + config.worker_count) * slot_bytes - present_bytes
+        if more <= RESERVE_BYTES:
+            return False
+        free = self._read_free()
+        return free is not None and more > free.nbytes
+
+    def grow(self, arena: Arena, slot: Slot, end: int) -> None:
+        """Give a slot the pages up to ``end``, or raise if there is no memory for them.
+
+        Args:
+            arena: The slots.
+            slot: A slot that this process is filling, mapped up to ``end``. Its ``touched_bytes``
+                are ``end`` afterwards.
+            end: Bytes from its start that are about to be written.
+
+        Raises:
+            SharedMemoryError: If there is not enough memory. The slot is as large as it was.
+        """
+        free, config, before = self._read_free(), self._config, slot.touched_bytes
+        position = end if free is None else before
+        if free is not None:
+            self.is_tight = free.nbytes < config.worker_count * end
+        while free is not None and position < end and end - position <= free.nbytes:
+            step = min(max(_LEAST_STEP_BYTES, free.nbytes // config.worker_count), _STEP_BYTES)
+            step_end = min(position + step, end)
+            if not populate(slot.mapping, position, step_end):
+                break
+            position = step_end
+            free = self._read_free() if position < end else free
+        if free is None or position == end:
+            slot.touched_bytes = end
+            return
+        if arena.give_back(slot, before):
+            free = Free(free.nbytes + position - before, free.limit)
+        raise SharedMemoryError(
+            f"a batch needs at least {size(end)} of shared memory, {size(end - before)} more than "
+            f"its slot has, but {size(free.nbytes)} is free ({free.limit}; {size(RESERVE_BYTES)} "
+            f"is kept in reserve). The loader needs {config.slot_count} such slots: lower "
+            "prefetch_factor, num_workers or batch_size, or set shm_size."
+        )

@@ -37,9 +37,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory.arena import align
-from shmloader.memory.limits import control_groups, format_bytes, free_memory
-from shmloader.memory.memfd import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile
+from shmloader.grammar import size
+from shmloader.memory.arena import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile, align
+from shmloader.memory.limits import control_groups, free_memory
 from shmloader.memory.pickled import OutOfBand, PartialStorage, Span, storage_over
 from shmloader.process_state import PROCESS
 
@@ -252,9 +252,9 @@ class SegmentWriter:
         free, used = free_memory(Path("/"), self._groups), self.used_bytes
         if free is not None and free.nbytes < nbytes:
             raise SharedMemoryError(
-                f"not enough memory to share: at least {format_bytes(used + nbytes)} are "
-                f"needed, once for all processes, but after {format_bytes(used)} of them "
-                f"only {format_bytes(free.nbytes)} are free ({free.limit})."
+                f"not enough memory to share: at least {size(used + nbytes)} are "
+                f"needed, once for all processes, but after {size(used)} of them "
+                f"only {size(free.nbytes)} are free ({free.limit})."
             )
         self._granted = max(0, _CHECK_BYTES - nbytes)
 

@@ -17,8 +17,8 @@ import torch
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
+from shmloader.memory.limits import MemoryAdmission
 
 # References to an array when only the writer holds it: its list, and the argument of getrefcount.
 _OWN_REFERENCES = 2

@@ -14,7 +14,7 @@ import torch
 
 from shmloader.device.backend import parse_device
 from shmloader.loader.options import parse_max_failures
-from shmloader.memory.system_support import is_supported, why_unsupported
+from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.pipeline.config import (
     Executor,
     OutputOrder,

@@ -23,7 +23,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +33,9 @@ from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.errors import ClosedLoaderError
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.layout import is_debugging
-from shmloader.memory.limits import free_memory
+from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
@@ -153,9 +151,7 @@ class ProcessExecutor(BackgroundThread):
         self._stage, self._is_stopping = stage, False
         window = stage.capacity
         op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
-        memory = MemoryConfig(
-            stage.concurrency, 0, lend_limit, None, free_memory(Path("/")), "/", window
-        )
+        memory = MemoryConfig(stage.concurrency, window + lend_limit)
         arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         workers = WorkerProcesses(

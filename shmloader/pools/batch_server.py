@@ -13,18 +13,17 @@ from collections.abc import Callable
 from os import getpid
 from typing import Any
 
+from shmloader.batch.collator import Timer
 from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError, SampleReport
-from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import EmptyBatchError
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.state_slot import StatePickler
-from shmloader.batch.timer import Timer
 from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.codec import write_batch
 from shmloader.memory.layout import FlatLayout, FlatLayouts, FlatReader, checksum
+from shmloader.memory.limits import MemoryAdmission
 from shmloader.memory.writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,
@@ -142,10 +141,8 @@ class BatchServer:
         if dataset.has_report or dataset.snapshot is not None:
             report, snapshot = self._put_notes()
         used_bytes, admission = writer.used_bytes, self._admission
-        if admission is not None:
-            admission.smallest_batch = min(admission.smallest_batch, used_bytes)
-            if admission.is_tight:
-                _give_freed_memory_back()
+        if admission is not None and admission.is_tight:
+            _give_freed_memory_back()
         check = self._checksum(slot, used_bytes) if self._is_debugging else None
         return pack(
             BatchDone(
@@ -257,7 +254,7 @@ class BatchServer:
         """Write what goes with a batch: the report on its samples, and the dataset's state."""
         dataset, report = self.dataset, None
         if dataset.has_report and dataset.maker is not None:
-            report = self._put_report(dataset.maker.take_report())
+            report = self._put_report(dataset.maker.pop_report())
         snapshot = dataset.snapshot
         if not isinstance(snapshot, bytes):
             return report, snapshot

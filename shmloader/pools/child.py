@@ -22,7 +22,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from shmloader.batch.failures import RemoteError, add_note
-from shmloader.batch.seeds import seed_worker
+from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import LocalArrays
+from shmloader.batch.collator import Timer
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
@@ -36,8 +37,7 @@ from shmloader.batch.payload import (
     explained_missing,
     load_portable,
 )
-from shmloader.batch.seeds import seed_worker
-from shmloader.batch.timer import Timer
+from shmloader.batch.sample_rng import seed_worker
 from shmloader.memory.collate import install
 from shmloader.memory.writer import SlotWriter
 from shmloader.pools.answers import Answer, Batch, Empty, Failure

@@ -24,7 +24,7 @@ from typing import Any
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PayloadReceiver, ReceivedPayload
-from shmloader.batch.seeds import seed_worker
+from shmloader.batch.sample_rng import seed_worker
 from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import is_interruption
 from shmloader.messages import RECEIVE_BYTES

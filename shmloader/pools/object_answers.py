@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.batch.collator import bytes_of
 from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.fetchers import EmptyBatchError
+from shmloader.batch.fetch import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.timer import bytes_of
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.pickled import PartialStorage
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
@@ -35,14 +35,14 @@ def make_answer(maker: BatchMaker, make: Callable[[], object], where: str) -> An
     try:
         batch = make()
     except EmptyBatchError:
-        return Empty(maker.take_report())
+        return Empty(maker.pop_report())
     except BaseException:  # noqa: BLE001 - it is the answer
         end_if_forked(pid)
         error = RemoteError.caught(where)
     end_if_forked(pid)
     if error is not None:
-        return Failure(error, report=maker.take_report())
-    return Batch(batch, maker.take_report(), maker.timer.read(), bytes_of(batch))
+        return Failure(error, report=maker.pop_report())
+    return Batch(batch, maker.pop_report(), maker.timer.read(), bytes_of(batch))
 
 
 def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena
+from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import (
     DONE,
     DONE_HEAD,

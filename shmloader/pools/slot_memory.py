@@ -12,8 +12,8 @@ from typing import Protocol
 
 from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
+from shmloader.memory.limits import MemoryAdmission
 
 # The number of batches between two searches for slots that hold too much, and the factor by which
 # each search reduces the weight of what earlier batches needed.

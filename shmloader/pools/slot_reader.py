@@ -10,8 +10,8 @@ from typing import Any
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.state_slot import free_state_slot, read_state_slot
 from shmloader.errors import InternalError
-from shmloader.memory.admission import MemoryAdmission
 from shmloader.memory.arena import Arena
+from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import (
     BatchDone,
     BatchEmpty,

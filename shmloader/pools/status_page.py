@@ -24,7 +24,7 @@ from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.measurements import Usage, stalled_ns
-from shmloader.memory.memfd import MEMFD_NAME, map_range
+from shmloader.memory.arena import MEMFD_NAME, map_range
 
 # Phase, epoch, seq, time.monotonic_ns() when the phase began, and the ident of the worker's thread.
 _LINE = struct.Struct("=5q")

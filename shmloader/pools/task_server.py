@@ -15,9 +15,9 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
-from shmloader.memory.admission import MemoryAdmission, MemoryConfig
 from shmloader.memory.arena import Arena
 from shmloader.memory.collate import install
+from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.messages import (
     NO_EPOCH,
     PART_BYTES,

@@ -43,13 +43,13 @@ from typing import Any
 import torch
 
 from shmloader.batch.arrays import no_gatherer
+from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import OnError, RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
-from shmloader.batch.timer import Timer
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
 from shmloader.memory.packer import RowGatherer

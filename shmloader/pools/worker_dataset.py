@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
+from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
 from shmloader.batch.failures import OnError, RemoteError, add_note
@@ -29,7 +30,6 @@ from shmloader.batch.iterable_state import (
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.state_slot import StatePickler
-from shmloader.batch.timer import Timer
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
 from shmloader.messages import InStateSlot, Unsaved

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
 from shmloader.memory.segment import Segment, SegmentWriter
-from shmloader.memory.system_support import is_supported, why_unsupported
 from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, write_index

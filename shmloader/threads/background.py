@@ -1,9 +1,7 @@
 """The base class of background threads: starts, parks, ends and joins one.
 
-Three kinds of threads of the package are not derived from it:
+Two kinds of threads of the package are not derived from it:
 
-* a thread that runs an event loop while its starter waits
-  (:mod:`shmloader.batch.concurrent_fetcher`);
 * the thread that calls Ray Client (:mod:`shmloader.cluster`), since a call may not return;
 * in a worker, the thread that ends the worker with the main process
   (:mod:`shmloader.pools.parent_death`).

@@ -33,7 +33,7 @@ from shmloader.batch.arrays import (
     gatherer_to_slots,
     may_be_columns,
 )
-from shmloader.batch.timer import Timer
+from shmloader.batch.collator import Timer
 from shmloader.memory import packer as packer_module
 from shmloader.memory.arena import Arena
 from shmloader.memory.layout import FlatLayout, FlatReader

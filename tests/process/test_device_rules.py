@@ -25,8 +25,7 @@ from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.device.page_locks import PageLocks
 from shmloader.errors import ClosedLoaderError, SharedMemoryError
-from shmloader.memory.arena import Arena
-from shmloader.memory.memfd import populate
+from shmloader.memory.arena import Arena, populate
 from shmloader.pools.slot_memory import SlotMemory
 from shmloader.process_state import PROCESS
 from tests.late import LateDevice

@@ -277,7 +277,7 @@ def test_a_ctrl_c_cancels_the_samples(is_notebook, on_error):
     class Endless(Squares):
         async def __getitem__(self, index):
             try:
-                if index == 2:
+                if index == 1:
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 return await asyncio.get_running_loop().create_future()
             finally:
@@ -294,8 +294,7 @@ def test_a_ctrl_c_cancels_the_samples(is_notebook, on_error):
     loop = asyncio.new_event_loop()  # asyncio.run() has a handler of its own
     with contextlib.closing(loop), pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(notebook()) if is_notebook else load()
-    # The first one's coroutine, which shows that samples are awaited, is awaited last.
-    assert sorted(ended) == [1, 2]
+    assert sorted(ended) == [0, 1]
 
 
 def test_stop_iteration_of_a_sample_is_an_error():
@@ -324,21 +323,18 @@ def test_a_sample_that_is_cancelled_costs_its_batch(workers):
 
 def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
     monkeypatch.setattr(concurrent_fetcher, "_JOIN_S", 0.2)
-    helper_count = 20
-    stuck, let_go = threading.Barrier(helper_count + 1), threading.Event()
+    count = 20
+    stuck, let_go = threading.Barrier(count), threading.Event()
 
     class Interrupted(Squares):
         def __getitem__(self, index):
-            if index > 0:  # the first is asked alone
-                stuck.wait(SOON_S)
-                if threading.current_thread() is threading.main_thread():
-                    raise KeyboardInterrupt
-                let_go.wait(SOON_S)
+            if stuck.wait(SOON_S) == 0:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            let_go.wait(SOON_S)
             return index
 
-    count = helper_count + 2
     start = time.monotonic()
-    loader = DataLoader(Interrupted(count), batch_size=count, fetch_concurrency=helper_count + 1)
+    loader = DataLoader(Interrupted(count), batch_size=count, fetch_concurrency=count)
     try:
         with pytest.raises(KeyboardInterrupt), loader:
             next(iter(loader))

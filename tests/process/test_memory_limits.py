@@ -15,8 +15,7 @@ import torch
 
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, WorkerDiedError
-from shmloader.memory.admission import RESERVE_BYTES
-from shmloader.memory.limits import control_groups
+from shmloader.memory.limits import RESERVE_BYTES, control_groups
 from tests.made_up import MIB, System
 from tests.process.support import Calls, Gate, run_program, wait_until
 
@@ -65,50 +64,6 @@ def take_all(loader: DataLoader[Any], count: int) -> tuple[list[int], list[str]]
     return came, told
 
 
-def test_slots_that_do_not_fit_together_are_told_from_the_second_batch_on(tmp_path) -> None:
-    system = make_system(tmp_path, 5_000_000)
-    data = Calls(lambda _: of_bytes(10**6), 20)
-    loader = Limited(system, data, num_workers=2, batch_size=None)
-    came, told = take_all(loader, 20)
-    assert came == [10**6] * 2
-    assert len(told) == 18
-    assert (
-        "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 1.0 MB = 6.0 MB of shared "
-        "memory, but 5.0 MB is free (limit of the control group /job; 16.8 MB is kept in reserve): "
-        "lower prefetch_factor, num_workers or batch_size, or set shm_size."
-    ) in told[0]
-
-
-def test_all_slots_are_held_against_what_was_free_at_the_start(tmp_path) -> None:
-    system = make_system(tmp_path, 9_000_000)
-    gate = Gate()
-
-    def sample(_: int) -> torch.Tensor:
-        gate.pass_through()
-        return of_bytes(10**6)
-
-    batches = iter(Limited(system, Calls(sample, 12), batch_size=None, num_workers=2))
-    # As if siblings had touched the rest.
-    system.set_available(2_000_000 + RESERVE_BYTES)
-    gate.open(12)
-    assert len([next(batches).sum() for _ in range(12)]) == 12
-    gate.close()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("at", [0, 7, 30])
-def test_a_batch_ten_times_as_large_as_the_others_raises_no_alarm_where_it_fits(
-    at, tmp_path, slots
-) -> None:
-    system = make_system(tmp_path, 11_000_000)
-    sizes = [10**6 + n for n in range(60)]
-    sizes[at] = 10**7
-    loader = Limited(
-        system, Calls(lambda n: of_bytes(sizes[n]), 60), batch_size=None, num_workers=2
-    )
-    assert take_all(loader, 60) == (sizes, [])
-
-
 def with_text(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples), "text"
 
@@ -138,7 +93,7 @@ def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
     text = told[0][1]
     assert "a batch needs at least 6.0 MB of shared memory, 6.0 MB more than its slot has" in text
     assert "but 5.0 MB is free (limit of the control group /job;" in text
-    assert "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 6.0 MB = 36.0 MB" in text
+    assert "The loader needs 6 such slots: lower prefetch_factor" in text
     assert sum(slots.files().values()) < MIB, "it was touched"
     loader.close()
 
@@ -244,8 +199,7 @@ print(told[0][1])
     assert large == "16 []"
     assert partly == "[0, 2] 1"
     assert "cannot map 1.0 GB of a slot of shared memory" in error
-    assert "(`ulimit -v`; " in error
-    assert "shm_size" not in error
+    assert "(`ulimit -v`)" in error
 
 
 # Kills ---------------------------------------------------------------------------------------
@@ -362,7 +316,7 @@ for index in range(12):
     except SharedMemoryError as error:
         told.append(str(error))
 assert told, "there was room for all"
-assert "6 slots (prefetch_factor 2 * num_workers 2 + 2 in use) × 104.9 MB = 629.1 MB" in told[0]
+assert "The loader needs 6 such slots" in told[0]
 assert "shmloader-test-" in told[0], told[0]
 print(12 - len(told) >= 2)
 """

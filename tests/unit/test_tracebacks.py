@@ -5,9 +5,9 @@ import traceback
 import pytest
 from torch.utils.data import default_collate
 
+from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.timer import Timer
 from shmloader.sampling.checks import whole_number
 from shmloader.tracebacks import format_for_user, user_part, without_ours
 

@@ -4,13 +4,14 @@ import contextlib
 import threading
 import weakref
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
-from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import EmptyBatchError, map_style_stop
+from shmloader.batch.collator import Timer, bytes_of
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig, map_style_stop
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.timer import Timer
 
 
 def make_fetcher(config, dataset, collate, on_error="raise"):
@@ -46,6 +47,12 @@ def test_a_stop_iteration_of_a_map_style_dataset_is_not_taken_for_the_end():
     assert type(error) is RuntimeError
     assert "raised StopIteration" in str(error)
     assert error.__cause__ is cause
+
+
+def test_bytes_of_a_batch_are_those_of_tensors_and_arrays_in_containers():
+    batch = {"a": torch.zeros(10), "b": [np.zeros(3), (torch.zeros(2, dtype=torch.int8), "text")]}
+    assert bytes_of(batch) == 40 + 24 + 2
+    assert bytes_of("text") == bytes_of([]) == 0
 
 
 # ---------------------------------------------------------------- bad samples
@@ -93,7 +100,7 @@ def tolerant(dataset, on_error="skip", *, auto_collation=True, keep_size=False, 
 
 
 def counts(fetcher):
-    report = fetcher.take_report()
+    report = fetcher.pop_report()
     indices = [bad.index for bad in report.newest]
     assert report.failed_count == len(indices)
     return report.sample_count, indices
@@ -141,10 +148,10 @@ def test_indices_from_an_iterator_are_also_tried_again(kind):
 def test_bad_samples_are_not_identified_if_getitems_returns_no_list(on_error):
     fetcher = tolerant(Opaque(1), on_error, collate=lambda batch: batch)
     assert fetcher.fetch([0, 2]) == {"samples": [[0], [2]]}
-    fetcher.take_report()
+    fetcher.pop_report()
     with contextlib.suppress(EmptyBatchError):
         fetcher.fetch([0, 1])
-    failed = fetcher.take_report().newest
+    failed = fetcher.pop_report().newest
     assert "__getitems__ returned a dict for one index" in failed[0].error.message
 
 

@@ -1,9 +1,9 @@
 """The batch maker: the same batches for the same ticket, wherever it is."""
 
 from shmloader import sample_rng
+from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.timer import Timer
 from shmloader.sampling.indices import PositionedIndices
 
 

@@ -11,12 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import sample_rng
-from shmloader.batch.collator import Collator
-from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.fetchers import MapFetcher, StreamFetcher
-from shmloader.batch.sample_rng import SampleRng, SeededIterator
-from shmloader.batch.seeds import base_seed, seed_of_rank
-from shmloader.batch.timer import Timer
+from shmloader.batch.collator import Collator, Timer
+from shmloader.batch.fetch import FetchConfig, MapFetcher, StreamFetcher
+from shmloader.batch.sample_rng import SampleRng, SeededIterator, base_seed, seed_of_rank
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
@@ -60,16 +57,14 @@ class Stream(IterableDataset):
 def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
     is_stream = isinstance(dataset, IterableDataset)
     plan = plan or FetchConfig(is_stream, True, False, may_shard=False)
-    begin = streams.begin_stream_collate if is_stream else streams.begin_collate
-    is_list = plan.auto_collation
-    collate = Collator(collate_fn, Timer(), takes_list=is_list, rng=streams, begin=begin)
+    collate = Collator(collate_fn, Timer(), takes_list=plan.auto_collation, rng=streams)
     if is_stream:
         return StreamFetcher(plan, dataset, SeededIterator(streams, dataset), collate)
     return MapFetcher(plan, dataset, collate, wrappers=[(streams.load, None)], **options)
 
 
 def load(placed, dataset=None, seed=7, collate_fn=list, **options):
-    streams = SampleRng(seed)
+    streams = SampleRng(seed, is_iterable=isinstance(dataset, IterableDataset))
     fetcher = fetcher_of(streams, dataset or Drawing(), collate_fn, **options)
     with streams.at(placed) as indices:
         return fetcher.fetch(indices)
@@ -140,7 +135,7 @@ def test_seed_and_rank_each_give_another_seed():
 def test_workers_and_positions_of_an_iterable_dataset_have_their_own_random_numbers():
     seen = []
     for worker_id in range(3):
-        streams = SampleRng(7, worker_id, epoch=2)
+        streams = SampleRng(7, worker_id, epoch=2, is_iterable=True)
         dataset = Stream()
         fetcher = fetcher_of(streams, dataset, lambda samples: [*samples, draws()])
         for _ in range(2):
@@ -182,13 +177,13 @@ def test_collate_draws_by_the_first_sample_of_its_own_batch():
 
 def test_iter_is_called_only_once_the_epoch_is_known():
     dataset = Stream()
-    streams = SampleRng(7)
+    streams = SampleRng(7, is_iterable=True)
     fetcher = fetcher_of(streams, dataset)
     assert dataset.opened == []
     with streams.at(PositionedIndices([None], 2, 0)) as indices:
         fetcher.fetch(indices)
     known = Stream()
-    fetcher_of(SampleRng(7, epoch=2), known)
+    fetcher_of(SampleRng(7, epoch=2, is_iterable=True), known)
     assert known.opened == dataset.opened
 
 

@@ -12,8 +12,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.collator import Collator
-from shmloader.batch.timer import Timer
+from shmloader.batch.collator import Collator, Timer
 from shmloader.memory import collate
 from shmloader.memory.arena import Arena, Lease, Slot
 from shmloader.memory.codec import PickledLayout, PickledReader, pickle_batch, write_batch

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.batch.collator import Collator
-from shmloader.batch.timer import Timer
+from shmloader.batch.collator import Collator, Timer
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import empty
 from shmloader.memory.layout import FlatLayout
@@ -79,16 +78,6 @@ def test_a_sample_that_is_yet_to_be_collated_gets_private_memory(bench):
 def test_default_collate_of_plain_samples_takes_the_short_way(bench):
     collate = collator(bench)
     assert isinstance(collate(SAMPLES), FlatLayout)
-
-
-def test_the_function_is_told_of_before_it_is_called_and_packing_is_not(bench):
-    told = []
-    tell = lambda samples: told.append(len(samples))  # noqa: E731
-    collate = Collator(default_collate, Timer(), writer=bench.writer, begin=tell)
-    collate(SAMPLES)
-    assert told == []
-    collate([(sample, "name") for sample in SAMPLES])
-    assert told == [len(SAMPLES)]
 
 
 def test_default_collate_of_other_samples_still_writes_into_the_slot(bench):

@@ -145,7 +145,7 @@ def test_a_slot_whose_views_cannot_be_parted_is_not_filled_again(book, slot, mon
     def refuse(*_) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(arena_module, "make_private", refuse)
+    monkeypatch.setattr(arena_module, "_map_at", refuse)
     tensor = lend(book, slot)
     fork_and_wait()
     assert tensor.sum() == 1000
@@ -164,7 +164,7 @@ def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, ar
 @pytest.mark.parametrize("kernel", ["this", "before 5.14"])
 def test_a_forked_child_goes_on_seeing_what_was_lent(book, arena, slot, kernel, monkeypatch):
     if kernel != "this":
-        monkeypatch.setattr("shmloader.memory.memfd._POPULATE_WRITE", 9999)
+        monkeypatch.setattr("shmloader.memory.arena._POPULATE_WRITE", 9999)
     tensor = lend(book, slot)
     here, there = os.pipe()
     pid = os.fork()

@@ -1,11 +1,28 @@
-"""What /proc and the control groups say, on directories of made-up files."""
+"""What /proc and the control groups say, and whether a slot may grow, on made-up files."""
 
+import errno
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from shmloader.memory.limits import Free, OomKills, control_groups, format_bytes, free_memory
+from shmloader.errors import SharedMemoryError
+from shmloader.memory import limits
+from shmloader.memory.arena import Arena
+from shmloader.memory.limits import (
+    RESERVE_BYTES,
+    Free,
+    MemoryAdmission,
+    MemoryConfig,
+    OomKills,
+    control_groups,
+    free_memory,
+    is_supported,
+    why_unsupported,
+)
 from tests.made_up import MIB, System
+from tests.unit.memory.support import in_a_child, names_in
 
 GROUP = "limit of the control group"
 COMMIT = "CommitLimit, since vm.overcommit_memory = 2"
@@ -154,18 +171,142 @@ def test_kills_are_counted_by_the_first_version_too(system):
     assert OomKills(system.root).count() == 3
 
 
+# What is admitted -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena():
+    """One slot, which is mapped."""
+    arena = Arena.create(512 * MIB, 1)
+    arena.reach(arena.slots[0], 512 * MIB)
+    yield arena
+    arena.close()
+
+
+def resident(arena: Arena) -> int:
+    return os.fstat(arena.fileno()).st_blocks * 512
+
+
+def grow(admission: MemoryAdmission, arena: Arena, backed: int, end: int) -> int:
+    """Grow the slot, of which ``backed`` bytes have pages. Returns how many are admitted."""
+    (slot,) = arena.slots
+    slot.touched_bytes = backed
+    try:
+        admission.grow(arena, slot, end)
+        return slot.touched_bytes
+    except SharedMemoryError:
+        assert slot.touched_bytes == backed
+        raise
+
+
+def make_admission(system: System, free_bytes: int, worker_count: int = 2) -> MemoryAdmission:
+    """An admission with this much free beyond the reserve."""
+    system.set_available(free_bytes + RESERVE_BYTES)
+    return MemoryAdmission(MemoryConfig(worker_count, 6, str(system.root)))
+
+
+def test_what_fits_is_there_when_it_is_said_to_be(system, arena):
+    admission = make_admission(system, 40 * MIB)
+    assert grow(admission, arena, 0, 20 * MIB) == 20 * MIB
+    assert resident(arena) == 20 * MIB
+    assert grow(admission, arena, 20 * MIB, 60 * MIB) == 60 * MIB, "as much again is free"
+    assert resident(arena) == 60 * MIB
+
+
+def test_what_does_not_fit_is_told_with_the_arithmetic_and_not_touched(system, arena):
+    admission = make_admission(system, 50 * 10**6)
+    with pytest.raises(SharedMemoryError) as caught:
+        grow(admission, arena, 20 * 10**6, 97 * 10**6)
+    assert str(caught.value) == (
+        "a batch needs at least 97.0 MB of shared memory, 77.0 MB more than its slot has, but "
+        "50.0 MB is free (MemAvailable; 16.8 MB is kept in reserve). The loader needs 6 such "
+        "slots: lower prefetch_factor, num_workers or batch_size, or set shm_size."
+    )
+    assert resident(arena) == 0
+
+
+def test_all_that_is_free_may_be_taken_but_for_the_reserve(system, arena):
+    grow(make_admission(system, 10 * MIB, worker_count=64), arena, 0, 10 * MIB)
+    with pytest.raises(SharedMemoryError, match="MemAvailable"):
+        grow(make_admission(system, 10 * MIB), arena, 10 * MIB, 20 * MIB + 1)
+    with pytest.raises(SharedMemoryError, match="0 B is free"):
+        grow(make_admission(system, -1 * MIB), arena, 10 * MIB, 10 * MIB + 1)
+
+
+def test_without_any_limit_everything_may_be_taken(tmp_path, arena):
+    admission = MemoryAdmission(MemoryConfig(2, 6, str(tmp_path)))
+    assert grow(admission, arena, 0, 500 * MIB) == 500 * MIB
+    assert resident(arena) == 0, "the writer will"
+
+
+def test_a_growth_that_others_come_before_is_undone_and_told(system, arena, monkeypatch):
+    admission = make_admission(system, 0)
+    arena.slots[0].memory[: 2 * MIB] = b"x" * (2 * MIB)
+    left = [100, 90, 13]
+    monkeypatch.setattr(
+        limits, "free_memory", lambda *_: Free(left.pop(0) * MIB + RESERVE_BYTES, "MemAvailable")
+    )
+    with pytest.raises(SharedMemoryError, match=r"31\.5 MB more .* but 30\.4 MB is free"):
+        grow(admission, arena, 2 * MIB, 32 * MIB)
+    assert left == []
+    assert resident(arena) == 2 * MIB
+    assert bytes(arena.slots[0].memory[2 * MIB - 1 : 2 * MIB + 1]) == b"x\0"
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (77_070_336, "77.1 MB"),
-        (999_949_999, "999.9 MB"),
-        (999_950_000, "1.0 GB"),
-        (1_541_406_720, "1.5 GB"),
-        (10**15, "1000.0 TB"),
-    ],
+    ("free_mib", "present_mib", "is_short"), [(80, 0, False), (79, 0, True), (60, 20, False)]
 )
-def test_sizes_are_told_in_few_digits(nbytes, text):
-    assert format_bytes(nbytes) == text
+def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
+    system, free_mib, present_mib, is_short
+):
+    # Six slots, and as much for the samples of two workers.
+    admission = make_admission(system, free_mib * MIB)
+    assert admission.is_short(present_mib * MIB, 10 * MIB) == is_short
+
+
+def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):
+    admission = make_admission(system, 20 * MIB)
+    grow(admission, arena, 0, 10 * MIB)
+    assert not admission.is_tight
+    grow(admission, arena, 0, 10 * MIB + 1)
+    assert admission.is_tight
+
+
+# What the system has to support -----------------------------------------------------------
+
+
+@pytest.fixture
+def _asked_anew():
+    why_unsupported.cache_clear()
+    yield
+    why_unsupported.cache_clear()
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_call_that_is_missing_or_refused_is_told_and_leaves_no_descriptor(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    assert is_supported()
+    before = names_in("/proc/self/fd")
+    why_unsupported.cache_clear()
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    text = "a system call is refused ([Errno 13] Permission denied): it needs Linux 5.3 or newer, "
+    assert str(why_unsupported()).startswith(text)
+    why_unsupported.cache_clear()
+    monkeypatch.delattr(os, "pidfd_open")
+    assert str(why_unsupported()).startswith("this Python has no such system call (module 'os' has")
+    assert names_in("/proc/self/fd") == before
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_a_lack_of_descriptors_is_no_lack_of_support():
+    def work() -> str:
+        told = set()
+        for count in range(3, 40):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, 40))
+            told.add(why_unsupported())
+            why_unsupported.cache_clear()
+        return str(told)
+
+    assert in_a_child(work) == "{None}"
