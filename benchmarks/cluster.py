@@ -65,9 +65,8 @@ from ray.cluster_utils import Cluster
 from sklearn.datasets import load_sample_images
 
 from shmloader import DataLoader
-from shmloader.cluster import RayExecutor
+from shmloader.cluster import DaskExecutor, RayExecutor
 from shmloader.insight.measurements import WorkTimes
-from shmloader.pools.executor_task import Outcome
 
 _HERE = Path(__file__).parent
 _STORE_BYTES = 1 << 30
@@ -107,7 +106,7 @@ def on_dask(
         distributed.Client(cluster, direct_to_workers=is_direct or None) as client,
     ):
         client.wait_for_workers(nodes)
-        yield client.get_executor()
+        yield DaskExecutor(client)
 
 
 @contextlib.contextmanager
@@ -292,9 +291,10 @@ class _Watched(concurrent.futures.Executor):
         return self.futures[-1]
 
 
-def _busy_ns(outcome: Outcome) -> int:
+def _busy_ns(packed: bytes) -> int:
     """Return how long the process of a task took to load, collate and pack its batch."""
-    times = WorkTimes(*(outcome.times or ()))
+    _, _, work, _ = pickle.loads(packed)
+    times = WorkTimes(*work)
     return times.fetch_ns + times.collate_ns + times.encode_ns
 
 
@@ -308,10 +308,10 @@ def run_main(kind: str, round_: int, size: Size) -> Cells:
         collections.deque(loader, 0)
         version, shared, _, _, indices, *_ = watched.arguments
         results = [future.result(60) for future in watched.futures]
-        outcomes = [Outcome(*found) for *_, found in results if found is not None]
-        body, _, arrays, _ = outcomes[-1].packed or ()
+        answers = [found[2:] for found in results if len(found) > 2]
+        body, _, arrays, _ = answers[-1][1]
         contents_bytes = sum(array.nbytes for array in arrays)
-        busy_ns = round(statistics.median(map(_busy_ns, outcomes)))
+        busy_ns = round(statistics.median(_busy_ns(packed) for packed, _ in answers))
         bare = pack_bare(len(indices), len(body), contents_bytes, busy_ns)
         loader.close()
         loader = DataLoader(Tiny(4 * count), 4, num_workers=in_flight, executor=executor, seed=0)

@@ -12,7 +12,7 @@ import distributed
 import numpy as np
 import torch
 
-import shmloader
+import shmloader.cluster
 
 
 class Images:
@@ -37,7 +37,8 @@ def main() -> None:
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        loader = shmloader.DataLoader(Images(), executor=client.get_executor(), **options)
+        executor = shmloader.cluster.DaskExecutor(client)
+        loader = shmloader.DataLoader(Images(), executor=executor, **options)
         for batch, expected in zip(loader, local, strict=True):
             assert torch.equal(batch, expected)
         print(loader.stats())

@@ -1,7 +1,8 @@
-"""``shmloader.cluster``: executors of clusters, for ``DataLoader(..., executor=...)``.
+"""``shmloader.cluster``: executors on Dask and on Ray, for ``DataLoader(..., executor=...)``.
 
-Dask, MPI and loky have executors of their own. Ray has none, so :class:`RayExecutor` is one over
-Ray. Ray is an extra (``pip install shmloader[ray]``), imported when an executor is made.
+loky, MPI and the standard library have executors of their own, which are passed as they are. Dask
+and Ray are extras (``pip install shmloader[dask]``, ``shmloader[ray]``) and imported when they are
+used.
 """
 
 import concurrent.futures
@@ -15,20 +16,154 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.interruptions import attempt
-from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, Future, settle
 
-__all__ = ["RayExecutor"]
+__all__ = ["DaskExecutor", "RayExecutor"]
 
+_Future = concurrent.futures.Future[Any]
+
+_LEFT_DASK = "Dask's client was closed, or it has lost its scheduler for good"
+_LEFT_RAY = "Ray was shut down, or this process has connected to another cluster"
 
 # Without SPREAD, Ray sends further tasks to a process that it has leased although other nodes are
 # idle. With 16 tasks of 50 ms in flight on 4 nodes, throughput is 0.4 of the ideal, and with SPREAD
 # it is 0.92.
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
-_GONE = "Ray was shut down, or this process has connected to another cluster"
+
+class _ClusterExecutor(concurrent.futures.Executor):
+    """An executor whose futures fail when this process has left the cluster."""
+
+    def __init__(self) -> None:
+        self._futures: weakref.WeakSet[_Future] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_shut_down = False
+
+    def _reason_gone(self) -> str:
+        """Return why the cluster brings no more results; "" if it does."""
+        raise NotImplementedError
+
+    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Submit a call to the cluster, and return what the cluster calls its future."""
+        raise NotImplementedError
+
+    def _follow(self, started: Any, future: _Future) -> None:
+        """Have a call's outcome passed to its future."""
+        raise NotImplementedError
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> _Future:
+        """Submit a call of ``fn`` as a task. What :meth:`share` returned is replaced by its value.
+
+        Returns:
+            The task's future.
+
+        Raises:
+            RuntimeError: After ``shutdown()``; ``BrokenExecutor`` if the cluster is gone.
+        """
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._fail_if_gone()
+            started = self._start(fn, *args, **kwargs)
+            future = _Future()
+            self._futures.add(future)
+        self._follow(started, future)
+        return future
+
+    def _fail_if_gone(self) -> None:
+        if reason := self._reason_gone():
+            raise concurrent.futures.BrokenExecutor(reason)
+
+    def check(self) -> None:
+        """Fail all futures if this process has left the cluster, which leaves them pending."""
+        reason = self._reason_gone()
+        if reason:
+            with self._lock:
+                futures = list(self._futures)
+            for future in futures:
+                _settle(future, concurrent.futures.BrokenExecutor(reason))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no further tasks. The cluster stays as it is.
+
+        Args:
+            wait: Whether to wait for the tasks that were submitted.
+            cancel_futures: Whether to cancel the futures, which drops the tasks' results.
+        """
+        with self._lock:
+            self._is_shut_down = True
+            futures = list(self._futures)
+        if cancel_futures:
+            for future in futures:
+                future.cancel()
+        while wait and concurrent.futures.wait(futures, 2.0).not_done:
+            self.check()
 
 
-class RayExecutor(concurrent.futures.Executor):
+class DaskExecutor(_ClusterExecutor):
+    """A ``concurrent.futures.Executor`` whose tasks run on the workers of a Dask client.
+
+    Unlike the futures of ``client.get_executor()``, its futures do not stay pending if the
+    connection to the scheduler breaks while a result is on its way. Closing the client is left to
+    you.
+
+    Args:
+        client: A ``distributed.Client`` that is not asynchronous on this thread.
+        options: Options of ``client.submit`` for each task: ``workers``, ``resources``,
+            ``retries``, ``priority`` and so on.
+
+    Raises:
+        ValueError: If the client is asynchronous on this thread.
+    """
+
+    def __init__(self, client: Any, **options: Any) -> None:
+        super().__init__()
+        if client.asynchronous:
+            raise ValueError(
+                "DaskExecutor takes no client that is asynchronous on this thread, since next() "
+                "would hold up the event loop that sends its tasks: load on another thread "
+                "(asyncio.to_thread), with a client that was made there"
+            )
+        self._client = client
+        # Without ``pure=False``, Dask computes a hash of all arguments.
+        self._options = {"pure": False, **options}
+
+    def _reason_gone(self) -> str:
+        # A client that is closing accepts calls, and drops them.
+        return _LEFT_DASK if self._client.status in ("closing", "closed") else ""
+
+    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._client.submit(fn, *args, **{**self._options, **kwargs})
+
+    def _follow(self, started: Any, future: _Future) -> None:
+        client = self._client
+
+        async def pass_on() -> None:  # in the client's event loop
+            try:
+                result = await client.gather(started, asynchronous=True)
+            except Exception as error:  # noqa: BLE001 - the call's own, or its result is lost
+                if started.status != "error":
+                    reason = self._reason_gone() or f"{type(error).__name__}: {error}"
+                    error = concurrent.futures.BrokenExecutor(reason)
+                _settle(future, error)
+            else:
+                _settle(future, None, result)
+
+        def cancel(future: _Future) -> None:
+            # This does not wait for the scheduler, which may be slow or about to be disconnected.
+            if future.cancelled() and not self._reason_gone():
+                client.loop.add_callback(
+                    functools.partial(client.cancel, [started], asynchronous=True)
+                )
+
+        future.add_done_callback(cancel)
+        client.loop.add_callback(pass_on)
+
+    def share(self, value: Any) -> Any:
+        """Copy a value to all Dask workers, with the fewest transfers. Returns a reference."""
+        return self._client.scatter(value, broadcast=True, hash=False)
+
+
+class RayExecutor(_ClusterExecutor):
     """A ``concurrent.futures.Executor`` whose tasks run on Ray.
 
     Ray chooses the node of each task, and runs a task again if its node is lost. The executor uses
@@ -51,6 +186,7 @@ class RayExecutor(concurrent.futures.Executor):
     """
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         try:
             self._ray: Any = importlib.import_module("ray")
         except ModuleNotFoundError as error:
@@ -60,9 +196,6 @@ class RayExecutor(concurrent.futures.Executor):
             self._ray.init()
         self._cluster = self._find_cluster()
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
-        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._is_shut_down = False
 
     def _find_cluster(self) -> object:
         """Return what tells one ``ray.init()`` from another; None if Ray is not connected.
@@ -74,72 +207,40 @@ class RayExecutor(concurrent.futures.Executor):
         context = self._ray.get_runtime_context()
         return context.get_job_id(), context.get_node_id()
 
-    def _check_cluster(self) -> None:
-        """Raise a RuntimeError if this process has left the cluster, lest a call start one."""
-        # It raises if another thread is leaving the cluster.
-        if attempt(self._find_cluster) != self._cluster:
-            raise RuntimeError(_GONE)
+    def _reason_gone(self) -> str:
+        # A call would start a cluster. Ray raises if another thread is leaving the cluster.
+        return "" if attempt(self._find_cluster) == self._cluster else _LEFT_RAY
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Submit a call of ``fn`` as a task. An ``ObjectRef`` in ``args`` is replaced by its value.
+    def _start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._function.remote(fn, *args, **kwargs)
 
-        Returns:
-            The task's future.
-
-        Raises:
-            RuntimeError: After ``shutdown()``, or if Ray is not connected.
-        """
-        with self._lock:
-            if self._is_shut_down:
-                raise RuntimeError("cannot schedule new futures after shutdown")
-            self._check_cluster()
-            reference = self._function.remote(fn, *args, **kwargs)
-            future = Future()
-            self._futures.add(future)
-        reference.future().add_done_callback(functools.partial(_pass_on, future))
-        return future
-
-    def check(self) -> None:
-        """Fail all futures if Ray was shut down in this process; Ray itself leaves them pending."""
-        try:
-            self._check_cluster()
-        except RuntimeError:
-            with self._lock:
-                futures = list(self._futures)
-            for future in futures:
-                settle(future, ExecutorGoneError(_GONE))
+    def _follow(self, started: Any, future: _Future) -> None:
+        started.future().add_done_callback(functools.partial(_pass_on, future))
 
     def share(self, value: Any) -> Any:
         """Put a value into Ray's store. Returns an ``ObjectRef``, an argument for :meth:`submit`.
 
         Raises:
-            RuntimeError: If Ray is not connected.
+            BrokenExecutor: If Ray is not connected.
         """
-        self._check_cluster()
+        self._fail_if_gone()
         return self._ray.put(value)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no further tasks. The cluster stays as it is.
 
-        Args:
-            wait: Whether to wait for the tasks that were submitted.
-            cancel_futures: Whether to cancel the futures, which drops the tasks' results.
-        """
-        with self._lock:
-            self._is_shut_down = True
-            futures = list(self._futures)
-        if cancel_futures:
-            for future in futures:
-                future.cancel()
-        while wait and concurrent.futures.wait(futures, CHECK_S).not_done:
-            self.check()
+def _settle(future: _Future, error: BaseException | None, result: Any = None) -> None:
+    """End a future, unless it has ended or was cancelled."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
-def _pass_on(future: Future, done: Future) -> None:
+def _pass_on(future: _Future, done: _Future) -> None:
     """Pass on the outcome of Ray's own future, which is done."""
     error = done.exception()
     # The future may already be cancelled, or may have failed because Ray was shut down.
-    settle(future, error, None if error is not None else done.result())
+    _settle(future, error, None if error is not None else done.result())
 
 
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from points import FILES, FOLDER, Points
 from torch import nn
 
 from shmloader import DataLoader
+from shmloader.cluster import DaskExecutor
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
             shuffle=True,
             num_workers=4,
             seed=0,
-            executor=client.get_executor(),
+            executor=DaskExecutor(client),
         )
         for _ in range(3):
             for points, heights in loader:

@@ -187,8 +187,6 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
         Phase.LEAVING_EPOCH: "has been finishing the previous epoch (iter(dataset))",
     }[at_work.phase]
     text += f" for {at_work.elapsed_s:.1f} s"
-    if at_work.location:
-        text += f", {at_work.location}"
     if at_work.is_stopped:
         return f"{text}; the process is stopped (SIGSTOP)."
     frames = _user_frames(at_work)

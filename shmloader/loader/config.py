@@ -5,6 +5,8 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
+import itertools
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -24,7 +26,6 @@ if TYPE_CHECKING:  # imported where they are used: most loaders have none of the
     from shmloader.device.device import Destination
     from shmloader.loader.local_checkpoint import LocalCheckpoint
     from shmloader.pools.host_pool import HostPool
-    from shmloader.pools.process_numbers import ProcessNumbers
 
 # Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
 _LOOP_HOLDS = 2
@@ -175,9 +176,8 @@ class LoaderParts:
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         loaded_generators: The states of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
-        executor_key: Identifies the loader in processes of an executor; empty before the first
-            epoch.
-        process_numbers: The worker numbers of those processes; None before the first epoch.
+        executor_key: Identifies the loader in processes of an executor.
+        task_numbers: Numbers the loader's tasks on an executor.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
@@ -187,8 +187,6 @@ class LoaderParts:
     checkpoints: "DatasetCheckpoints | LocalCheckpoint | None" = None
     resumed_checkpoints: DatasetCheckpoints | None = None
     loaded_generators: Mapping[str, Any] = MappingProxyType({})
-    executor_key: bytes = b""
-    process_numbers: "ProcessNumbers | None" = None
     has_counted_objects: bool = False
 
     def __init__(self, adapter: Adapter | None = None) -> None:
@@ -198,6 +196,7 @@ class LoaderParts:
         self.failures: FailureList[FailedSample] = FailureList()
         self.state_cost = StateCost()
         self.dataset_epoch = DatasetEpoch()
+        self.executor_key, self.task_numbers = os.urandom(16), itertools.count()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, iterator: object) -> None:

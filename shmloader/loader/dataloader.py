@@ -143,9 +143,9 @@ class DataLoader(ResumableLoader[_T_co]):
             this process and do not seed them. Cannot be combined with
             ``multiprocessing_context``, ``shm_size`` or ``worker_restarts``.
         executor: A ``concurrent.futures.Executor`` whose processes, on this or other machines, make
-            the batches in place of the loader's own workers. It can be Dask's
-            (``client.get_executor()``), Ray's (:class:`shmloader.cluster.RayExecutor`), MPI's, or
-            a ``ProcessPoolExecutor``. For map-style datasets. ``num_workers`` is the number of
+            the batches in place of the loader's own workers:
+            :class:`shmloader.cluster.DaskExecutor`, :class:`shmloader.cluster.RayExecutor`, MPI's,
+            or a ``ProcessPoolExecutor``. For map-style datasets. ``num_workers`` is the number of
             batches in flight there (times ``prefetch_factor``, which is 1 if None). The dataset is
             sent once to each process and kept there, and ``worker_init_fn`` is called once in each
             process, whatever ``persistent_workers`` is. A process makes one batch at a time. Any

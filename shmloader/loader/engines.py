@@ -5,7 +5,6 @@ of the package.
 """
 
 import contextlib
-import secrets
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from shmloader.pools.adapting import Adapter
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
@@ -141,9 +139,6 @@ def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
 def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> Opened:
     """Return an engine whose batches are made by tasks of the user's executor."""
     assert config.executor is not None
-    if parts.process_numbers is None:
-        parts.process_numbers = ProcessNumbers()
-        parts.executor_key = secrets.token_bytes(16)
     objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
     payload = attempt(PortablePayload, (*objects, tuple(config.fetch), config.num_workers))
     if isinstance(payload, Caught):
@@ -158,7 +153,7 @@ def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> 
         config.executor,
         payload,
         loader=parts.executor_key,
-        numbers=parts.process_numbers,
+        numbers=parts.task_numbers,
         base_seed=base_seed,
     )
     window = config.most_window  # to the engine, each batch in flight is a worker

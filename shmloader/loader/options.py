@@ -116,6 +116,8 @@ def _one_of(words: Any) -> Callable[[Any], Any]:
 
 def _processes(value: Any) -> Any:
     _must(not isinstance(value, concurrent.futures.ThreadPoolExecutor))
+    # Dask's own executor has futures that may stay pending for ever.
+    _must(type(value).__module__.partition(".")[0] != "distributed")
     return value
 
 
@@ -275,8 +277,8 @@ _TABLE = (
     Option(
         "executor",
         None,
-        "a concurrent.futures.Executor of processes, such as client.get_executor() of Dask; "
-        "thread_pool=True makes batches on threads",
+        "a concurrent.futures.Executor of processes, for Dask "
+        "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
         concurrent.futures.Executor,
         _processes,
         needs_workers=True,

@@ -31,10 +31,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
-import itertools
 import logging
 import queue
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,7 +40,7 @@ from typing import Any
 from shmloader.device.device import Destination, DeviceStage, OnDevice
 from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.stages import Job
-from shmloader.pools.executor_kinds import CHECK_S, ExecutorGoneError, open_executor
+from shmloader.pools.executor import CHECK_S
 from shmloader.threads.background import BackgroundThread
 
 _log = logging.getLogger("shmloader")
@@ -339,7 +337,7 @@ class LoopExecutor(BackgroundThread):
         except BaseException as error:
             if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
-            is_lost = isinstance(error, concurrent.futures.BrokenExecutor | ExecutorGoneError)
+            is_lost = isinstance(error, concurrent.futures.BrokenExecutor)
             return flow.failed(job, error, in_setup=in_setup, is_lost=is_lost)
         return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
 
@@ -366,21 +364,21 @@ def submitting(stage: StageConfig) -> Callable[[Any], Any]:
     It is awaited on a loop of its own, since ``submit`` may block. All results of a generator
     function for an item come together.
     """
-    executor = open_executor(stage.executor)
+    executor: Any = stage.executor
+    check = getattr(executor, "check", None)
     call = (call_all, stage.op) if stage.makes_many else (stage.op,)
-    # Dask runs calls with equal names only once. Without a name, a call is named by its arguments.
-    # So each call gets a name of its own.
-    prefix, numbers = f"shmloader-{secrets.token_hex(8)}-", itertools.count()
 
     async def submit(item: Any) -> Any:
         try:
-            submitted = executor.submit(f"{prefix}{next(numbers)}", *call, item)
+            submitted = executor.submit(*call, item)
         except Exception as error:
-            raise ExecutorGoneError(f"the executor takes no call: {error}") from error
+            raise concurrent.futures.BrokenExecutor(
+                f"the executor takes no call: {error}"
+            ) from error
         future = asyncio.wrap_future(submitted)
-        while executor.check is not None and not future.done():
+        while check is not None and not future.done():
             await asyncio.wait([future], timeout=CHECK_S)
-            executor.check()  # fails the futures of an executor that is gone
+            check()  # fails the futures of an executor that is gone
         return await future
 
     return submit

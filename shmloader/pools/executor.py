@@ -14,13 +14,17 @@ decides which process makes a batch. So the engine's order and restarts are thos
 processes, and only this pool knows the executor. There are no slots: the executor's own transport
 has made the memory in which a batch arrives.
 
+Of the executor only ``submit`` and its futures are used, and two methods that those of
+:mod:`shmloader.cluster` have: ``share(object)`` puts an object into a store and returns a reference
+to it, and ``check()``, called every :data:`CHECK_S` seconds, fails the futures of a cluster that is
+gone.
+
 A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.payload`). A process
 that cannot open the payload by its handle says so. Its task is then sent again with the payload: as
-bytes, or by reference where the executor has a store of objects (Dask's ``scatter``, or
-``RayExecutor``).
+bytes, or by reference where the executor has a store.
 
 Guarantees:
-    * The executor is the user's: it is never shut down. Tasks that have not begun are cancelled
+    * The executor is the user's: it is never shut down. Tasks that have not started are cancelled
       when the epoch is given up or the pool is closed. Running tasks are left to end.
     * An exception of the executor in place of a result (a node is lost, a process of a pool was
       killed), or in ``submit``, is the loss of a worker. An exception of the user's code is an
@@ -33,12 +37,10 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
-import math
 import os
 import pickle
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,39 +51,18 @@ from shmloader.grammar import UNKNOWN_PID
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Caught, attempt
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
-from shmloader.pools.executor_kinds import CHECK_S, Future, open_executor
-from shmloader.pools.executor_task import Outcome, Result, make_batch, this_version
-from shmloader.pools.object_answers import unpack_batch
-from shmloader.pools.process_numbers import ProcessNumbers
+from shmloader.pools.answers import Answer, Death, Empty, Failure
+from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
+#: How often the ``check()`` of an executor that has one is called, in seconds.
+CHECK_S = 2.0
+
 # How much of the text of an executor's error is shown.
 _REASON_CHARACTERS = 600
-
-
-class _Post:
-    """Receives the notes of the futures' callbacks.
-
-    Attributes:
-        done: Attempts whose futures are done, each with the time by ``time.monotonic_ns()``.
-        wakeup: Set after each of them.
-        is_closed: Whether notes are dropped from now on.
-    """
-
-    def __init__(self) -> None:
-        self.done: collections.deque[tuple[int, int]] = collections.deque()
-        self.wakeup = Wakeup()
-        self.is_closed = False
-
-    def put(self, attempt: int, _: Future | None = None) -> None:
-        """Note that a future is done, perhaps once more. Called from any thread."""
-        if not self.is_closed:
-            self.done.append((attempt, time.monotonic_ns()))
-            self.wakeup.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -93,21 +74,17 @@ class _Sent:
         epoch: Number of its epoch.
         worker_id: Number of the worker that the ticket has.
         indices: Its pickled indices.
-        dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
-        began_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
-        number: The worker number that its task offers to the process that runs it.
-        attempt: Number of the call that was submitted last for the ticket.
-        future: The future of that call.
+        sent_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
+        number: Number of the task that was submitted last for the ticket.
+        future: The future of that task.
     """
 
     seq: int
     epoch: int
     worker_id: int
     indices: bytes
-    dataset_epoch: int | None
-    began_ns: int
-    number: int = 0
-    attempt: int = 0
+    sent_ns: int
+    number: int = -1
     future: Any = None
 
 
@@ -122,7 +99,8 @@ class ExecutorPool:
         executor: The user's executor.
         payload: The dataset and the functions; the pool owns it from now on.
         loader: Identifies the loader among those that use the executor.
-        numbers: The worker numbers of the executor's processes.
+        numbers: Numbers the tasks of all iterators of the loader, from 0. A process takes the
+            number of its first task as its worker number, so no two processes have one.
         base_seed: Seeds the random generators of a process, together with its number.
     """
 
@@ -135,29 +113,28 @@ class ExecutorPool:
         payload: PortablePayload,
         *,
         loader: bytes,
-        numbers: ProcessNumbers,
+        numbers: Iterator[int],
         base_seed: int,
     ) -> None:
         self.counts, self.readings = Counts(), Readings()
         self.dataset_epoch: int | None = None
         self.is_waiting = False
-        self._executor = open_executor(executor)
-        self._check = self._executor.check
+        self._submit_task = executor.submit
+        self._check: Callable[[], None] | None = getattr(executor, "check", None)
+        self._share: Callable[[Any], Any] | None = getattr(executor, "share", None)
         self._payload = payload
         self._numbers = numbers
         self._owner_pid = os.getpid()
-        # The fields of ``Shared``.
-        self._shared = loader, tuple(payload.handle), PROCESS.tasks.token, base_seed
-        # The prefix of the names of this pool's tasks.
-        self._name = f"make_batch-{secrets.token_hex(16)}"
-        self._post = _Post()
-        # Tasks that were sent and not answered, by the number of the attempt.
+        self._common = Common(loader, tuple(payload.handle), PROCESS.tasks.token, base_seed)
+        # Tasks that were sent and not answered, by number.
         self._tasks: dict[int, _Sent] = {}
-        self._attempts = 0
+        # Numbers of tasks whose futures are done, each with the time by ``time.monotonic_ns()``.
+        self._done: collections.deque[tuple[int, int]] = collections.deque()
+        self._wakeup = Wakeup()
         # Reports to make besides answers.
         self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
-        # The reference to the payload in the executor's store of objects, sent with each task; None
-        # if the payload is not there.
+        # The reference to the payload in the executor's store, sent with each task; None if the
+        # payload is not there.
         self._reference: Any = None
         self._pids: dict[int, int] = {}
 
@@ -179,8 +156,7 @@ class ExecutorPool:
         indices = attempt(pickle.dumps, ticket.indices, pickle.HIGHEST_PROTOCOL)
         if isinstance(indices, Caught):
             return Failure(RemoteError.of(indices.error, "while sending indices to the executor"))
-        began_ns = time.monotonic_ns()
-        sent = _Sent(ticket.seq, epoch, ticket.worker_id, indices, self.dataset_epoch, began_ns)
+        sent = _Sent(ticket.seq, epoch, ticket.worker_id, indices, time.monotonic_ns())
         self._submit(sent, self._reference)
         return None
 
@@ -191,27 +167,23 @@ class ExecutorPool:
             sent: The ticket.
             contents: The payload, or a reference to it; None if the task carries no payload.
         """
-        self._attempts += 1
-        sent.attempt, sent.number = self._attempts, self._numbers.offer()
-        self._pids.pop(sent.worker_id, None)  # any process may take it
+        number = sent.number = next(self._numbers)
+        self._pids.pop(sent.worker_id, None)  # any process may run it
         future = attempt(
-            self._executor.submit, self._name_of(sent), make_batch, this_version(), self._shared,
-            sent.number, sent.dataset_epoch, sent.indices, contents,
+            self._submit_task, make_batch, this_version(), (*self._common,),
+            number, self.dataset_epoch, sent.indices, contents,
         )  # fmt: skip
         if isinstance(future, Caught):
-            self._numbers.take_back(sent.number)
-            self._report_loss(
-                sent, f"the executor refuses tasks ({_text_of(future.error)})", is_final=True
-            )
+            self._report_loss(sent, "the executor refuses tasks", future.error, is_final=True)
             return
         sent.future = future
-        self._tasks[sent.attempt] = sent
+        self._tasks[number] = sent
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
         if not future.done():
-            future.add_done_callback(functools.partial(self._post.put, sent.attempt))
+            future.add_done_callback(functools.partial(_post, self._done, self._wakeup, number))
         if future.done():
-            self._post.put(sent.attempt)
+            _post(self._done, self._wakeup, number)
 
     def recall(self) -> list[int]:
         """Return nothing: there is no queue."""
@@ -221,7 +193,7 @@ class ExecutorPool:
         """Give up a worker's tasks. Running tasks are left to end."""
         for sent in self._tasks_of(worker_id):
             if self._give_up(sent):
-                self._reports.append(functools.partial(_report, sent, Empty(None)))
+                self._report_answer(sent, Empty(None))
         self._reports.append(lambda events: events.epoch_entered(worker_id, None))
         return False
 
@@ -229,16 +201,10 @@ class ExecutorPool:
         return [sent for sent in self._tasks.copy().values() if sent.worker_id == worker_id]
 
     def _give_up(self, sent: _Sent) -> bool:
-        """Forget a task, and cancel it if it has not begun. Returns False if it was forgotten."""
+        """Forget a task, and cancel it if it has not started. False if it was forgotten before."""
         with contextlib.suppress(Exception):  # the executor may be gone
             sent.future.cancel()
-        if self._tasks.pop(sent.attempt, None) is None:  # another thread was faster
-            return False
-        if sent.future.cancelled() and self._check is None:
-            self._numbers.take_back(sent.number)
-        else:
-            self._numbers.leave(sent.number, sent.future)
-        return True
+        return self._tasks.pop(sent.number, None) is not None  # or another thread was faster
 
     def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
         """Do nothing: executors do not load datasets with states."""
@@ -247,12 +213,11 @@ class ExecutorPool:
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
-        done = self._post.done
-        while done:
-            attempt, done_ns = done.popleft()
-            sent = self._tasks.pop(attempt, None)
+        while self._done:
+            number, done_ns = self._done.popleft()
+            sent = self._tasks.pop(number, None)
             if sent is not None:
-                self._take(sent, done_ns)
+                self._receive(sent, done_ns)
         has_any = bool(self._reports)
         while self._reports:
             self._reports.popleft()(events)
@@ -262,18 +227,16 @@ class ExecutorPool:
         """Wait until a task is done or the time is up, and report what has come."""
         self.is_waiting = True
         # A wait that a signal handler has ended may have cleared the event.
-        if not self._post.done and not self._reports:
-            wait_s = math.inf if timeout_s is None else max(0.0, timeout_s)
+        if not self._done and not self._reports:
             if self._check is not None:
-                wait_s = min(wait_s, CHECK_S)
-            self._post.wakeup.wait(None if math.isinf(wait_s) else wait_s)
-            if self._check is not None and not self._post.done:
+                timeout_s = CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)
+            self._wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+            if self._check is not None and not self._done:
                 self._check()
-                # The callback of a future may have been lost: what a signal handler raises in it is
-                # swallowed.
-                for sent in self._tasks.copy().values():
+                # What a signal handler raises in the callbacks of ``check`` is swallowed.
+                for number, sent in self._tasks.copy().items():
                     if sent.future.done():
-                        self._post.put(sent.attempt)
+                        _post(self._done, self._wakeup, number)
         self.is_waiting = False
         return self.poll(-1, events)
 
@@ -282,51 +245,59 @@ class ExecutorPool:
 
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
-        self._post.wakeup.set()
+        self._wakeup.set()
 
     # Answers -----------------------------------------------------------------------------
 
-    def _take(self, sent: _Sent, done_ns: int) -> None:
-        """Make the report on a task that is done, or send it again with the payload."""
-        future, result = sent.future, None
-        if future.cancelled():
-            reason = "the executor has cancelled its task"
-        elif (error := future.exception()) is not None:
-            reason = f"the executor lost its task ({_text_of(error)})"
-        else:
-            result = Result(*future.result()[: len(Result._fields)])
-            reason = result.refusal
-            if not reason and result.number >= 0:
-                self._numbers.note(result.number)
-        self._numbers.take_back(sent.number)
-        if result is None:
+    def _receive(self, sent: _Sent, done_ns: int) -> None:
+        """Report on a task that is done, or send it again with the payload."""
+        future = sent.future
+        error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
+        if error is not None:
             self._reference = None  # the payload in the store may be lost with the process
-        if result is None or reason:
-            self._report_loss(sent, reason, is_final=result is not None)
-        elif result.outcome is None:
+            self._report_loss(sent, "the executor lost its task", error)
+            return
+        pid, refusal, *packed = future.result()
+        if refusal:
+            self._report_loss(sent, refusal, is_final=True)
+        elif not packed:
             self._send_with_payload(sent)
         else:
-            self._pids[sent.worker_id] = result.pid
-            answer = _read(Outcome(*result.outcome), done_ns)
-            self._reports.append(functools.partial(_report, sent, answer))
+            self._pids[sent.worker_id] = pid
+            self._report_answer(sent, read_answer(packed[0], packed[1], done_ns))
 
     def _send_with_payload(self, sent: _Sent) -> None:
         """Send a task again, with the payload: by reference where that is possible."""
-        if self._reference is None:
+        contents = self._reference
+        if contents is None:
             contents = self._payload.contents()
-            shared = attempt(self._executor.share, contents)
-            if isinstance(shared, Caught):  # for instance, the store is full
-                reason = f"the executor's store refused the dataset ({_text_of(shared.error)})"
-                self._report_loss(sent, reason, is_final=True)
-                return
-            self._reference = shared
-        self._submit(sent, contents if self._reference is None else self._reference)
+            if self._share is not None:
+                contents = attempt(self._share, contents)
+                if isinstance(contents, Caught):  # for instance, the store is full
+                    reason = "the executor's store refused the dataset"
+                    self._report_loss(sent, reason, contents.error, is_final=True)
+                    return
+                self._reference = contents
+        self._submit(sent, contents)
 
-    def _report_loss(self, sent: _Sent, reason: str, *, is_final: bool) -> None:
+    def _report_answer(self, sent: _Sent, answer: Answer) -> None:
+        self._reports.append(
+            lambda events: events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
+        )
+
+    def _report_loss(
+        self,
+        sent: _Sent,
+        reason: str,
+        error: BaseException | None = None,
+        *,
+        is_final: bool = False,
+    ) -> None:
         """Report that a task is lost, as the loss of a worker that was at work on it."""
+        if error is not None:
+            reason = f"{reason} ({_text_of(error)})"
         death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
-        at_work = _describe(sent)
-        self._reports.append(lambda events: events.lost(sent.worker_id, death, at_work))
+        self._reports.append(lambda events: events.lost(sent.worker_id, death, _describe(sent)))
 
     # Workers -----------------------------------------------------------------------------
 
@@ -341,40 +312,26 @@ class ExecutorPool:
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a worker has."""
-        sent = self._at_work(worker_id)
-        return AtWork(Phase.IDLE, 0, 0, 0.0) if sent is None else _describe(sent)
+        for sent in self._tasks_of(worker_id):
+            if not sent.future.done():
+                return _describe(sent)
+        return AtWork(Phase.IDLE, 0, 0, 0.0)
 
-    def ask(self, worker_id: int) -> AtWork:
-        """Return which task a worker has, and where the task runs, if the executor knows that.
-
-        There is no stack, since the executor's processes cannot show one.
-        """
-        sent = self._at_work(worker_id)
-        if sent is None:
-            return AtWork(Phase.IDLE, 0, 0, 0.0)
-        return _describe(sent, self._executor.location_of(self._name_of(sent)))
-
-    def _at_work(self, worker_id: int) -> _Sent | None:
-        tasks = self._tasks_of(worker_id)
-        return next((sent for sent in tasks if not sent.future.done()), None)
-
-    def _name_of(self, sent: _Sent) -> str:
-        return f"{self._name}-{sent.attempt}"
+    ask = was_at  # the executor's processes show no stack
 
     def replace(self, worker_id: int) -> None:
         """Do nothing: a worker is free at once."""
 
     def end_workers(self) -> None:
-        """Cancel all tasks that have not begun. May be called again, and from any thread."""
+        """Cancel all tasks that have not started. May be called again, and from any thread."""
         if not self.is_inherited:
             uninterruptible(self._end)
 
     def _end(self) -> None:
-        self._post.is_closed = True
         for sent in self._tasks.copy().values():
             self._give_up(sent)
         self._reports.clear()
-        self._post.done.clear()
+        self._done.clear()
         self._reference = None
         self.wake()
 
@@ -386,35 +343,21 @@ class ExecutorPool:
             self._payload.close()
 
 
-def _report(sent: _Sent, answer: Answer, events: Events) -> None:
-    """Report the answer to a ticket."""
-    events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
+def _post(
+    done: collections.deque[tuple[int, int]], wakeup: Wakeup, number: int, _: object = None
+) -> None:
+    """Record that a task's future is done, perhaps once more. Called from any thread."""
+    done.append((number, time.monotonic_ns()))
+    wakeup.set()
 
 
-def _describe(sent: _Sent, location: str = "") -> AtWork:
+def _describe(sent: _Sent) -> AtWork:
     """Describe what a task that was sent is doing."""
-    elapsed_s = (time.monotonic_ns() - sent.began_ns) / 1e9
-    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s, location=location)
+    elapsed_s = (time.monotonic_ns() - sent.sent_ns) / 1e9
+    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
 
 
-def _read(outcome: Outcome, done_ns: int) -> Answer:
-    """Return the answer that came at ``done_ns``, with its batch."""
-    answer = outcome.answer()
-    if not isinstance(answer, Batch):
-        return answer
-    batch = attempt(unpack_batch, *answer.content)
-    if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
-        error = RemoteError.of(batch.error, "while reading a batch in the main process")
-        return Failure(error, report=answer.report)
-    answer.content = batch
-    # The other process's clock may be another one, so only durations count. The rest of the time
-    # since the task was sent is put before the work.
-    _, *work_ns, sample_count = answer.times
-    answer.times = (done_ns - sum(work_ns), *work_ns, sample_count)
-    return answer
-
-
-def _text_of(error: BaseException | None) -> str:
+def _text_of(error: BaseException) -> str:
     """Return an error's class and text in one line, without the middle of a long one."""
     text = " ".join(str(error).split()) or "no further text"
     if len(text) > _REASON_CHARACTERS:

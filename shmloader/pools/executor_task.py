@@ -38,10 +38,11 @@ from shmloader.batch.payload import (
     load_portable,
 )
 from shmloader.batch.sample_rng import seed_worker
+from shmloader.interruptions import Caught, attempt
 from shmloader.memory.collate import install
 from shmloader.memory.writer import SlotWriter
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
-from shmloader.pools.object_answers import make_answer, pack_batch
+from shmloader.pools.object_answers import make_answer, pack_batch, unpack_batch
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
@@ -57,7 +58,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 32 << 20
 
 
-class Shared(NamedTuple):
+class Common(NamedTuple):
     """What all tasks of an iterator have in common. It travels as a plain tuple.
 
     Attributes:
@@ -73,58 +74,6 @@ class Shared(NamedTuple):
     base_seed: int
 
 
-class Result(NamedTuple):
-    """What a task returns, as a plain tuple. All versions of shmloader have the first two fields.
-
-    Attributes:
-        pid: Id of the process that ran it, on its machine.
-        refusal: Why the process cannot make batches; "" if it can.
-        number: The worker number of that process; -1 if it made no batch.
-        outcome: The fields of an :class:`Outcome`; None if the process has no payload.
-    """
-
-    pid: int
-    refusal: str = ""
-    number: int = -1
-    outcome: "tuple[Any, ...] | None" = None
-
-
-class Outcome(NamedTuple):
-    """The answer to a task, as values that any executor can send.
-
-    Attributes:
-        error: The pickled error; None for none.
-        report: The pickled report on the samples; None if bad samples raise.
-        packed: What ``pack_batch`` returned; None if there is no batch.
-        times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by that process's
-            clock.
-        nbytes: Bytes of the batch's tensors and arrays.
-    """
-
-    error: bytes | None = None
-    report: bytes | None = None
-    packed: "tuple[Any, ...] | None" = None
-    times: "tuple[int, ...] | None" = None
-    nbytes: int = 0
-
-    @classmethod
-    def of(cls, answer: Answer) -> "Outcome":
-        """Return the values of an answer whose batch is packed."""
-        report = None if answer.report is None else pickle.dumps(answer.report)
-        if isinstance(answer, Batch):
-            return cls(None, report, answer.content, answer.times, answer.nbytes)
-        return cls(pickle.dumps(answer.error) if isinstance(answer, Failure) else None, report)
-
-    def answer(self) -> Answer:
-        """Return the answer. A batch is still packed."""
-        report = None if self.report is None else pickle.loads(self.report)
-        if self.error is not None:
-            return Failure(pickle.loads(self.error), report=report)
-        if self.packed is None:
-            return Empty(report)
-        return Batch(self.packed, report, self.times, self.nbytes)
-
-
 def this_version() -> str:
     """Return the version of shmloader in this process."""
     return str(sys.modules["shmloader"].__version__)
@@ -132,7 +81,7 @@ def this_version() -> str:
 
 def make_batch(
     version: str,
-    shared: "tuple[Any, ...]",
+    common: "tuple[Any, ...]",
     number: int,
     dataset_epoch: int | None,
     indices: bytes,
@@ -142,30 +91,66 @@ def make_batch(
 
     Args:
         version: Version of shmloader in the main process.
-        shared: The fields of a :class:`Shared`.
+        common: The fields of a :class:`Common`.
         number: The worker number that the process gets, if it has none for this payload.
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
         indices: The pickled indices.
         contents: The payload, for a process that cannot open it by its handle; else None.
 
     Returns:
-        The fields of a :class:`Result`. An exception of the user's code is in its outcome.
+        The process id, and why the process cannot make batches, or "" if it can: all versions of
+        shmloader return these two. Then the first two arguments of :func:`read_answer`, or nothing
+        if the process cannot open the payload. An exception of the user's code is in the answer.
     """
     pid = os.getpid()
     if version != this_version():
         text = f"shmloader {this_version()} is installed on {socket.gethostname()}, and the loader "
-        text += f"has {version}: install the same version there"
-        return (*Result(pid, text),)
-    common = Shared(*shared)
-    if common.home == PROCESS.tasks.token:
+        return pid, text + f"has {version}: install the same version there"
+    shared = Common(*common)
+    if shared.home == PROCESS.tasks.token:
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
-        text += "whose threads make batches without copies"
-        return (*Result(pid, text),)
+        return pid, text + "whose threads make batches without copies"
+    where = f"in a process of the executor (pid {pid} on {socket.gethostname()})"
     with PROCESS.tasks.lock, _one_thread():
-        maker = _find_maker(common, number, contents)
-        if not isinstance(maker, _Maker):
-            return (*Result(pid, outcome=maker),)
-        return (*Result(pid, "", maker.number, tuple(maker.make(indices, dataset_epoch))),)
+        try:
+            maker = _find_maker(shared, number, where, contents)
+        except MissingPayloadError:
+            return pid, ""
+        except Exception:  # noqa: BLE001 - it is the answer
+            return pid, "", *_pack(Failure(RemoteError.caught(where)))
+        return pid, "", *maker.make(indices, dataset_epoch)
+
+
+def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
+    """Return an answer whose batch is packed as values that any executor can send."""
+    error = answer.error if isinstance(answer, Failure) else None
+    content, *work = None, None, 0
+    if isinstance(answer, Batch):
+        content, *work = answer.content, answer.times, answer.nbytes
+    return pickle.dumps((error, answer.report, *work)), content
+
+
+def read_answer(packed: bytes, content: "tuple[Any, ...] | None", done_ns: int) -> Answer:
+    """Return the answer of a task in the loader's process.
+
+    Args:
+        packed: The error, the report on the samples, the times and the size, pickled.
+        content: What ``pack_batch`` returned; None if there is no batch.
+        done_ns: When the answer came, by ``time.monotonic_ns()``.
+    """
+    error, report, times, nbytes = pickle.loads(packed)
+    if error is not None:
+        return Failure(error, report=report)
+    if content is None:
+        return Empty(report)
+    batch = attempt(unpack_batch, *content)
+    if isinstance(batch, Caught):  # unpickling the user's objects may raise anything
+        error = RemoteError.of(batch.error, "while reading a batch in the main process")
+        return Failure(error, report=report)
+    # The other process's clock may be another one, so only durations count. The rest of the time
+    # since the task was sent is put before the work.
+    _, *work_ns, sample_count = times
+    return Batch(batch, report, (done_ns - sum(work_ns), *work_ns, sample_count), nbytes)
 
 
 def _keep_freed_memory() -> None:
@@ -183,27 +168,15 @@ def _keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
 
 
-def _find_maker(common: Shared, number: int, contents: Any) -> "_Maker | tuple[Any, ...] | None":
-    """Return what makes the batches of a loader in this process.
-
-    Returns:
-        The maker; None if this process cannot open the payload; the fields of an ``Outcome`` if
-        making it raised an exception.
-    """
+def _find_maker(common: Common, number: int, where: str, contents: Any) -> "_Maker":
+    """Return what makes the batches of a loader in this process. Raises as :class:`_Maker`."""
     kept, payload = PROCESS.tasks.makers, PayloadHandle(*common.payload)
     maker: _Maker | None = kept.get(common.loader)
     if maker is None or maker.digest != payload.digest:
         kept.pop(common.loader, None)
         _keep_freed_memory()
-        where = f"in a process of the executor (pid {os.getpid()} on {socket.gethostname()})"
-        try:
-            maker = _Maker(payload, common.base_seed, number, where, contents)
-        except MissingPayloadError:
-            return None
-        except Exception:  # noqa: BLE001 - it is the answer
-            # The failed maker is not kept: the next task tries again.
-            return (*Outcome(pickle.dumps(RemoteError.caught(where))),)
-        kept[common.loader] = maker
+        # One that fails is not kept: the next task tries again.
+        maker = kept[common.loader] = _Maker(payload, common.base_seed, number, where, contents)
         while len(kept) > KEPT:
             kept.popitem(last=False)[1].close()
     kept.move_to_end(common.loader)
@@ -242,7 +215,6 @@ class _Maker:
 
     Attributes:
         digest: Digest of the payload.
-        number: Number of this process among those that make batches for the loader.
 
     Args:
         payload: The handle of the dataset and the functions.
@@ -259,7 +231,7 @@ class _Maker:
     def __init__(
         self, payload: PayloadHandle, base_seed: int, number: int, where: str, contents: Any
     ) -> None:
-        self.digest, self.number = payload.digest, number
+        self.digest = payload.digest
         self._where, self._by_value = where, payload.by_value
         self._info: torch_worker.WorkerInfo | None = None
         self._rng: GlobalState | None = None
@@ -300,12 +272,14 @@ class _Maker:
             self._rng = GlobalState()
             own.restore()
 
-    def make(self, indices: bytes, dataset_epoch: int | None) -> Outcome:
-        """Make a task's batch."""
+    def make(
+        self, indices: bytes, dataset_epoch: int | None
+    ) -> "tuple[bytes, tuple[Any, ...] | None]":
+        """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
         make = functools.partial(self._make, indices, dataset_epoch)
         self._maker.timer.begin()
         with self._as_worker():
-            return Outcome.of(make_answer(self._maker, make, self._where))
+            return _pack(make_answer(self._maker, make, self._where))
 
     def _make(self, indices: bytes, dataset_epoch: int | None) -> tuple[Any, ...]:
         if dataset_epoch not in (None, self._told_epoch):

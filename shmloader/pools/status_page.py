@@ -88,8 +88,6 @@ class AtWork:
         sample: Number of the sample in work, while LOADING with a ``sample_timeout``; NO_SAMPLE if
             there is none.
         sample_left_s: Seconds until that sample's deadline; negative once it has passed.
-        location: Where the task runs, in words, if it is a task of an executor; "" if that is
-            unknown.
     """
 
     phase: Phase
@@ -100,7 +98,6 @@ class AtWork:
     is_stopped: bool = False
     sample: int = NO_SAMPLE
     sample_left_s: float = 0.0
-    location: str = ""
 
     @property
     def is_loading(self) -> bool:

@@ -14,15 +14,14 @@ import pytest
 
 from shmloader import (
     DataLoader,
-    LoaderTimeoutError,
     PipelineBuilder,
     ShardedDataLoader,
     WorkerDiedError,
 )
+from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
 from tests.cluster.datasets import Hungry, Mixed, Pids
 from tests.cluster.needed import needed
-from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
 from tests.process.support import wait_until
 
@@ -58,7 +57,7 @@ def local(dataset: Any, **options: Any) -> list[Any]:
 
 
 def test_batches_are_those_of_local_workers(client) -> None:
-    executor = client.get_executor()
+    executor = DaskExecutor(client)
     options: dict[str, Any] = {"batch_size": 3, "seed": 3, "shuffle": True}
     expected = local(Mixed(), **options)
     loader = DataLoader(Mixed(), num_workers=4, executor=executor, **options)
@@ -72,7 +71,7 @@ def test_batches_are_those_of_local_workers(client) -> None:
 def test_workers_that_cannot_open_the_payload_get_it_from_dask(client) -> None:
     client.run(_make_far)
     options: dict[str, Any] = {"batch_size": 3, "seed": 3}
-    loader = DataLoader(Mixed(), num_workers=4, executor=client.get_executor(), **options)
+    loader = DataLoader(Mixed(), num_workers=4, executor=DaskExecutor(client), **options)
     for _ in range(2):
         iterator = iter(loader)
         found = list(iterator)
@@ -88,7 +87,7 @@ def local_second(dataset: Any, **options: Any) -> list[Any]:
 def _make_far() -> None:
     import pickle
 
-    from shmloader.batch import portable
+    from shmloader.batch import payload
     from shmloader.errors import SharedMemoryError
 
     class Far:
@@ -101,7 +100,7 @@ def _make_far() -> None:
                 raise SharedMemoryError("on another machine")
             return pickle.loads(data)
 
-    portable.pickle = Far  # type: ignore[attr-defined]
+    payload.pickle = Far  # type: ignore[attr-defined]
 
 
 def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster, client) -> None:
@@ -109,7 +108,7 @@ def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster,
     options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     dataset = Mixed(60, wait_s=0.02)
     loader = DataLoader(
-        dataset, num_workers=2, executor=client.get_executor(), worker_restarts=16, **options
+        dataset, num_workers=2, executor=DaskExecutor(client), worker_restarts=16, **options
     )
     iterator = iter(loader)
     found = [next(iterator) for _ in range(4)]
@@ -125,7 +124,7 @@ def test_the_payload_goes_out_again_if_all_workers_that_had_it_are_lost(cluster,
 
 def test_a_stage_of_a_pipeline_runs_there_once_for_each_item(client) -> None:
     """Dask takes calls with equal arguments for one, unless it is told otherwise."""
-    executor = client.get_executor()
+    executor = DaskExecutor(client)
     builder = PipelineBuilder().add_source([1, 2] * 20)
     found = list(
         builder.pipe(datasets.draw, executor=executor, concurrency=4, output_order="input")
@@ -137,17 +136,10 @@ def test_a_stage_of_a_pipeline_runs_there_once_for_each_item(client) -> None:
     assert client.submit(abs, -3).result() == 3
 
 
-def test_a_late_batch_names_the_worker_that_has_it(client) -> None:
-    executor = client.get_executor()
-    loader = DataLoader(Pids(2, 20.0), None, num_workers=1, executor=executor, timeout=2)
-    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 .*\n.* on the Dask worker at tcp://"):
-        next(iter(loader))
-
-
 def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:
     options: dict[str, Any] = {"batch_size": 2, "seed": 3}
     dataset = Mixed(60, wait_s=0.02)
-    loader = DataLoader(dataset, num_workers=4, executor=client.get_executor(), **options)
+    loader = DataLoader(dataset, num_workers=4, executor=DaskExecutor(client), **options)
     iterator = iter(loader)
     found = [next(iterator) for _ in range(4)]
     victim = next(iter(cluster.workers.values()))
@@ -157,7 +149,7 @@ def test_a_killed_worker_s_batches_are_made_again(cluster, client) -> None:
 
 
 def test_a_cluster_that_is_gone_is_one_error(cluster, client) -> None:
-    loader = DataLoader(Pids(400, 0.02), None, num_workers=4, executor=client.get_executor())
+    loader = DataLoader(Pids(400, 0.02), None, num_workers=4, executor=DaskExecutor(client))
     iterator = iter(loader)
     next(iterator)
     client.close()
@@ -177,7 +169,7 @@ def test_a_worker_killed_for_its_memory_is_one_clear_error() -> None:
         distributed.Client(cluster) as client,
     ):
         dataset = Hungry(limit_bytes)
-        executor = client.get_executor()
+        executor = DaskExecutor(client)
         iterator, found = iter(DataLoader(dataset, None, num_workers=1, executor=executor)), []
         with pytest.raises(WorkerDiedError, match=r"KilledWorker: .*loading batch 5 \(index 5\)"):
             found.extend(iterator)
@@ -187,46 +179,16 @@ def test_a_worker_killed_for_its_memory_is_one_clear_error() -> None:
 def test_a_client_in_whose_event_loop_the_program_runs_is_refused(cluster) -> None:
     async def load() -> None:
         async with distributed.Client(cluster.scheduler_address, asynchronous=True) as client:
-            loader = DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
             with pytest.raises(ValueError, match="hold up the event loop"):
-                next(iter(loader))
+                DaskExecutor(client)
+            with pytest.raises(ValueError, match=r"for Dask .*DaskExecutor\(client\)"):
+                DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
 
     asyncio.run(load())
 
 
-def test_a_client_that_has_given_up_connecting_is_one_error(cluster) -> None:
-    """As where its own ``_reconnect`` fails, since futures came in the meantime."""
-    done = run_fresh(GIVES_UP, cluster.scheduler_address, timeout_s=100)
-    assert done.stdout.startswith("WorkerDiedError"), done
-
-
-GIVES_UP = """
-import os, sys
-import cloudpickle, distributed
-from shmloader import DataLoader
-from tests.cluster import datasets
-cloudpickle.register_pickle_by_value(datasets)
-
-client = distributed.Client(sys.argv[1])
-dataset, executor = datasets.Pids(400, 0.05), client.get_executor()
-iterator = iter(DataLoader(dataset, None, num_workers=2, executor=executor))
-next(iterator)
-
-async def fail(*_):
-    raise RuntimeError("dictionary changed size during iteration")
-
-client._reconnect = fail
-client.loop.add_callback(client.scheduler_comm.comm.abort)
-try:
-    list(iterator)
-except Exception as error:
-    print(type(error).__name__, error, flush=True)
-os._exit(0)
-"""
-
-
 def test_threads_of_this_process_are_refused() -> None:
     with distributed.Client(processes=False, dashboard_address=None) as client:
-        loader = DataLoader(Mixed(), num_workers=2, executor=client.get_executor())
+        loader = DataLoader(Mixed(), num_workers=2, executor=DaskExecutor(client))
         with pytest.raises(WorkerDiedError, match="use thread_pool=True"):
             next(iter(loader))

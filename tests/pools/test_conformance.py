@@ -40,7 +40,6 @@ from shmloader.pools.host_pool import HostPool
 from shmloader.pools.host_service import ServiceStart, serve_host
 from shmloader.pools.host_workers import HostWorkers
 from shmloader.pools.process import ProcessPool
-from shmloader.pools.process_numbers import ProcessNumbers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
@@ -145,7 +144,7 @@ def executor(make: Callable[[Any], Any], worker_count: int) -> Pool:
     EXECUTORS.append(concurrent.futures.ProcessPoolExecutor(worker_count + 1, context))
     objects = Calls(make, 1 << 20), as_it_is, None, "raise", tuple(PLAN), worker_count
     return ExecutorPool(
-        EXECUTORS[-1], PortablePayload(objects), loader=b"-", numbers=ProcessNumbers(), base_seed=1
+        EXECUTORS[-1], PortablePayload(objects), loader=b"-", numbers=itertools.count(), base_seed=1
     )
 
 

@@ -347,26 +347,6 @@ def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(
     loader.close()
 
 
-def test_a_process_whose_first_task_was_given_up_keeps_its_worker_number(
-    futures, gate, arrived, tmp_path
-) -> None:
-    seen = tmp_path / "seen"
-
-    def number(_: int) -> int:
-        if not seen.exists():
-            seen.touch()
-            arrived.open()
-            gate.pass_through()
-        return get_worker_info().id
-
-    loader = numbers(futures, number, 2, num_workers=1)
-    iterator = iter(loader)
-    arrived.pass_through()
-    del iterator  # the process stays in the sample, and has taken number 0
-    assert 0 not in list(loader)
-    gate.open()
-
-
 def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
     make = lambda index: gate.pass_through() or index  # noqa: E731
     iterator = iter(numbers(pool, make, length=3, timeout=0.2))
@@ -753,10 +733,6 @@ print([one.value for one in batches])
 # Arguments ---------------------------------------------------------------------------------
 
 
-class _Client:
-    def get_executor(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
@@ -765,7 +741,6 @@ class _Client:
             TypeError,
             r"should be a concurrent.futures.Executor.* but got executor=3",
         ),
-        ({"executor": _Client()}, TypeError, r"such as client.get_executor\(\) of Dask"),
         ({"num_workers": 0}, ValueError, "needs num_workers > 0"),
         ({"num_workers": "auto"}, ValueError, "'auto' cannot be combined with executor"),
         ({"dataset": Streams(list)}, ValueError, "needs a map-style dataset"),

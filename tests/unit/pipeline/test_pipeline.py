@@ -14,7 +14,6 @@ from fractions import Fraction
 import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder, TooManyFailures
-from shmloader.pools.executor_kinds import ExecutorGoneError
 from tests.unit.pipeline.support import SOON_S, Gate, Most, Squares, chain
 
 
@@ -152,10 +151,8 @@ class Failing(concurrent.futures.Executor):
         return future
 
 
-@pytest.mark.parametrize(
-    "error", [ExecutorGoneError("the cluster is gone"), concurrent.futures.BrokenExecutor("gone")]
-)
-def test_what_an_executor_loses_does_not_count_as_failed_items(error):
+def test_what_an_executor_loses_does_not_count_as_failed_items():
+    error = concurrent.futures.BrokenExecutor("the cluster is gone")
     builder = PipelineBuilder().add_source(range(2))
     builder.pipe(double, executor=Failing(error), concurrency=4, max_failures=1000)
     with pytest.raises(type(error), match="gone"):
@@ -166,7 +163,7 @@ def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
     pool = concurrent.futures.ThreadPoolExecutor(1)
     pool.shutdown()
     builder = PipelineBuilder().add_source(range(2)).pipe(double, executor=pool, max_failures=9)
-    with pytest.raises(ExecutorGoneError, match="after shutdown"):
+    with pytest.raises(concurrent.futures.BrokenExecutor, match="after shutdown"):
         list(builder.add_sink(2).build(timeout=SOON_S))
 
 

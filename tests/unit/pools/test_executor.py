@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import PortablePayload
 from shmloader.pools.executor import ExecutorPool
-from shmloader.pools.executor_task import Result
-from shmloader.pools.process_numbers import ProcessNumbers
 
 
 class Store:
@@ -42,19 +39,11 @@ class Store:
         return f"reference {self.stored}"
 
 
-class Watched(Store):
-    """One that is asked whether it is there. A task that was cancelled may run nevertheless."""
-
-    def check(self) -> None: ...
-
-
 @contextlib.contextmanager
-def opened(store: Any, numbers: ProcessNumbers | None = None) -> Iterator[ExecutorPool]:
+def opened(store: Any) -> Iterator[ExecutorPool]:
     plan = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
     payload = PortablePayload(([0, 1], list, None, "raise", tuple(plan), 1))
-    pool = ExecutorPool(
-        store, payload, loader=b"-", numbers=numbers or ProcessNumbers(), base_seed=1
-    )
+    pool = ExecutorPool(store, payload, loader=b"-", numbers=itertools.count(), base_seed=1)
     with contextlib.closing(pool):
         yield pool
 
@@ -77,7 +66,7 @@ def test_after_a_lost_task_the_dataset_is_put_into_the_store_anew() -> None:
     with opened(store) as pool:
 
         def lacks_payload() -> None:
-            store.futures[-1].set_result((*Result(os.getpid()),))
+            store.futures[-1].set_result((os.getpid(), ""))
             assert not pool.poll(None, events), "the task is sent again"
 
         send(pool, 0)
@@ -102,19 +91,6 @@ def test_what_is_done_is_not_waited_for() -> None:
     with opened(store) as pool:
         send(pool, 0)
         store.futures[-1].set_exception(ConnectionError())
-        pool._post.wakeup.wait = refuse  # type: ignore[method-assign]
+        pool._wakeup.wait = refuse  # type: ignore[method-assign]
         assert pool.wait(None, events)
     assert len(events) == 1
-
-
-@pytest.mark.parametrize(("kind", "offered"), [(Store, 0), (Watched, 1)])
-def test_the_number_of_a_cancelled_task_is_free_unless_it_may_run_nevertheless(
-    kind: type[Store], offered: int
-) -> None:
-    numbers = ProcessNumbers()
-    store = kind()
-    with opened(store, numbers) as pool:
-        send(pool, 0)
-        pool.start_epoch(0, 1)
-        assert store.futures[0].cancelled()
-        assert numbers.offer() == offered

@@ -26,7 +26,8 @@ def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -
 
     def make(loader: int) -> None:
         payload = (b"-", b"", (0, 0, 0), False)
-        executor_task._find_maker(executor_task.Shared(loader, payload, b"", loader), 0, None)
+        common = executor_task.Common(loader, payload, b"", loader)
+        executor_task._find_maker(common, 0, "", None)
 
     most = executor_task.KEPT
     for loader in [*range(most), 0, 1, most, most + 1, 0, 1]:
