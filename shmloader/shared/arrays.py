@@ -1,9 +1,8 @@
 """Arrays and tensors over a segment.
 
-An array is a :class:`SharedArray`. Unless it was shared as writable, it is read-only, and writing
-to it raises ValueError with a hint. torch has no read-only tensors, and a write to memory that is
-mapped read-only would end the process. So all memory is mapped copy-on-write: a write to a tensor
-stays in its process.
+An array is a :class:`SharedArray`. Unless it was shared as writable, it is read-only. torch has no
+read-only tensors, and a write to memory that is mapped read-only would end the process. So all
+memory is mapped copy-on-write: a write to a tensor stays in its process.
 
 Both are pickled as handles. An array or a view of it has its own ``__reduce_ex__``. For tensors
 that lie in a segment, a reducer replaces torch's in multiprocessing's pickler; plain ``pickle``
@@ -28,11 +27,6 @@ from shmloader.memory.pickled import (
 )
 from shmloader.memory.segment import Segment, address_of, find_segment
 
-_HINT = (
-    "it lies in memory that shmloader.share() has made for all processes. Change a copy "
-    "(array.copy()), or use share(..., writable=True): then what a process writes is its own"
-)
-
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -45,25 +39,18 @@ class SharedArray(np.ndarray):
     # Below ndarray's, so that an operation on both kinds gives an ordinary array.
     __array_priority__ = -100.0
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if not self.flags.writeable:
-            raise ValueError(f"assignment destination is read-only: {_HINT}")
-        super().__setitem__(key, value)
-
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **options: Any
     ) -> Any:
-        """Compute on ordinary arrays over the same memory; raise if an output is read-only."""
-        if any(isinstance(one, SharedArray) and not one.flags.writeable for one in out):
-            raise ValueError(f"output array is read-only: {_HINT}")
-        if method == "at" and isinstance(inputs[0], SharedArray) and not inputs[0].flags.writeable:
-            raise ValueError(f"array is read-only: {_HINT}")
+        """Compute on ordinary arrays over the same memory."""
+        if method == "at" and not inputs[0].flags.writeable:  # which NumPy does not check
+            raise ValueError("array is read-only")
         if out:
             options["out"] = tuple(map(_ordinary, out))
         if "where" in options:
             options["where"] = _ordinary(options["where"])
         result = getattr(ufunc, method)(*map(_ordinary, inputs), **options)
-        return out[0] if len(out) == 1 and result is options["out"][0] else result
+        return out[0] if len(out) == 1 else result
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         ordinary = _ordinary(array)

@@ -59,48 +59,39 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 def estimate_objects(dataset: object) -> ObjectCount:
     """Estimate the number of objects that a dataset holds, in at most some 20 ms."""
-    count, nbytes = _Estimate().of(dataset, 0)
-    return ObjectCount(round(count), round(nbytes))
+    deadline = time.monotonic() + _LIMIT_S
+    chooser, seen = random.Random(0), set[int]()
 
-
-class _Estimate:
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + _LIMIT_S
-        self._seen: set[int] = set()
-        self._random = random.Random(0)
-
-    def of(self, value: Any, depth: int) -> tuple[float, float]:
+    def estimate(value: Any, depth: int) -> tuple[float, float]:
         """Return the number of objects in a value, itself included, and their bytes."""
-        if isinstance(value, _OPAQUE) or id(value) in self._seen:
+        if isinstance(value, _OPAQUE) or id(value) in seen:
             return 0, 0
         count, nbytes = 1.0, float(sys.getsizeof(value, 0))
-        if depth > _DEEPEST or time.monotonic() > self._deadline:
+        if depth > _DEEPEST or time.monotonic() > deadline:
             return count, nbytes
         if isinstance(value, dict):
             columns: list[Any] = [value.keys(), value.values()]
         else:
             columns = [value] if isinstance(value, _CONTAINERS) else [attributes_of(value).values()]
         for items in columns:
-            if len(items):
-                self._seen.add(id(value))
-                inside = self._in_items(items, depth + 1)
-                count, nbytes = count + inside[0], nbytes + inside[1]
+            if not (length := len(items)):
+                continue
+            seen.add(id(value))
+            some = list(islice(items, _SAMPLES))
+            if isinstance(items, list | tuple) and length > _SAMPLES:
+                # A random sample, so that a pattern in the items does not distort the estimate.
+                some = [items[at] for at in chooser.sample(range(length), _SAMPLES)]
+            distinct = {id(item): item for item in some}  # an object that recurs is counted once
+            if length > len(some) and 2 * len(distinct) < len(some):
+                count += len(distinct)
+                continue
+            for item in distinct.values():
+                inside = estimate(item, depth + 1)
+                count += inside[0] * length / len(some)
+                nbytes += inside[1] * length / len(some)
         return count, nbytes
 
-    def _in_items(self, items: Any, depth: int) -> tuple[float, float]:
-        """Estimate from a sample of the items. An object that recurs is counted once."""
-        length = len(items)
-        if isinstance(items, list | tuple) and length > _SAMPLES:
-            # A random sample, so that a pattern in the items does not distort the estimate.
-            some = [items[at] for at in self._random.sample(range(length), _SAMPLES)]
-        else:
-            some = list(islice(items, _SAMPLES))
-        distinct = {id(item): item for item in some}
-        if length > len(some) and 2 * len(distinct) < len(some):
-            return len(distinct), 0
-        inside = [self.of(item, depth) for item in distinct.values()]
-        scale = length / len(some)
-        return sum(n for n, _ in inside) * scale, sum(size for _, size in inside) * scale
+    return ObjectCount(*map(round, estimate(dataset, 0)))
 
 
 def describe_many(count: ObjectCount, worker_count: int) -> str | None:

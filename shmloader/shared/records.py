@@ -1,13 +1,12 @@
-"""Stores Python objects as records in a segment, with tables of their positions and kinds.
+"""Stores Python objects as records in a segment, with a table of where they begin.
 
-Str and bytes are written as such. Any other object is pickled, each record by itself: unpickling a
-tuple of numbers and strings takes 0.25 µs, less than any loop in Python. Tensors and large arrays
-lie outside the records, and an object that is read has views of them.
+Each record is a pickle of its own: unpickling a text, or a tuple of numbers and texts, takes
+0.25 µs, less than any loop in Python. Tensors and large arrays lie outside the pickles, and an
+object that is read has views of them.
 """
 
 import pickle
 from array import array
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,27 +29,31 @@ _CHUNK_BYTES = 1 << 20
 _SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
-# How a record is encoded. The last kind is a pickle of a body and of where its buffers lie.
-_TEXT, _BYTES, _PICKLE, _OUT_OF_BAND = range(4)
-
-
-class RecordTables(NamedTuple):
-    """Where the tables of records lie in their segment.
+class RecordTable(NamedTuple):
+    """Where the records of a list lie in their segment.
 
     Attributes:
         length: Number of records.
         starts: Offset of the table of each record's first byte; int64.
-        ends: Offset of the table of the byte after each record; int64.
-        kinds: Offset of the table of their kinds; uint8.
         others: Segments that items refer to, since parts of the items were shared before. They are
             kept alive here.
     """
 
     length: int
     starts: int
-    ends: int
-    kinds: int
-    others: tuple[Segment, ...]
+    others: tuple[Segment, ...] = ()
+
+
+class _Parts(NamedTuple):
+    """What is pickled for an item with out-of-band buffers.
+
+    Attributes:
+        body: The item's pickle.
+        table: Where its buffers lie.
+    """
+
+    body: bytes
+    table: BufferTable
 
 
 class RecordWriter:
@@ -65,15 +68,9 @@ class RecordWriter:
     def __init__(
         self, writer: SegmentWriter, *, writable: bool, least_bytes: int = BULK_BYTES
     ) -> None:
-        self._writer = writer
-        self._least_bytes = least_bytes
-        self._writable = writable
+        self._writer, self._writable, self._least_bytes = writer, writable, least_bytes
         self._chunk = bytearray()
-        self._base = writer.used_bytes
         self._starts = array("q")
-        self._ends = array("q")
-        self._kinds = bytearray()
-        self._is_dense = True
         self._others: dict[int, Segment] = {}
         self._reducers = batch_reducers()
 
@@ -84,37 +81,26 @@ class RecordWriter:
             Exception: What pickling it raises.
             SharedMemoryError: If there is not enough memory.
         """
-        data, kind = self._encode(item)
-        start = self._base + len(self._chunk)
+        data = self._encode(item)
+        self._starts.append(self._writer.used_bytes + len(self._chunk))
         self._chunk += data
-        self._starts.append(start)
-        self._ends.append(start + len(data))
-        self._kinds.append(kind)
         if len(self._chunk) >= _CHUNK_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         self._writer.append(self._chunk, is_aligned=False)
         self._chunk.clear()
-        self._base = self._writer.used_bytes
 
-    def _encode(self, item: Any) -> tuple[bytes, int]:
+    def _encode(self, item: Any) -> bytes:
         kind = type(item)
-        if kind is str:
-            return item.encode("utf-8", "surrogatepass"), _TEXT
-        if kind is bytes:
-            return item, _BYTES
-        if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, item))):
-            return pickle.dumps(item, pickle.HIGHEST_PROTOCOL), _PICKLE
-        body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=self._least_bytes)
-        if not out_of_band.order:
-            return body, _PICKLE
-        self._flush()
-        self._is_dense = False
-        table = write_buffers(out_of_band, self._writer)
-        self._base = self._writer.used_bytes
-        record = (body, table.spans, table.order)
-        return pickle.dumps(record, pickle.HIGHEST_PROTOCOL), _OUT_OF_BAND
+        if kind not in _SIMPLE and not (kind is tuple and _SIMPLE.issuperset(map(type, item))):
+            least = self._least_bytes
+            body, out_of_band = dump(item, self._reduce, self._reducers, least_bytes=least)
+            if not out_of_band.order:
+                return body
+            self._flush()
+            item = _Parts(body, write_buffers(out_of_band, self._writer))
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
 
     def _reduce(self, value: Any, out_of_band: OutOfBand) -> Any:
         """Reduce tensors and large arrays of an item, so that their data lie beside the pickle."""
@@ -128,60 +114,20 @@ class RecordWriter:
             data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)
             fields = (value.dtype, value.shape, order, self._writable)
             return array_over, (pickle.PickleBuffer(data.data), *fields)
-        if type(value).__module__ == "torch" or type(value).__module__.startswith("torch."):
+        if type(value).__module__.partition(".")[0] == "torch":
             return reduce_tensor(value) or reduce_data(value, out_of_band)
         return NotImplemented
 
-    def finish(self) -> RecordTables:
-        """Write the tables, and return where they lie."""
+    def finish(self) -> RecordTable:
+        """Write the table, and return where the records lie."""
         self._flush()
-        writer, count = self._writer, len(self._starts)
-        if self._is_dense:
-            # Each record ends where the next begins, so one table serves for both.
-            self._starts.append(self._ends[-1] if count else self._base)
-            starts = writer.append(self._starts)
-            ends = starts + self._starts.itemsize
-        else:
-            starts, ends = writer.append(self._starts), writer.append(self._ends)
-        kinds = writer.append(self._kinds)
-        return RecordTables(count, starts, ends, kinds, tuple(self._others.values()))
+        length = len(self._starts)
+        self._starts.append(self._writer.used_bytes)  # so that the table is never empty
+        starts = self._writer.append(self._starts)
+        return RecordTable(length, starts, tuple(self._others.values()))
 
 
-class Records:
-    """Reads the records of a segment. Pickled as a handle."""
-
-    __slots__ = ("_ends", "_kinds", "_segment", "_starts", "_tables")
-
-    def __init__(self, segment: Segment, tables: RecordTables) -> None:
-        whole = memoryview(segment)
-        table_bytes = 8 * tables.length
-        self._segment = segment
-        self._tables = tables
-        self._starts = whole[tables.starts : tables.starts + table_bytes].cast("q")
-        self._ends = whole[tables.ends : tables.ends + table_bytes].cast("q")
-        self._kinds = whole[tables.kinds : tables.kinds + tables.length]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Records, (self._segment, self._tables)
-
-    def __len__(self) -> int:
-        return self._tables.length
-
-    def __getitem__(self, number: int) -> Any:
-        """Read a record, as a new object each time. ``number`` must not be negative."""
-        data = self._segment[self._starts[number] : self._ends[number]]
-        kind = self._kinds[number]
-        if kind == _TEXT:
-            return data.decode("utf-8", "surrogatepass")
-        if kind == _PICKLE:
-            return pickle.loads(data)
-        if kind == _BYTES:
-            return data
-        body, spans, order = pickle.loads(data)
-        return load_with_buffers(body, BufferTable(spans, order), self._segment)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.__getitem__, range(self._tables.length))
-
-    def __reversed__(self) -> Iterator[Any]:
-        return map(self.__getitem__, reversed(range(self._tables.length)))
+def read_record(data: memoryview, segment: Segment) -> Any:
+    """Return the object whose record begins here, as a new object."""
+    item = pickle.loads(data)  # which ends by itself
+    return load_with_buffers(*item, segment) if type(item) is _Parts else item

@@ -9,6 +9,7 @@ and so is the storage of several tensors.
 import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -17,13 +18,12 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.memory.limits import is_supported, why_unsupported
-from shmloader.memory.pickled import is_plain
+from shmloader.memory.pickled import PICKLE_ERRORS, is_plain
 from shmloader.memory.segment import Segment, SegmentWriter
-from shmloader.probing import probe
 from shmloader.shared.arrays import enable_tensor_handles, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, write_index
 from shmloader.shared.counting import attributes_of
-from shmloader.shared.records import Records, RecordTables, RecordWriter
+from shmloader.shared.records import RecordTable, RecordWriter
 
 _T = TypeVar("_T")
 
@@ -109,7 +109,7 @@ class _Walk:
                 if _is_bulk(value):
                     self.bulk[key] = value
                 elif (inner := _contents(value, is_root=value is root)) is not None:
-                    waiting += [(one, key) for one in inner]
+                    waiting += [(one, key) for one in inner.values()]
                 else:
                     continue
                 seen[key] = value
@@ -127,22 +127,26 @@ def _is_bulk(value: Any) -> bool:
     if kind is np.ndarray:
         return bool(value.nbytes and not value.dtype.hasobject)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return _may_share(value)
+        return (
+            is_plain(value)
+            and value.is_leaf
+            and value.numel() > 0
+            and not value.is_shared()  # writes to it must stay visible to all processes
+            and reduce_tensor(value) is None
+        )
     return kind in _LONG_KINDS and len(value) >= LONG
 
 
-def _may_share(tensor: torch.Tensor) -> bool:
-    return (
-        is_plain(tensor)
-        and tensor.is_leaf
-        and tensor.numel() > 0
-        and not tensor.is_shared()  # writes to it must stay visible to all processes
-        and reduce_tensor(tensor) is None
-    )
+def _contents(value: Any, *, is_root: bool) -> dict[Any, Any] | None:
+    """Return the objects in a value that may have bulk; None if the value is used unchanged.
 
-
-def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
-    """Return the attributes of a dataset, a dataclass or the root, if they can be replaced."""
+    They are the items of a list, tuple or dict, or the attributes of a dataset, a dataclass or the
+    root, by index, key or name.
+    """
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
     kind = type(value)
     is_looked_at = (
         is_root
@@ -151,75 +155,54 @@ def _fields_of(value: Any, *, is_root: bool) -> dict[str, Any] | None:
         # ``__getitem__`` of its class, not of a metaclass, as an enum has.
         or any("__getitem__" in vars(base) for base in kind.__mro__)
     )
-    if not is_looked_at or isinstance(value, _WHOLE):
-        return None
-    if isinstance(value, torch.nn.Module) and not is_root:
+    is_module = isinstance(value, torch.nn.Module) and not is_root
+    if not is_looked_at or is_module or isinstance(value, _WHOLE):
         return None
     return attributes_of(value) or None
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, list | tuple | dict)
-
-
-def _contents(value: Any, *, is_root: bool) -> Iterable[Any] | None:
-    """Return the objects in a value that may have bulk; None if the value is used unchanged."""
-    if _is_container(value):
-        return list(value.values()) if isinstance(value, dict) else list(value)
-    fields = _fields_of(value, is_root=is_root)
-    return None if fields is None else list(fields.values())
 
 
 def _write(
     bulk: list[Any], writer: SegmentWriter, *, writable: bool
 ) -> Callable[[Segment], list[Any]]:
     """Write all bulk. Return a function that opens it and returns the shared copies, in order."""
-    whole = [value for value in bulk if type(value) not in _LONG_KINDS]
-    # Together, so that tensors of one storage still share it.
+    # Arrays together, so that tensors of one storage still share it.
     arrays = RecordWriter(writer, writable=writable, least_bytes=0)
-    arrays.add(whole)
-    array_tables = arrays.finish()
-    tables: list[Any] = []
+    arrays.add([value for value in bulk if type(value) not in _LONG_KINDS])
+    array_table = arrays.finish()
+    makers: list[Callable[[Segment], Any] | None] = []
     for items in bulk:
         if type(items) not in _LONG_KINDS:
-            tables.append(None)
+            makers.append(None)
         elif isinstance(items, dict):
-            keys = _write_items(items, writer, "key", writable=writable)
-            values = _write_items(items.values(), writer, "value", writable=writable)
-            tables.append((keys, values, write_index(items, writer)))
+            tables = [
+                _write_items(column, writer, word, writable=writable)
+                for word, column in (("key", items), ("value", items.values()))
+            ]
+            index = write_index(items, writer)
+            makers.append(
+                functools.partial(SharedDict, keys=tables[0], values=tables[1], index=index)
+            )
         else:
-            tables.append((_write_items(items, writer, "item", writable=writable),))
+            table = _write_items(items, writer, "item", writable=writable)
+            makers.append(functools.partial(SharedList, table=table))
 
     def build(segment: Segment) -> list[Any]:
-        opened = iter(Records(segment, array_tables)[0])
-        copies: list[Any] = []
-        for where in tables:
-            if where is None:
-                copies.append(next(opened))
-            elif len(where) == 1:
-                copies.append(SharedList(Records(segment, where[0])))
-            else:
-                keys, values = (Records(segment, each) for each in where[:2])
-                copies.append(SharedDict(segment, keys, values, where[2]))
-        return copies
+        opened = iter(SharedList[Any](segment, array_table)[0])
+        return [next(opened) if make is None else make(segment) for make in makers]
 
     return build
 
 
 def _write_items(
     items: Iterable[Any], writer: SegmentWriter, word: str, *, writable: bool
-) -> RecordTables:
+) -> RecordTable:
     records = RecordWriter(writer, writable=writable)
     for number, item in enumerate(items):
         try:
             records.add(item)
-        except MemoryError:
-            raise
-        except Exception as error:
+        except PICKLE_ERRORS as error:
             raise TypeError(
-                f"{word} {number} of a long list or dict cannot be shared: it is a "
-                f"{type(item).__module__}.{type(item).__qualname__} and cannot be pickled "
-                f"({type(error).__name__}: {error})"
+                f"{word} {number} of a long list or dict cannot be pickled: {error}"
             ) from error
     return records.finish()
 
@@ -240,39 +223,23 @@ class _SharedCopies:
         if isinstance(value, tuple):
             inner = [self.shared_copy(one) for one in value]
             # The tuple may contain itself, inside a list, and then has been made meanwhile.
-            return self._made.setdefault(key, _tuple_like(value, inner))
-        made = self._made[key] = _copy_of(value)
-        if made is value:
-            return value
-        if isinstance(value, list):
-            for number, one in enumerate(value):
-                list.__setitem__(made, number, self.shared_copy(one))
-        elif isinstance(value, dict):
-            for name, one in value.items():
+            try:
+                same = tuple.__new__(type(value), inner)
+            except TypeError:  # a structseq, as torch's functions return
+                same = type(value)(inner)
+            return self._made.setdefault(key, same)
+        is_container = isinstance(value, list | dict)
+        try:
+            made = copy.copy(value) if is_container else object.__new__(type(value))
+        except TypeError:  # a base class in C
+            made = value
+        self._made[key] = made
+        contents = {} if made is value else _contents(value, is_root=True) or {}
+        for name, one in contents.items():
+            if isinstance(value, list):
+                list.__setitem__(made, name, self.shared_copy(one))
+            elif isinstance(value, dict):
                 dict.__setitem__(made, name, self.shared_copy(one))
-        else:
-            for name, one in attributes_of(value).items():
+            else:
                 object.__setattr__(made, name, self.shared_copy(one))
         return made
-
-
-def _tuple_like(value: Any, inner: list[Any]) -> Any:
-    """Return a tuple of the same class with the items ``inner``."""
-    try:
-        made = tuple.__new__(type(value), inner)
-    except TypeError:  # a structseq, such as os.stat_result
-        return type(value)(inner)
-    if probe(value, "__dict__") is not None:
-        made.__dict__.update(value.__dict__)
-    return made
-
-
-def _copy_of(value: Any) -> Any:
-    """Return a copy of a container, or an empty object of the same class for any other value.
-
-    Returns the value itself if neither is possible.
-    """
-    try:
-        return copy.copy(value) if _is_container(value) else object.__new__(type(value))
-    except Exception:  # noqa: BLE001 - a base class in C, or a dict that refuses to be copied
-        return value
