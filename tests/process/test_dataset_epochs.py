@@ -56,7 +56,6 @@ WORKERS: list[dict[str, Any]] = [
     {},
     {"num_workers": 2},
     {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
     {"num_workers": 2, "persistent_workers": True, "thread_pool": True},
 ]
 
@@ -67,6 +66,14 @@ WORKERS: list[dict[str, Any]] = [
 def test_the_loaders_count_reaches_the_dataset(kind, workers, seed) -> None:
     if kind is Stream and "thread_pool" in workers:
         pytest.skip("threads load no iterable datasets")
+    check_count(kind, workers, seed)
+
+
+def test_the_loaders_count_reaches_spawned_workers() -> None:
+    check_count(Stream, {**WORKERS[2], "multiprocessing_context": "spawn"}, None)
+
+
+def check_count(kind, workers, seed) -> None:
     with DataLoader(kind(), 2, seed=seed, **workers) as loader:
         assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
         loader.set_epoch(7)

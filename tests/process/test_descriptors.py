@@ -26,7 +26,9 @@ def test_descriptors_do_not_grow_over_epochs(persistent) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
 def test_a_loader_with_two_workers_holds_eleven_descriptors_however_many_slots_it_has(
     method,
 ) -> None:

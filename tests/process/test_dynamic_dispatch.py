@@ -154,7 +154,7 @@ def test_no_thread_of_ours_runs() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_more_tasks_than_the_kernel_takes_wait_and_are_made(in_order) -> None:
-    options = {"prefetch_factor": 1000, "batch_size": 300, "collate_fn": torch.tensor}
+    options = {"prefetch_factor": 200, "batch_size": 300, "collate_fn": torch.tensor}
     gate = Gate()
 
     def sample(index):
@@ -162,10 +162,10 @@ def test_more_tasks_than_the_kernel_takes_wait_and_are_made(in_order) -> None:
             gate.pass_through()
         return index
 
-    batches = iter(make(sample, 300 * 1500, in_order=in_order, **options))
+    batches = iter(make(sample, 300 * 400, in_order=in_order, **options))
     gate.open(600)
     seen = [int(batch[0]) for batch in batches]
-    assert sorted(seen) == list(range(0, 300 * 1500, 300))
+    assert sorted(seen) == list(range(0, 300 * 400, 300))
     assert not in_order or seen == sorted(seen)
     gate.close()
 

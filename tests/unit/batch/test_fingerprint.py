@@ -77,8 +77,7 @@ def test_samples_that_cannot_be_pickled_or_are_endless_raise_nothing():
     wide: list[object] = [0]
     for _ in range(9):
         wide = [wide] * 9
-    inner = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for sample in (circular, wide, inner, lambda: 0, sys.stdout):
+    for sample in (circular, wide, lambda: 0, sys.stdout):
         assert fingerprint([sample]) == fingerprint([sample])
 
 

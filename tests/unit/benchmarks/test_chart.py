@@ -81,6 +81,7 @@ def test_the_readme_says_in_words_what_its_chart_shows(chart):
             assert (f"{figure:,.0f}" if figure >= 100 else f"{figure:.1f}") in shown[1]
 
 
+@pytest.mark.slow
 def test_the_chart_is_drawn_as_svg(chart, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "chart.svg"

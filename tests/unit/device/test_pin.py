@@ -71,7 +71,10 @@ def test_tensors_keep_dtype_shape_strides_and_content(name, kind) -> None:
         assert one.is_pinned() or one.nbytes == 0
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize(
+    "layout",
+    [torch.strided, pytest.param(torch.jagged, marks=pytest.mark.slow)],  # imports much of torch
+)
 def test_a_nested_tensor_shares_no_block(layout) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nested tensors are young

@@ -5,7 +5,7 @@ import weakref
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.batch.failures import BadSample, SampleReport
@@ -76,6 +76,7 @@ LIMITS = st.one_of(
 
 
 @given(batches=BATCHES, most=LIMITS, may_all_fail=st.booleans())
+@settings(max_examples=40)
 def test_the_verdicts_follow_from_the_sums(batches, most, may_all_fail):
     said = verdicts(FailureLimit(most, may_all_fail=may_all_fail), batches)
     seen = failed = 0

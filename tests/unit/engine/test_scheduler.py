@@ -613,7 +613,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

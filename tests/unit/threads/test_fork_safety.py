@@ -218,7 +218,7 @@ def test_what_a_handler_raises_in_a_wait_or_wake_up_of_a_fork_leaves_no_thread_p
     files = (threading.__file__, wakeup.__file__)
     nth = 0
     while True:
-        nth += 1
+        nth += 3
         outcome = interrupt(fork, nth, KeyboardInterrupt, files)
         for counter in counters:
             then = counter.count
