@@ -114,8 +114,8 @@ class ResumeStream(NamedTuple):
     """Main → worker, before its first task: resume the dataset, and receive tasks from now on.
 
     Attributes:
-        checkpoint: A pickled :class:`~shmloader.batch.dataset_checkpoint.DatasetCheckpoint`, or
-            its last piece; empty to begin at the dataset's beginning.
+        checkpoint: A pickled :class:`~shmloader.batch.checkpoint.Checkpoint`, or its last piece;
+            empty to begin at the dataset's beginning.
     """
 
     checkpoint: bytes
@@ -141,7 +141,7 @@ class BatchDone(NamedTuple):
         used_bytes: How many bytes of the slot were written.
         checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
         report: A pickled ``SampleReport``, if failed samples are counted.
-        snapshot: A pickled :class:`~shmloader.batch.iterable_state.Saved` of the dataset after this
+        snapshot: A pickled :class:`~shmloader.batch.dataset_state.Saved` of the dataset after this
             batch, or why there is none; None if none was due.
         times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by the worker's clock.
         fingerprint: Fingerprint of the batch, if the dataset is iterable.
@@ -211,8 +211,8 @@ class StreamEnded(NamedTuple):
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
         touched_bytes: How many bytes of the slot were written.
-        beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the next
-            epoch, if workers are persistent.
+        beginning: The pickled :class:`~shmloader.batch.checkpoint.Checkpoint` with which the next
+            epoch begins, if workers are persistent.
     """
 
     seq: int
@@ -236,8 +236,8 @@ class EpochStarted(NamedTuple):
 
     Attributes:
         epoch: Number of the epoch, copied from :class:`StartEpoch`.
-        beginning: A pickled :class:`~shmloader.batch.dataset_checkpoint.Beginning` of the epoch, or
-            its last piece; None if there is nothing to send.
+        beginning: The pickled :class:`~shmloader.batch.checkpoint.Checkpoint` with which the epoch
+            begins, or its last piece; empty or None for the dataset's beginning.
     """
 
     epoch: int

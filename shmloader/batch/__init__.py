@@ -7,8 +7,7 @@ samples that cannot be collated, and the parts of the user's objects that cannot
 
 ``sample_rng`` seeds random number generators.
 ``failures`` carries exceptions and failed samples to the main process.
-``iterable_state`` and ``fingerprint`` make the checkpoints of datasets that ``dataset_checkpoint``
-describes.
+``dataset_state`` and ``fingerprint`` make the checkpoints of datasets (``checkpoint``).
 
 ``payload`` carries the dataset and the functions to a worker or to a process of an executor.
 ``payload_digest`` tells whether ranks would send the same.

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from shmloader.batch.iterable_state import Saved, dump_state
+from shmloader.batch.dataset_state import Saved, dump_state
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import ALIGNMENT, Arena, Slot
 from shmloader.memory.limits import MemoryAdmission

@@ -127,7 +127,7 @@ a replacement of the worker resumes from it. The user's thread keeps the other, 
 dataset after the last delivered batch; the loader's state is made from it. A dataset with a state
 of its own is resumed from that state. Any other is iterated again from the same random generator
 states, and the batches that were already delivered are re-read, compared by their fingerprints, and
-discarded (:mod:`shmloader.batch.iterable_state`). If a dataset cannot be resumed, the iterator
+discarded (:mod:`shmloader.batch.dataset_state`). If a dataset cannot be resumed, the iterator
 raises and ends.
 
 **Pipelines** run a stage on worker processes with an engine that has its own thread: an item is a
@@ -171,7 +171,6 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``slot_batches``          Builds batches from slots, and frees the slots.
 ``failures``              Bad samples: counted, listed, limited.
 ``dataset_checkpoints``   Checkpoints of the workers' datasets at the last delivered batch.
-``dataset_progress``      Checkpoints of the workers' datasets at their last answers (pure).
 ``lateness``              Asks late workers what they are doing, for a timeout's error.
 ``hang_watch``            Ends workers that hang in a sample (``sample_timeout``).
 ``wording``               Texts of errors and log messages.

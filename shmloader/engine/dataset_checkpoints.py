@@ -1,24 +1,23 @@
-"""Keeps the checkpoints of the datasets: one for each worker, or one in-process.
+"""Keeps the checkpoints of the datasets: one for each worker, or one without workers.
 
 Checkpoints are kept of an iterable dataset, whose iterators are called streams, and of a map-style
 dataset that has a state of its own.
 
 An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
-workers' records (:mod:`shmloader.engine.dataset_progress`); a worker's replacement resumes from it.
-The other is kept here. It follows the batches that the user has received, and the loader's state is
-made from it. The user's thread updates it from the deliveries.
+workers' records (:mod:`shmloader.engine.workers`); a worker's replacement resumes from it. The
+other is kept here. It follows the batches that the user has received, and the loader's state is
+made from it. Each delivery has the checkpoint after its batch.
 
 With ``in_order``, batches are handed over round-robin over the workers, skipping those whose
 streams have ended, however fast each worker is. So the checkpoints and the number of the next
-worker determine how an epoch continues.
+worker determine how an epoch continues. A stream that had ended ends again.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.iterable_state import Saved, dump_for_workers, read
-from shmloader.engine.dataset_progress import DatasetNote
+from shmloader.batch.checkpoint import Checkpoint
+from shmloader.batch.dataset_state import Saved, dump_in_main, read
 from shmloader.messages import Unsaved
 from shmloader.tracebacks import warn_user
 
@@ -27,6 +26,20 @@ _LARGE_BYTES = 1_000_000
 # States may take this share of the time of batches. It is judged once the states have taken so long
 # that it matters.
 _SHARE, _LONG_NS = 0.1, 500_000_000
+
+
+class DatasetUpdate(NamedTuple):
+    """The checkpoint of a worker's dataset after a batch that is delivered or left out.
+
+    Attributes:
+        worker_id: The worker.
+        checkpoint: The checkpoint.
+        state_ns: How long it took to take the dataset's state, in nanoseconds.
+    """
+
+    worker_id: int
+    checkpoint: Checkpoint
+    state_ns: int = 0
 
 
 class DatasetCheckpoints:
@@ -47,7 +60,7 @@ class DatasetCheckpoints:
 
     def __init__(
         self,
-        checkpoints: Iterable[DatasetCheckpoint],
+        checkpoints: Iterable[Checkpoint],
         next_worker: int = 0,
         base_seed: int | None = None,
         worker_count: int | None = None,
@@ -60,47 +73,35 @@ class DatasetCheckpoints:
     @classmethod
     def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
         """Return checkpoints of streams that have not begun."""
-        return cls([DatasetCheckpoint()] * worker_count, base_seed=base_seed)
+        return cls([Checkpoint()] * worker_count, base_seed=base_seed)
 
-    def note(self, notes: Iterable[DatasetNote]) -> None:
-        """Update the checkpoints by notes, in the order in which batches were handed over."""
+    def update(self, updates: Iterable[DatasetUpdate]) -> None:
+        """Replace checkpoints, in the order in which batches were handed over."""
         checkpoints = list(self.checkpoints)
-        for note in notes:
-            worker_id = note.worker_id
-            checkpoints[worker_id] = note.applied_to(checkpoints[worker_id])
-            if note.next_epoch is None:
-                self.next_worker = (worker_id + 1) % len(checkpoints)
+        for worker_id, checkpoint, _ in updates:
+            checkpoints[worker_id] = checkpoint
+            self.next_worker = (worker_id + 1) % len(checkpoints)
         self.checkpoints = tuple(checkpoints)
 
-    def mark(self) -> tuple[tuple[DatasetCheckpoint, ...], int]:
+    def mark(self) -> tuple[tuple[Checkpoint, ...], int]:
         """Return the current position, for :meth:`go_back`."""
         return self.checkpoints, self.next_worker
 
-    def go_back(self, mark: tuple[tuple[DatasetCheckpoint, ...], int]) -> None:
-        """Undo what was noted since the mark, which did not reach the user."""
+    def go_back(self, mark: tuple[tuple[Checkpoint, ...], int]) -> None:
+        """Undo what was updated since the mark, which did not reach the user."""
         self.checkpoints, self.next_worker = mark
 
-    def next_epoch(self, *, is_iterable: bool = True) -> "DatasetCheckpoints":
-        """Return the next epoch's first checkpoints: each dataset continues from this epoch's end.
-
-        Only persistent workers save their datasets at an epoch's end; others start afresh. A
-        map-style dataset does not end, so its newest state is used.
-        """
-        checkpoints = [
-            checkpoint.at_next_epoch()
-            if is_iterable
-            else DatasetCheckpoint(0, checkpoint.snapshot, unsaved=checkpoint.unsaved)
-            for checkpoint in self.checkpoints
-        ]
-        return DatasetCheckpoints(checkpoints, 0, self.base_seed, self._worker_count)
+    def end_epoch(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Replace all checkpoints by those with which the next epoch begins."""
+        self.checkpoints, self.next_worker = tuple(checkpoints), 0
 
     def dump(
         self, save_first: Callable[[], Saved | Unsaved | None] = lambda: None
     ) -> dict[str, Any]:
         """Return all that is needed to resume, as a new dict.
 
-        It holds plain numbers, bools, texts and lists, except for ``state``, which is what the
-        user's ``state_dict()`` returned.
+        It holds plain numbers, texts and lists, except for ``state``, which is what the user's
+        ``state_dict()`` returned.
 
         Args:
             save_first: Returns the state with which a worker's dataset began. It is called if a
@@ -112,21 +113,22 @@ class DatasetCheckpoints:
         """
         for unsaved in (each.unsaved for each in self.checkpoints if each.unsaved is not None):
             raise RuntimeError(unsaved.text)
-        snapshots = [each.snapshot for each in self.checkpoints]
-        first = save_first() if None in snapshots else None
-        begun = first if isinstance(first, Saved) else None
+        first = save_first() if any(each.snapshot is None for each in self.checkpoints) else None
+        dumped = []
+        for each in self.checkpoints:
+            saved = read(each.snapshot) or (first if isinstance(first, Saved) else None)
+            snapshot = None if saved is None else {"at": each.at, **saved._asdict()}
+            plain = {"given": each.given, "check": each.check, "rng": list(each.rng)}
+            dumped.append({**plain, "snapshot": snapshot})
         return {
             "num_workers": self._worker_count,
             "next_worker": self.next_worker,
             "base_seed": self.base_seed,
-            "checkpoints": [
-                dump_checkpoint(checkpoint, begun if snapshot is None else read(snapshot))
-                for checkpoint, snapshot in zip(self.checkpoints, snapshots, strict=True)
-            ],
+            "checkpoints": dumped,
         }
 
     @classmethod
-    def load(cls, state: dict[str, Any], worker_count: int) -> "DatasetCheckpoints":
+    def load(cls, state: dict[str, Any], worker_count: int) -> Self:
         """Return checkpoints from what :meth:`dump` returned, without references to it.
 
         Args:
@@ -137,60 +139,29 @@ class DatasetCheckpoints:
             ValueError: If the state was saved with another number of workers.
             Exception: What pickling the user's state raises.
         """
-        saved_count, saved = state["num_workers"], state["checkpoints"]
-        if saved_count != worker_count:
-            has_states = any(each["snapshot"] is not None for each in saved)
+        count = state["num_workers"]
+        if count != worker_count:
+            has_states = any(each["snapshot"] is not None for each in state["checkpoints"])
             why = (
                 "The state has that of each worker's dataset"
                 if has_states
                 else "Each worker reads its own part of an IterableDataset"
             )
             raise ValueError(
-                f"the state does not fit this loader:\n- num_workers: {saved_count} in the state, "
-                f"{worker_count} in this loader. {why}: set num_workers={saved_count}, or start "
+                f"the state does not fit this loader:\n- num_workers: {count} in the state, "
+                f"{worker_count} in this loader. {why}: set num_workers={count}, or start "
                 "the epoch from the beginning."
             )
-        checkpoints = map(_load_checkpoint, saved)
-        return DatasetCheckpoints(
-            checkpoints, state["next_worker"], state["base_seed"], worker_count
-        )
+        checkpoints = map(_load_checkpoint, state["checkpoints"])
+        return cls(checkpoints, state["next_worker"], state["base_seed"], worker_count)
 
 
-def dump_checkpoint(checkpoint: DatasetCheckpoint, saved: Saved | None) -> dict[str, Any]:
-    """Return a checkpoint as plain values.
-
-    Args:
-        checkpoint: The checkpoint.
-        saved: The checkpoint's unpickled snapshot, or None if it has none.
-    """
-    return {
-        "given": checkpoint.given,
-        "has_ended": checkpoint.has_ended,
-        "snapshot": None if saved is None else {"at": checkpoint.at, **saved._asdict()},
-        "check": checkpoint.check,
-        "failed": list(checkpoint.failed),
-        "rng": checkpoint.rng,
-        "rng_at": [list(each) for each in checkpoint.rng_at],
-    }
-
-
-def _load_checkpoint(stream: dict[str, Any]) -> DatasetCheckpoint:
-    given, has_ended, saved = stream["given"], stream["has_ended"], stream["snapshot"]
-    at, snapshot = given if has_ended else 0, None
-    if saved is not None:
-        fields = dict(saved)
-        at = fields.pop("at")
-        snapshot = dump_for_workers(Saved(**fields))
-    return DatasetCheckpoint(
-        given,
-        snapshot,
-        at,
-        has_ended,
-        stream["rng"],
-        tuple((number, rng) for number, rng in stream["rng_at"]),
-        stream["check"],
-        tuple(stream["failed"]),
-    )
+def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
+    at, snapshot = 0, None
+    if state["snapshot"] is not None:
+        fields = dict(state["snapshot"])
+        at, snapshot = fields.pop("at"), dump_in_main(Saved(**fields))
+    return Checkpoint(state["given"], snapshot, at, state["check"], tuple(state["rng"]))
 
 
 class StateCost:
@@ -203,21 +174,22 @@ class StateCost:
     __slots__ = ("_batches_ns", "_has_warned", "_states_ns", "is_watched")
 
     def __init__(self) -> None:
-        self.is_watched = True
+        self.is_watched, self._has_warned = True, False
         self._states_ns = self._batches_ns = 0
-        self._has_warned = False
 
-    def add(self, nbytes: int, state_ns: int, batch_ns: int) -> None:
-        """Add a batch after which, or before which, a state was taken.
+    def add(self, update: DatasetUpdate, batch_ns: int) -> None:
+        """Add a batch.
 
         Args:
-            nbytes: Size of the state.
-            state_ns: How long it took to take the state.
+            update: The checkpoint after the batch.
             batch_ns: How long it took to make the batch.
         """
-        if self._has_warned or not self.is_watched:
+        checkpoint = update.checkpoint
+        is_watched = self.is_watched and not self._has_warned
+        if not is_watched or checkpoint.snapshot is None or checkpoint.skip:
             return
-        self._states_ns += state_ns
+        nbytes = len(checkpoint.snapshot)
+        self._states_ns += update.state_ns
         self._batches_ns += batch_ns
         is_slow = self._states_ns > max(_LONG_NS, _SHARE * self._batches_ns)
         if nbytes < _LARGE_BYTES and not is_slow:

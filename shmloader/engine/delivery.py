@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shmloader.engine.dataset_progress import DatasetNote
+from shmloader.engine.dataset_checkpoints import DatasetUpdate
 from shmloader.insight.measurements import BatchTimes
 
 
@@ -45,15 +45,14 @@ class Delivery(NamedTuple):
         seq: Number of the ticket.
         left_out: Numbers of the tickets since the last delivery whose batches were left out, since
             all their samples failed.
-        notes: If checkpoints of the workers' datasets are kept: the note on this batch, and those
-            on batches that were left out and on streams that ended since the last delivery, in the
-            order in which they apply.
+        datasets: If checkpoints of the workers' datasets are kept: those after the batches that
+            were left out since the last delivery, and the one after this batch.
         times: When the batch passed each step; None if an error was raised.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
-    notes: Sequence[DatasetNote] = ()
+    datasets: Sequence[DatasetUpdate] = ()
     times: BatchTimes | None = None
 
 

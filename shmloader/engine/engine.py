@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
-from shmloader.batch.dataset_checkpoint import Beginning
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
-from shmloader.engine.dataset_progress import DatasetNote
+from shmloader.batch.checkpoint import Checkpoint
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
 from shmloader.engine.delivery import Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.hang_watch import HangWatch
@@ -56,17 +55,6 @@ from shmloader.pools.slot_memory import TRIM_EVERY
 from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
-
-
-def _note_of(worker_id: int, answer: Answer) -> DatasetNote | None:
-    """Return what an answer says about its worker's dataset."""
-    if isinstance(answer, Batch):
-        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint, state_ns=answer.state_ns)
-    if isinstance(answer, Failure):
-        if answer.is_final:
-            return None  # the dataset could not be resumed: this stands for no batch
-        return DatasetNote(worker_id, answer.snapshot, answer.fingerprint, has_failed=True)
-    return DatasetNote(worker_id, answer.snapshot)
 
 
 def _explained(error: StopIteration) -> RuntimeError:
@@ -151,7 +139,7 @@ class Engine:
         self._draw: Callable[[], object] = iter(()).__next__
         # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
-        self._left_out: list[int] = []
+        self._left_out: list[Ticket] = []
         self._is_closed = False
         # Only the text, since the error's traceback would keep the engine alive.
         self._closed_because = ""
@@ -206,18 +194,13 @@ class Engine:
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
         """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
-        progress = self._scheduler.progress
-        if progress is None:
-            return None
-        return DatasetCheckpoints(progress.beginnings, base_seed=self._base_seed)
+        begun = self._scheduler.beginnings
+        return None if begun is None else DatasetCheckpoints(begun, base_seed=self._base_seed)
 
-    def take_notes(self) -> list[DatasetNote]:
-        """Return the notes that no delivery reported: ends of streams, and left-out batches.
-
-        Called on the user's thread, at the epoch's end.
-        """
-        progress = self._scheduler.progress
-        return [] if progress is None else progress.take_notes()
+    @property
+    def next_beginnings(self) -> tuple[Checkpoint, ...]:
+        """The datasets' checkpoints at the next epoch's beginning. Read at an epoch's end."""
+        return self._scheduler.next_beginnings
 
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch.
@@ -383,8 +366,7 @@ class Engine:
         if type(answer) is not Empty:
             return False
         self._scheduler.free_slot(ticket)
-        self._left_out.append(ticket.seq)
-        self._scheduler.left_out(ticket)
+        self._left_out.append(ticket)
         self._offer_another()
         return True
 
@@ -410,7 +392,7 @@ class Engine:
                     scheduler.slots.lent_count,
                 )
             )
-        if scheduler.progress is None and not self._left_out:
+        if scheduler.beginnings is None and not self._left_out:
             self.delivery = delivery_of((ticket.seq, (), (), times))
         else:
             self._note_delivery(ticket, times)
@@ -446,9 +428,13 @@ class Engine:
 
     def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
-        notes = self._scheduler.handed_over(ticket)
-        left_out, self._left_out = tuple(self._left_out), []
-        self.delivery = Delivery(ticket.seq, left_out, notes, times)
+        left_out, self._left_out = self._left_out, []
+        updates = [
+            DatasetUpdate(one.worker_id, one.checkpoint, getattr(one.answer, "state_ns", 0))
+            for one in (*left_out, ticket)
+            if one.checkpoint is not None
+        ]
+        self.delivery = Delivery(ticket.seq, tuple(one.seq for one in left_out), updates, times)
 
     # Tickets out -------------------------------------------------------------------------
 
@@ -558,7 +544,7 @@ class Engine:
     def _describe(self, worker: Worker) -> str:
         """Return the text for the log on a worker's restart."""
         death = worker.death if isinstance(worker.death, Death) else None
-        checkpoint = None if self._scheduler.progress is None else worker.checkpoint
+        checkpoint = None if self._scheduler.beginnings is None else worker.checkpoint
         return describe_restart(
             worker.worker_id,
             death,
@@ -629,16 +615,13 @@ class Engine:
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
         scheduler = self._scheduler
+        state = None
+        if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
+            state = answer.snapshot, getattr(answer, "fingerprint", None)
         has_taker = self._has_queue and worker_id != UNASSIGNED
-        scheduler.answered(
-            seq,
-            epoch,
-            answer,
-            taker=worker_id if has_taker else None,
-            note=None if scheduler.progress is None else _note_of(worker_id, answer),
-        )
+        scheduler.answered(seq, epoch, answer, taker=worker_id if has_taker else None, state=state)
 
-    def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Note that a worker's iterable dataset has no batch for this task or a later one."""
         self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()

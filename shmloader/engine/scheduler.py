@@ -35,15 +35,15 @@ of a slot or the record of a worker.
 """
 
 import collections
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.engine.dataset_progress import DatasetNote, DatasetProgress
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.slots import SlotTable
 from shmloader.engine.workers import DEAD, GONE, LEAVING, LOST, RUNNING, Worker, WorkerTable
 from shmloader.errors import InternalError
+from shmloader.messages import Unsaved
 
 # The worker or the slot of a ticket that has none yet.
 UNASSIGNED = -1
@@ -65,7 +65,7 @@ class Ticket:
         sent_ns: When it was last sent to its worker, by the same clock.
         hung: Samples of the batch that took too long, by sample number, each with what its worker
             was doing when it was ended. The next worker raises in their places.
-        note: What the answer says about the worker's dataset, if checkpoints of it are kept.
+        checkpoint: Where the worker's dataset is after its batch, if checkpoints are kept.
     """
 
     seq: int
@@ -78,7 +78,7 @@ class Ticket:
     kill_count: int = 0
     sent_ns: int = 0
     hung: dict[int, str] | None = None
-    note: DatasetNote | None = None
+    checkpoint: Checkpoint | None = None
 
 
 class Scheduler:
@@ -89,7 +89,8 @@ class Scheduler:
         slots: The slots' states.
         workers: The workers' records.
         restart_limit: The most workers restarted in an epoch.
-        progress: Keeps checkpoints of the workers' datasets; None if there are none.
+        beginnings: The checkpoints with which the workers' datasets began the epoch; None if none
+            are kept.
         unsent: Tickets to be sent, the oldest first. Whoever sends one removes it.
         is_workers_due: Whether the worker table may have a worker to start, replace or end.
     """
@@ -103,7 +104,7 @@ class Scheduler:
         in_order: bool,
         restart_limit: int = 0,
         first_worker: int = 0,
-        beginnings: Iterable[DatasetCheckpoint] | None = None,
+        beginnings: Iterable[Checkpoint] | None = None,
         is_iterable: bool = True,
         has_queue: bool = False,
         has_slots: bool = True,
@@ -137,11 +138,12 @@ class Scheduler:
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
         self.is_workers_due = False
-        self.progress: DatasetProgress | None = None
-        if beginnings is not None:
-            self.progress = DatasetProgress(
-                self.workers, beginnings, in_order=in_order, is_iterable=is_iterable
-            )
+        self.beginnings = None if beginnings is None else tuple(beginnings)
+        for worker, checkpoint in zip(self.workers, self.beginnings or (), strict=False):
+            worker.checkpoint = checkpoint
+        self._is_iterable = is_iterable
+        # Whether the epoch is being left: a worker that starts from now on begins the next one.
+        self._is_leaving = False
         self._window = window
         self._in_order = in_order
         # The worker that gets the next ticket, if it takes tickets.
@@ -230,7 +232,7 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        note: DatasetNote | None = None,
+        state: tuple[bytes | memoryview | Unsaved | None, int | None] | None = None,
     ) -> Ticket:
         """Note the answer to a ticket: a batch or an error.
 
@@ -239,8 +241,8 @@ class Scheduler:
             epoch: Epoch of the ticket.
             answer: The answer.
             taker: The worker that received the ticket, if the pool has a queue.
-            note: What the answer says about the worker's dataset; None if no checkpoints are kept,
-                or if the answer stands for no batch.
+            state: The dataset's state after the batch, and the batch's fingerprint, as
+                :meth:`Checkpoint.after_batch` takes them; None if the answer stands for no batch.
 
         Returns:
             The ticket. Its slot is free if the ticket was dropped (I6).
@@ -258,25 +260,10 @@ class Scheduler:
         ticket.answer = answer
         if not self._in_order:
             self._arrived.append(ticket)
-        if note is not None and self.progress is not None:
-            ticket.note = note
-            self.progress.answered(note)
+        if state is not None and self.beginnings is not None:
+            worker = self.workers[ticket.worker_id]
+            worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(*state)
         return ticket
-
-    def handed_over(self, ticket: Ticket) -> Sequence[DatasetNote]:
-        """Note that a ticket's batch, or an exception in its place, is handed over.
-
-        Returns:
-            What the user's thread notes about the workers' datasets.
-        """
-        if ticket.note is None or self.progress is None:
-            return ()
-        return self.progress.handed_over(ticket.seq, ticket.note)
-
-    def left_out(self, ticket: Ticket) -> None:
-        """Note that a ticket's batch is not delivered, since all its samples failed."""
-        if ticket.note is not None and self.progress is not None:
-            self.progress.left_out(ticket.note)
 
     def _answer(self, ticket: Ticket, answer: object) -> None:
         if not self._has_queue:
@@ -298,7 +285,7 @@ class Scheduler:
         self,
         seq: int,
         epoch: int,
-        next_epoch: Beginning,
+        beginning: Checkpoint,
     ) -> None:
         """Note that a worker's iterable dataset has no batch for this ticket or a later one.
 
@@ -307,7 +294,7 @@ class Scheduler:
         Args:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
-            next_epoch: What the dataset's next epoch begins with.
+            beginning: The checkpoint with which the dataset's next epoch begins.
         """
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
         if ticket is None or ticket.answer is not None:
@@ -318,8 +305,8 @@ class Scheduler:
         if not worker.has_stream:
             return
         worker.has_stream = False
-        if self.progress is not None:
-            self.progress.ended(worker.worker_id, seq, next_epoch)
+        if not self._is_leaving:
+            worker.checkpoint = beginning._replace(has_ended=True)
         for other in self._tickets.values():
             if other.worker_id == ticket.worker_id and other.answer is None:
                 other.is_dropped = True
@@ -563,11 +550,21 @@ class Scheduler:
         self._arrived.clear()
         for worker in self.workers:
             worker.has_left_epoch = False
-        if self.progress is not None:
-            self.progress.leave_epoch()
+            worker.next_beginning.clear()
+        self._is_leaving = True
+        for worker, checkpoint in zip(self.workers, self.next_beginnings, strict=True):
+            worker.checkpoint = checkpoint
+
+    @property
+    def next_beginnings(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints with which the workers' datasets begin the next epoch."""
+        is_iterable = self._is_iterable
+        return tuple(
+            worker.checkpoint.at_next_epoch(is_iterable=is_iterable) for worker in self.workers
+        )
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Note a piece of the pickled ``Beginning``; :meth:`left_epoch` gets the last piece."""
+        """Note a piece of a pickled checkpoint; :meth:`left_epoch` gets the last piece."""
         self.workers[worker_id].next_beginning.extend(data)
 
     def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
@@ -575,12 +572,14 @@ class Scheduler:
 
         Args:
             worker_id: The worker.
-            beginning: The pickled ``Beginning`` of its next epoch, or the last piece of it; None if
-                it has none.
+            beginning: The pickled checkpoint with which its next epoch begins, or the last piece of
+                it; None if it has none.
         """
-        if self.progress is not None:
-            self.progress.entered(worker_id, beginning)
-        self.workers[worker_id].has_left_epoch = True
+        worker = self.workers[worker_id]
+        worker.next_beginning.extend(beginning or b"")
+        worker.checkpoint = Checkpoint.loads(bytes(worker.next_beginning))
+        worker.next_beginning.clear()
+        worker.has_left_epoch = True
 
     @property
     def is_epoch_left(self) -> bool:
@@ -609,8 +608,9 @@ class Scheduler:
         self._next_worker = 0  # as torch does
         for worker in self.workers:
             worker.has_stream = True
-        if self.progress is not None:
-            self.progress.start_epoch()
+        self._is_leaving = False
+        if self.beginnings is not None:
+            self.beginnings = tuple(worker.checkpoint for worker in self.workers)
 
     def close(self) -> None:
         """Release all batches."""

@@ -7,7 +7,7 @@ import itertools
 import signal
 from collections.abc import Iterable
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import describe_indices
 from shmloader.engine.scheduler import Ticket
 from shmloader.grammar import UNKNOWN_PID, describe_worker
@@ -113,7 +113,7 @@ def describe_restart(
     worker_id: int,
     death: Death | None,
     seqs: list[int],
-    checkpoint: DatasetCheckpoint | None,
+    checkpoint: Checkpoint | None,
     *,
     is_seeded: bool = False,
     hang: str = "",
@@ -144,7 +144,7 @@ def describe_restart(
     return text + _describe_oom(death)
 
 
-def _describe_resumption(checkpoint: DatasetCheckpoint) -> str:
+def _describe_resumption(checkpoint: Checkpoint) -> str:
     given = "the batch that was" if checkpoint.skip == 1 else f"{checkpoint.skip} batches that were"
     if checkpoint.snapshot is None:
         return (

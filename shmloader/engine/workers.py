@@ -18,7 +18,7 @@ replacement has the same number, and resumes where the record says the dataset w
 import enum
 from dataclasses import dataclass, field
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.errors import InternalError
 
 
@@ -59,8 +59,7 @@ class Worker:
             map-style dataset.
         checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
             there. Used only if states of the loader contain the dataset's.
-        undelivered: Its answers that were not delivered yet; counted only with checkpoints.
-        next_beginning: Pieces of the pickled ``Beginning`` of its next epoch that have come.
+        next_beginning: Pieces of the pickled checkpoint of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
         unfinished: Numbers of the tickets that were lost with it, while it is LOST.
@@ -71,8 +70,7 @@ class Worker:
     state: WorkerState = RUNNING
     in_flight: int = 0
     has_stream: bool = True
-    checkpoint: DatasetCheckpoint = field(default_factory=DatasetCheckpoint)
-    undelivered: int = 0
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     next_beginning: bytearray = field(default_factory=bytearray)
     has_left_epoch: bool = False
     death: object = None

@@ -9,8 +9,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.batch.fetch import FetchConfig
@@ -24,7 +23,6 @@ from shmloader.sampling.ranks import Ranks
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
     from shmloader.device.device import Destination
-    from shmloader.loader.local_checkpoint import LocalCheckpoint
     from shmloader.pools.host_pool import HostPool
 
 # Batches that a plain loop holds at the moment of ``next()``: the one in hand and the new one.
@@ -174,7 +172,7 @@ class LoaderParts:
         destination: The opened devices; None before the first iterator that copies to a device.
         checkpoints: Positions or states of the workers' datasets in the newest epoch.
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
-        loaded_generators: The states of the process's global generators that the dataset's
+        loaded_generators: Names of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
         executor_key: Identifies the loader in processes of an executor.
         task_numbers: Numbers the loader's tasks on an executor.
@@ -184,9 +182,9 @@ class LoaderParts:
     host_pool: "HostPool | None" = None
     nursery: Any = None
     destination: "Destination | None" = None
-    checkpoints: "DatasetCheckpoints | LocalCheckpoint | None" = None
+    checkpoints: DatasetCheckpoints | None = None
     resumed_checkpoints: DatasetCheckpoints | None = None
-    loaded_generators: Mapping[str, Any] = MappingProxyType({})
+    loaded_generators: tuple[str, ...] = ()
     has_counted_objects: bool = False
 
     def __init__(self, adapter: Adapter | None = None) -> None:

@@ -65,8 +65,7 @@ class InlineEngine:
 
     Args:
         maker: Makes a batch of a ticket's indices.
-        make: The function that does; ``maker.make``, or one that tracks the dataset's state.
-        local: Tracks the dataset's state; None if it is not saved.
+        timer: Measures the parts of the work.
         step: Pins, moves and transforms a batch; None for nothing.
         stage: The name of that step in the statistics.
         watch: Counts bad samples; None if their errors are raised.
@@ -79,9 +78,8 @@ class InlineEngine:
 
     def __init__(
         self,
-        maker: BatchMaker,
-        make: Callable[[Any], Any],
-        local: LocalDataset | None,
+        maker: BatchMaker | LocalDataset,
+        timer: Timer,
         step: Callable[[Any], Any] | None,
         stage: str,
         watch: FailureWatch | None,
@@ -89,7 +87,8 @@ class InlineEngine:
         *,
         is_stream: bool,
     ) -> None:
-        self._maker, self._make, self._local = maker, make, local
+        self._maker, self._timer = maker, timer
+        self._local = maker if isinstance(maker, LocalDataset) else None
         self._step, self.staged, self._watch = step, stage, watch
         self._end, self._is_stream = close, is_stream
         self._draw: Callable[[], Any] = iter(()).__next__
@@ -107,7 +106,7 @@ class InlineEngine:
     def next_batch(self) -> Any:
         """Return the next batch; see :meth:`shmloader.engine.engine.Engine.next_batch`."""
         self.delivery, self.draw_ns = None, 0
-        timer = self._maker.timer
+        timer = self._timer
         while True:
             self._check_open()
             timer.begin()
@@ -126,7 +125,8 @@ class InlineEngine:
                     FAULTS.reach("main.deliver")
                 if self._step is not None:
                     batch = self._step(batch)
-                self.delivery = Delivery(self._seq, times=timer.read())  # type: ignore[arg-type]
+                datasets = () if self._local is None else self._local.updates
+                self.delivery = Delivery(self._seq, (), datasets, timer.read())  # type: ignore[arg-type]
                 return batch
             except StopIteration as error:
                 if drawn and not self._is_stream:
@@ -143,7 +143,7 @@ class InlineEngine:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""
         batch: Any
         try:
-            batch = self._make(indices)
+            batch = self._maker.make(indices)
         except EmptyBatchError:
             batch = EmptyBatchError
         except StopIteration:
@@ -151,7 +151,7 @@ class InlineEngine:
         except Exception as error:
             if is_interruption(error):
                 raise
-            if self._local is not None and self._local.is_replaying:
+            if self._local is not None and self._local.is_resuming:
                 self._close_since("its dataset could not be resumed")
             else:
                 self._count_failures()
@@ -184,7 +184,8 @@ class InlineEngine:
     def _raise(self, error: BaseException, *, drawn: bool) -> None:
         """Raise what the user's code has raised; if in place of a batch, that is delivered."""
         if drawn and not self.is_closed:
-            self.delivery = Delivery(self._seq)
+            datasets = () if self._local is None else self._local.updates
+            self.delivery = Delivery(self._seq, (), datasets)
         raise Instead(error) from None
 
     def _end_epoch(self) -> None:
@@ -242,7 +243,7 @@ def open_inline(
         pins: Whether batches are copied to page-locked memory.
         pin_device: The type of the accelerator that will read it.
     """
-    fetcher = config.fetch.make_concurrent_fetcher()
+    fetcher, timer = config.fetch.make_concurrent_fetcher(), Timer()
     takes_arrays = config.fetch.takes_arrays
     make_maker = functools.partial(
         BatchMaker,
@@ -251,22 +252,19 @@ def open_inline(
         config.collate_fn,
         config.on_error,
         where="in the main process",
-        timer=Timer(),
+        timer=timer,
         epoch=plan.epoch,
         restores_rngs=True,
         find_gatherer=LocalArrays(config.dataset).find_gatherer if takes_arrays else no_gatherer,
         concurrent_fetcher=fetcher,
     )
-    if local is None:
-        maker = make_maker()
-    else:
-        maker = local.begin(make_maker, is_elsewhere=plan.is_elsewhere)
+    if local is not None:
+        local.begin(make_maker, is_elsewhere=plan.is_elsewhere)
     stage, step = _find_step(config, pins=pins, pin_device=pin_device)
     end = do_nothing if fetcher is None else fetcher.close
     engine = InlineEngine(
-        maker,
-        (local or maker).make,
-        local,
+        local or make_maker(),
+        timer,
         step,
         stage,
         config.watch_failures(parts),

@@ -90,7 +90,7 @@ class BatchIterator(_BaseDataLoaderIter):
     # Set by install() on an iterator that keeps persistent workers: the loader of ours behind it.
     _stand_in: Any = None
     # Checkpoints of the datasets after the last delivered batch; None if none are kept.
-    _checkpoints: Any = None
+    _checkpoints: DatasetCheckpoints | None = None
     _source: Any = None
 
     def __init__(
@@ -156,7 +156,7 @@ class BatchIterator(_BaseDataLoaderIter):
                 raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
             self._opened = open_inline(config, self._plan, self._parts, self._local, *pin)
             if self._local is not None:
-                self._checkpoints = self._parts.checkpoints = self._local.checkpoint
+                self._checkpoints = self._parts.checkpoints = self._local.checkpoints
         else:
             from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
 
@@ -322,8 +322,8 @@ class BatchIterator(_BaseDataLoaderIter):
             raise Instead(error) from None
 
     def _end_epoch(self) -> None:
-        if isinstance(self._checkpoints, DatasetCheckpoints):
-            self._checkpoints.note(self._engine.take_notes())
+        if self._checkpoints is not None and self._persistent_workers:
+            self._checkpoints.end_epoch(self._engine.next_beginnings)
         self._is_exhausted = self._progress.is_ended = True
         self._plan.commit()  # the loader's batch sampler shows what the next epoch begins with
         if not self._persistent_workers:
@@ -340,22 +340,20 @@ class BatchIterator(_BaseDataLoaderIter):
             record.add(began_ns, ended_ns, 0, None, "other", 0)
         else:
             record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, nbytes)
-            if delivery.notes or self._opened.adapting is not None:
+            if delivery.datasets or self._opened.adapting is not None:
                 self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._in_order and self._checkpoints is None:
             progress.position = progress.start + delivery.seq + 1
         else:
-            self._count_done(delivery, has_failed=False)
+            self._count_done(delivery)
 
     def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
         """Count what the states of datasets cost, and adapt the number of workers."""
-        assert delivery.times is not None
-        busy_ns = sum(delivery.times.work[1:4])
-        for note in delivery.notes:
-            if isinstance(note.snapshot, bytes | memoryview):
-                cost, batch_ns = self._parts.state_cost, busy_ns - note.state_ns
-                cost.add(len(note.snapshot), note.state_ns, batch_ns)
+        times: Any = delivery.times
+        busy_ns = sum((times if self._is_inline else times.work)[1:4])
+        for update in delivery.datasets:
+            self._parts.state_cost.add(update, busy_ns - update.state_ns)
         if self._opened.adapting is not None:
             self._opened.adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
             loader, present = self._loader(), self._engine.present_workers
@@ -363,11 +361,9 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._record.worker_count = present
                 loader.num_workers = type(loader.num_workers)(present)
 
-    def _count_done(self, delivery: Delivery, *, has_failed: bool) -> None:
-        if self._local is not None:
-            self._local.add_batch(has_failed=has_failed)
-        elif self._checkpoints is not None:
-            self._checkpoints.note(delivery.notes)
+    def _count_done(self, delivery: Delivery) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.update(delivery.datasets)
         if self._in_order:
             self._progress.done_until(delivery.seq)
         else:
@@ -383,7 +379,7 @@ class BatchIterator(_BaseDataLoaderIter):
             record.end()
         elif delivery is not None:
             record.failures += 1
-            self._count_done(delivery, has_failed=True)
+            self._count_done(delivery)
 
     # Interruptions and the end ---------------------------------------------------------------
 

@@ -1,29 +1,35 @@
 """Makes the batches of a dataset whose state the loader saves, without workers.
 
-The object belongs to the iterator; :mod:`shmloader.loader.local_checkpoint` tracks the dataset.
+As with workers, the dataset's state is taken after a batch, and the loader's state has the
+checkpoint after the last delivered batch.
+
+A dataset that resumes is made ready when its first batch is asked for, so that what its
+``load_state_dict()`` sets is the last thing that happens before its first sample. An iterable
+dataset then finds the process's global generators in the states of the earlier run, and the
+process's own states are restored after the batch.
 """
 
-import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
-from shmloader.batch.iterable_state import (
+from shmloader.batch.checkpoint import Checkpoint
+from shmloader.batch.dataset_state import (
+    dump_in_main,
     load_dataset,
     load_iterator,
     read,
     replay,
+    save,
+    save_dataset,
 )
+from shmloader.batch.failures import SampleReport
 from shmloader.batch.maker import BatchMaker
+from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.local_checkpoint import LocalCheckpoint, LocalStreamCheckpoint
 from shmloader.memory.collate import is_plain
-from shmloader.sampling.rng import (
-    changed,
-    global_rng_state,
-    set_global_rng_state,
-    with_global_rng_state,
-)
+from shmloader.messages import Unsaved
+from shmloader.sampling.rng import changed, global_rng_state, kept, set_global_rng_state
 
 
 class LocalDataset:
@@ -32,136 +38,117 @@ class LocalDataset:
     Constructed before the sampler is iterated, which may depend on the dataset's state.
 
     Attributes:
-        checkpoint: Where the dataset is.
-        is_replaying: Whether batches are being re-read to resume an iterable dataset, or could not
-            be.
+        checkpoints: Where the dataset is after the last delivered batch.
+        updates: The checkpoint after the batch that was made last.
+        is_resuming: Whether the dataset is being resumed, or could not be.
 
     Args:
         config: The loader's arguments.
         parts: The parts of the loader, which have the checkpoint from which the dataset resumes.
     """
 
-    checkpoint: LocalCheckpoint
-    _maker: BatchMaker
-
     def __init__(self, config: LoaderConfig, parts: LoaderParts) -> None:
-        resumed = parts.pop_resumed()
-        checkpoint = DatasetCheckpoint() if resumed is None else resumed.checkpoints[0]
-        saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
-        # The states of global generators that the dataset's load_state_dict() has set: they are set
-        # again before the first sample, and the process goes on from them.
-        loaded = dict(parts.loaded_generators)
-        if saved is not None and saved.of == "dataset":
-            with _as_before(checkpoint.rng):
-                before = global_rng_state()
-                load_dataset(config.dataset, saved)
-                loaded = changed(before)
-        self._config, self._cost = config, parts.state_cost
-        self._begins_from, self._saved, self._loaded = checkpoint, saved, loaded
-        self.is_replaying = False
-        # Set until the first batch after resuming is made.
-        self._resumed: DatasetCheckpoint | None = None
+        self._config, self._loaded = config, parts.loaded_generators
+        self._is_iterable = config.fetch.is_iterable
+        self._draws = self._is_iterable and config.fetch.seed is None
+        self._resumed = parts.pop_resumed()
+        self.updates: tuple[DatasetUpdate, ...] = ()
+        if self._resumed is not None and not self._is_iterable:
+            with kept():  # the state is loaded again before the first sample
+                load_dataset(config.dataset, read(self._resumed.checkpoints[0].snapshot))
 
-    def begin(self, make_maker: Callable[[], BatchMaker], *, is_elsewhere: bool) -> BatchMaker:
-        """Begin the epoch, after torch has iterated the sampler, and return the batch maker.
+    def begin(self, make_maker: Callable[[], BatchMaker], *, is_elsewhere: bool) -> None:
+        """Begin the epoch, after torch has iterated the sampler.
 
         Args:
             make_maker: Makes the batch maker, which iterates an iterable dataset.
             is_elsewhere: Whether the global generators have the states of the run that is resumed
                 now, and will not have them when the first batch is made.
         """
-        fetch, checkpoint, saved = self._config.fetch, self._begins_from, self._saved
-        loaded, is_seeded = self._loaded, fetch.seed is not None
-        if saved is None:
-            # The whole epoch is resumed. As in the earlier run, torch has drawn from them since,
-            # and for a shuffled order draws once more.
-            loaded = global_rng_state(loaded) if fetch.is_iterable else {}
-        rng = global_rng_state() if fetch.is_iterable and not is_seeded else None
-        with _as_before(None if is_seeded else checkpoint.rng):
-            if loaded:
-                set_global_rng_state(loaded)
-            self._maker = maker = make_maker()
-            if fetch.is_iterable and not is_seeded:
-                if saved is not None:
-                    before = global_rng_state()
-                    load_iterator(maker.fetcher, saved)
-                    loaded = loaded | changed(before)
-                if is_elsewhere:
-                    checkpoint = checkpoint._replace(rng=rng, rng_at=((0, global_rng_state()),))
-            self._loaded = {} if is_seeded or not loaded else global_rng_state(loaded)
-        if fetch.is_iterable:
-            if is_seeded:
-                load_iterator(maker.fetcher, saved)
-            self._begin_stream(checkpoint, rng)
-        else:
-            self.checkpoint = LocalCheckpoint(self._config.dataset, self._cost)
-        return maker
+        self._make_maker, resumed = make_maker, self._resumed
+        checkpoint = Checkpoint() if resumed is None else resumed.checkpoints[0]
+        self.is_resuming = resumed is not None or (self._draws and is_elsewhere)
+        if self._draws and (is_elsewhere or not self.is_resuming):
+            checkpoint = checkpoint._replace(rng=(global_rng_state(),))
+        self._maker: BatchMaker | None = None
+        if not self.is_resuming:
+            self._maker = make_maker()
+            checkpoint = Checkpoint.beginning(self._state(0), checkpoint.rng)
+        self.checkpoints = DatasetCheckpoints([checkpoint], worker_count=0)
 
-    def _begin_stream(self, checkpoint: DatasetCheckpoint, rng: dict[str, Any] | None) -> None:
-        """Begin an iterable dataset's stream where a checkpoint says, and track its position."""
-        fetcher = self._maker.fetcher
-        if checkpoint.rng is not None or checkpoint.skip or self._loaded:
-            self._resumed = checkpoint
-        fetcher.ended |= checkpoint.has_ended
-        self._only_reads = is_plain(self._config.collate_fn)
-        self._stream = self.checkpoint = LocalStreamCheckpoint(
-            fetcher, checkpoint, rng, asks=self._config.fetch.snapshot_every > 0
-        )
+    def pop_report(self) -> SampleReport | None:
+        """Return what is to be reported of the newest batch's samples."""
+        return None if self._maker is None else self._maker.pop_report()
 
-    def add_batch(self, *, has_failed: bool) -> None:
-        """Count a batch that was delivered, or that raised."""
-        self.checkpoint.add_batch(self._maker.fetcher, has_failed=has_failed)
+    def _state(self, given: int) -> bytes | Unsaved | None:
+        """Return the dataset's state after so many batches; None if none is due."""
+        every = self._config.fetch.snapshot_every
+        if not every or self._maker is None or (self._is_iterable and given % every):
+            return None
+        if not self._is_iterable:
+            return save_dataset(self._config.dataset, dump_in_main)
+        return save(self._maker.fetcher, dump_in_main)
 
     def make(self, indices: Any) -> Any:
-        """Make the batch of a ticket's indices."""
-        self.checkpoint.begin_batch()
-        if isinstance(self.checkpoint, LocalStreamCheckpoint):
-            if self._resumed is not None:
-                return self._make_first(indices, self._resumed)
-        elif self._loaded:
-            set_global_rng_state(self._loaded)
-            self._loaded = {}
-        return self._maker.make(indices)
+        """Make the batch of a ticket's indices, and take the dataset's state after it."""
+        try:
+            if self.is_resuming:
+                return self._resume(indices)
+            (checkpoint,) = self.checkpoints.checkpoints
+            if self._draws and not checkpoint.given:
+                self._add_rng(checkpoint, checkpoint.rng[0])
+            assert self._maker is not None
+            return self._maker.make(indices)
+        finally:
+            began_ns = time.monotonic_ns()
+            (checkpoint,) = self.checkpoints.checkpoints
+            snapshot, fingerprint = self._state(checkpoint.given + 1), None
+            if self._is_iterable and self._maker is not None:
+                fingerprint = self._maker.fetcher.fingerprint
+            after = checkpoint.after_batch(snapshot, fingerprint)
+            self.updates = (DatasetUpdate(0, after, time.monotonic_ns() - began_ns),)
 
-    def _make_first(self, indices: Any, checkpoint: DatasetCheckpoint) -> Any:
-        """Make the first batch since the stream was resumed."""
-        # The dataset may draw its order when its first sample is read.
-        rng, loaded = dict(checkpoint.rng_at).get(0, checkpoint.rng), self._loaded
-        if loaded:
-            rng = {**(global_rng_state() if rng is None else rng), **loaded}
-        left = self._replay(indices, checkpoint, rng) if checkpoint.skip else None
-        self._resumed = None
-        if rng is None:
-            return self._maker.make(indices)
-        set_global_rng_state({name: (left or rng)[name] for name in loaded})
-        now = global_rng_state()
-        if checkpoint.skip:
-            if left != now:
-                self._stream.mark_rng()
-                self._stream.begin_batch()
-            return self._maker.make(indices)
-        if rng == now:
-            return self._maker.make(indices)
-        self._stream.mark_rng()  # later batches draw from the process's own states
-        with with_global_rng_state(rng, leaves=loaded):
-            return self._maker.make(indices)
+    def _add_rng(self, checkpoint: Checkpoint, begun: dict[str, Any]) -> None:
+        """Save the generators' states: the dataset may draw its order with its first sample."""
+        rng = begun, global_rng_state()
+        self.checkpoints.checkpoints = (checkpoint._replace(rng=rng),)
 
-    def _replay(
-        self, indices: Any, checkpoint: DatasetCheckpoint, rng: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
-        """Re-read and discard the batches since the snapshot; return the generators' states.
+    def _resume(self, indices: Any) -> Any:
+        """Make the dataset ready where it resumes, and make its first batch.
 
         Raises:
-            Exception: If the batches cannot be read again, or differ.
+            Exception: If the dataset cannot be resumed, or what its first batch raises.
         """
-        self.is_replaying = True
-        with _as_before(rng), self._maker.loading(indices) as plain:
-            replay(self._maker.fetcher, checkpoint, plain, only_reads=self._only_reads)
-            left = None if rng is None else global_rng_state()
-        self.is_replaying = False
-        return left
-
-
-def _as_before(rng: dict[str, Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the global generators have earlier states; None changes nothing."""
-    return contextlib.nullcontext() if rng is None else with_global_rng_state(rng)
+        (checkpoint,) = self.checkpoints.checkpoints
+        saved, rng = read(checkpoint.snapshot), checkpoint.rng
+        own = global_rng_state() if rng else {}
+        if rng and not checkpoint.skip and own == rng[-1]:
+            own = {}  # they go on as in the earlier run
+        loaded = [*self._loaded]  # generators that the dataset's load_state_dict() has set
+        try:
+            begun = rng[0] if rng else global_rng_state()
+            set_global_rng_state(rng[0] if rng else {})
+            before = global_rng_state()
+            load_dataset(self._config.dataset, saved)
+            loaded += changed(before)
+            maker = self._make_maker()
+            if self._is_iterable:
+                before = global_rng_state()
+                load_iterator(maker.fetcher, saved)
+                loaded += changed(before)
+            if len(rng) > 1:
+                others = {name: each for name, each in rng[1].items() if name not in loaded}
+                set_global_rng_state(others)
+            elif self._draws:
+                self._add_rng(checkpoint, begun)
+            if self._is_iterable and checkpoint.skip:
+                with maker.loading(indices) as plain:
+                    only_reads = is_plain(self._config.collate_fn)
+                    replay(maker.fetcher, checkpoint, plain, only_reads=only_reads)
+            self._maker, self.is_resuming = maker, False
+            if not checkpoint.skip:  # it draws its order by now
+                return maker.make(indices)
+        finally:
+            left = global_rng_state()
+            set_global_rng_state({**own, **{name: left[name] for name in loaded if name in left}})
+        return maker.make(indices)

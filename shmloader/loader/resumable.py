@@ -15,7 +15,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from shmloader.batch.iterable_state import Saved, save_dataset
+from shmloader.batch.dataset_state import Saved, save_dataset
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.by_torch import describe_unsupported
@@ -349,24 +349,22 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
         If that is a state between two epochs which has the dataset's own, the dataset loads it
         first: workers start with the dataset as it is in this process. After the block, the
-        process's global generators have the states that loading has set, but not with workers,
-        which have generators of their own.
+        process's global generators have the states that loading has set and the block has drawn
+        from, but not with workers, which have generators of their own.
         """
-        loaded: dict[str, Any] = {}
         assert plan.resumed is not None
+        loaded: tuple[str, ...] = ()
         if "dataset" in plan.resumed:
             before = global_rng_state()
             self.dataset.load_state_dict(copy.deepcopy(plan.resumed["dataset"]))  # type: ignore[attr-defined]
             if self.num_workers:
                 set_global_rng_state(before)
-            else:
-                loaded = changed(before)
+            loaded = tuple(changed(before))
         self._parts.loaded_generators = loaded
-        try:
-            with plan.beginning(loaded):
-                yield
-        finally:
-            self._parts.loaded_generators = {}
+        with plan.beginning():
+            yield
+            left = global_rng_state(loaded)
+        set_global_rng_state(left)
 
     def _resume_checkpoints(self, state: dict[str, Any]) -> None:
         """Make a new iterator resume the workers' datasets, if the state contains theirs."""
@@ -478,8 +476,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             if self._is_iterable:
                 state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
         elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
-            following = checkpoints.next_epoch(is_iterable=self._is_iterable)
-            state["datasets"] = following.dump(self._save_dataset)
+            state["datasets"] = checkpoints.dump(self._save_dataset)
         elif not is_mid:
             saved = self._save_dataset()
             if isinstance(saved, Unsaved):

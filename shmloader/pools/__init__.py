@@ -46,7 +46,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the interface needs no implementation
-    from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
+    from shmloader.batch.checkpoint import Checkpoint
     from shmloader.insight.measurements import Counts, Readings
     from shmloader.pools.answers import Answer, Death
     from shmloader.pools.slot_memory import SlotMemory
@@ -87,13 +87,13 @@ class Events(Protocol):
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Note that a task is done or has failed."""
 
-    def stream_ended(self, seq: int, epoch: int, beginning: Beginning) -> None:
+    def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Note that a worker's iterable dataset has no batch for this task or for later ones.
 
         Args:
             seq: Number of the task.
             epoch: Epoch of the task.
-            beginning: The state that the worker's next epoch begins with.
+            beginning: The checkpoint with which the worker's next epoch begins.
         """
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
@@ -191,7 +191,7 @@ class Pool(Protocol):
     def start_epoch(self, worker_id: int, epoch: int) -> bool:
         """Tell a worker to begin a further epoch. Returns whether it has begun it already."""
 
-    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes, before its first task.
 
         Raises:

@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
@@ -206,7 +206,7 @@ class ExecutorPool:
             sent.future.cancel()
         return self._tasks.pop(sent.number, None) is not None  # or another thread was faster
 
-    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Do nothing: executors do not load datasets with states."""
 
     # Events ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pickle
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
@@ -142,9 +142,9 @@ class ProcessPool(SlotReader):
         self._workers.send(worker_id, pack(StartEpoch(epoch, self.dataset_epoch)))
         return False
 
-    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes."""
-        data = b"" if checkpoint == DatasetCheckpoint() else checkpoint.dumps()
+        data = checkpoint.dumps()
         sent = 0
         while len(data) - sent > PART_BYTES:
             self._workers.send(worker_id, pack(CheckpointPart(data[sent : sent + PART_BYTES])))
@@ -254,8 +254,8 @@ class ProcessPool(SlotReader):
         slot_id = message.slot_id
         self.memory.count_pages(slot_id, message.touched_bytes)
         # Read before the slot becomes free.
-        beginning = Beginning.loads(self.read_state(worker_id, slot_id, message.beginning, events))
-        events.stream_ended(message.seq, message.epoch, beginning)
+        beginning = self.read_state(worker_id, slot_id, message.beginning, events)
+        events.stream_ended(message.seq, message.epoch, Checkpoint.loads(beginning))
 
     # Workers -----------------------------------------------------------------------------
 

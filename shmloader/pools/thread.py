@@ -43,9 +43,9 @@ from typing import Any
 import torch
 
 from shmloader.batch.arrays import no_gatherer
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
 from shmloader.batch.failures import OnError, RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
@@ -413,7 +413,7 @@ class ThreadPool:
         """Return True: the thread's task was dropped, so the thread may begin the next epoch's."""
         return True
 
-    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Do nothing: iterable datasets are not loaded by threads."""
 
     # Events ------------------------------------------------------------------------------

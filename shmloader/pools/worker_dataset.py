@@ -5,7 +5,6 @@ exception while the dataset is made ready or resumed, this exception answers eve
 epoch, in the order of the tasks.
 """
 
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +12,10 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
-from shmloader.batch.dataset_checkpoint import Beginning, DatasetCheckpoint
-from shmloader.batch.failures import OnError, RemoteError, add_note
-from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.iterable_state import (
+from shmloader.batch.dataset_state import (
     Saved,
     load_dataset,
     load_iterator,
@@ -27,6 +24,8 @@ from shmloader.batch.iterable_state import (
     save,
     save_dataset,
 )
+from shmloader.batch.failures import OnError, RemoteError, add_note
+from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.state_slot import StatePickler
@@ -100,7 +99,7 @@ class WorkerDataset:
         self.is_lost = self.is_ready = self.has_ended = self.has_report = False
         self.fingerprint: int | None = None
         # Where the dataset is resumed.
-        self._checkpoint = DatasetCheckpoint()
+        self._checkpoint = Checkpoint()
         # Whether batches that were delivered before still have to be read again.
         self._has_to_replay = False
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
@@ -150,14 +149,14 @@ class WorkerDataset:
         """
         self._get_ready(self._begin_stream, epoch)
 
-    def start_epoch(self, epoch: int | None = None) -> bytes | None:
+    def start_epoch(self, epoch: int | None = None) -> bytes:
         """Begin a further epoch.
 
         Args:
             epoch: See :meth:`tell_epoch`.
 
         Returns:
-            A pickled ``Beginning``: what the epoch begins with. None if all its fields are None.
+            The pickled checkpoint with which the epoch begins.
         """
         if self._config.is_iterable and not self.is_ready:
             self.get_ready(epoch)
@@ -165,7 +164,7 @@ class WorkerDataset:
         self._given = 0
         self.is_lost = False
         self.snapshot = None
-        beginning: bytes | None = None
+        beginning = b""
 
         def begin_anew() -> BatchMaker:
             nonlocal beginning
@@ -175,14 +174,15 @@ class WorkerDataset:
         self._get_ready(begin_anew, epoch)
         return beginning
 
-    def next_beginning(self) -> bytes | None:
-        """Return what an epoch that starts now would begin with, in :meth:`start_epoch`'s form."""
+    def next_beginning(self) -> bytes:
+        """Return the pickled checkpoint with which an epoch that starts now would begin."""
         config = self._config
         snapshot = (
             save_dataset(self._dataset, self._states.dumps) if config.snapshot_every else None
         )
         draws = config.is_iterable and config.seed is None
-        return Beginning(global_rng_state() if draws else None, snapshot).dumps()
+        rng = (global_rng_state(),) if draws else ()
+        return Checkpoint.beginning(snapshot, rng).dumps()
 
     def _get_ready(
         self, make_maker: Callable[[], BatchMaker | None], epoch: int | None = None
@@ -226,14 +226,13 @@ class WorkerDataset:
         """Resume where a predecessor or an earlier run stopped. Called before the first task.
 
         Args:
-            checkpoint: A pickled ``DatasetCheckpoint``.
+            checkpoint: A pickled ``Checkpoint``.
         """
-        self._checkpoint = DatasetCheckpoint(*pickle.loads(checkpoint))
+        self._checkpoint = Checkpoint.loads(checkpoint)
         if self._config.is_iterable or self._open_error is not None:
             return
         try:
-            if self._checkpoint.snapshot is not None:
-                load_dataset(self._dataset, read(self._checkpoint.snapshot))
+            load_dataset(self._dataset, read(self._checkpoint.snapshot))
         except BaseException:  # noqa: BLE001 - it answers every task
             self._note_lost()
 
@@ -248,9 +247,9 @@ class WorkerDataset:
         self._given, self.has_ended = checkpoint.given, checkpoint.has_ended
         self._has_to_replay = checkpoint.skip > 0
         try:
-            saved = None if checkpoint.snapshot is None else read(checkpoint.snapshot)
-            if checkpoint.rng is not None:
-                set_global_rng_state(checkpoint.rng)
+            saved = read(checkpoint.snapshot)
+            if checkpoint.rng:
+                set_global_rng_state(checkpoint.rng[0])
             if not self.has_ended:
                 return self._make_maker(saved)
             load_dataset(self._dataset, saved)  # for the next epoch
@@ -258,7 +257,7 @@ class WorkerDataset:
             if self.has_ended:
                 # This epoch has no task that could fail.
                 self._open_error = RemoteError.caught(self._where)
-            self.is_lost = checkpoint != DatasetCheckpoint()
+            self.is_lost = checkpoint != Checkpoint()
             raise
         return None
 

@@ -20,7 +20,7 @@ be another one than that of the newest epoch.
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -149,21 +149,18 @@ class EpochPlan:
         self.order.begin(epoch, progress, state)
 
     @contextlib.contextmanager
-    def beginning(self, leaves: Iterable[str] = ()) -> Iterator[None]:
+    def beginning(self) -> Iterator[None]:
         """Begin an epoch in the block with the global generators of the run that is resumed.
 
         They are set only for a state between two epochs, whose next epoch was still to be drawn,
         and not if they have these states anyway. Then they go on as in that run.
-
-        Args:
-            leaves: Names of the generators that keep the states which the block leaves them in.
         """
         saved = None if self.resumed is None else self.resumed["sampler"].get("global_generators")
         is_begun = self.resumed is not None and self.resumed["sampler"]["is_begun"]
         if saved is None or is_begun or saved == global_rng_state(saved):
             yield
             return
-        with with_global_rng_state(saved, leaves):
+        with with_global_rng_state(saved):
             self.is_elsewhere = True
             try:
                 yield

@@ -205,23 +205,11 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def with_global_rng_state(state: dict[str, Any], leaves: Iterable[str] = ()) -> Iterator[None]:
-    """Set the global generators for the block, and restore the process's own states after it.
-
-    Args:
-        state: The states.
-        leaves: Names of the generators that keep the states which the block leaves them in.
-    """
-    left: dict[str, Any] = {}
-    try:
-        with kept():
-            try:
-                set_global_rng_state(state)
-                yield
-            finally:
-                left = global_rng_state(leaves)
-    finally:
-        set_global_rng_state(left)
+def with_global_rng_state(state: dict[str, Any]) -> Iterator[None]:
+    """Set the global generators for the block, and restore the process's own states after it."""
+    with kept():
+        set_global_rng_state(state)
+        yield
 
 
 def changed(before: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import Instead
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.pools import Events, SentTicket
@@ -180,7 +180,7 @@ class ScriptedPool:
     def retire(self, worker_id: int) -> None:
         self.log.append(("retire", worker_id))
 
-    def resume(self, worker_id: int, checkpoint: DatasetCheckpoint) -> None:
+    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         self.log.append(("resume", worker_id, checkpoint.given))
 
     def wake(self) -> None: ...

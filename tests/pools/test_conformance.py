@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from shmloader import ShardedDataLoader
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload, PortablePayload
 from shmloader.engine.engine import Engine
@@ -80,7 +80,7 @@ def queued(make: Callable[[Any], Any], worker_count: int) -> Pool:
 
 def started(pool: ProcessPool, worker_count: int) -> Pool:
     for worker_id in range(worker_count):
-        pool.resume(worker_id, DatasetCheckpoint())
+        pool.resume(worker_id, Checkpoint())
     return pool
 
 
@@ -524,7 +524,7 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
         if apart.has_slots:
             wait_until(lambda: told.deaths or (pool.wait(1, told) or told.deaths))
         pool.replace(0)
-        pool.resume(0, DatasetCheckpoint())
+        pool.resume(0, Checkpoint())
         pool.send(ticket, 0)
         tries.wait_until_open()
         gate.open(2)  # the thread that was left behind as well

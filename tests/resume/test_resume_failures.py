@@ -200,17 +200,20 @@ def test_in_process_with_restored_generators_a_stream_may_be_resumed_again_and_a
     assert seen + list(iterator) == whole
 
 
-def test_in_process_without_them_a_stream_may_be_resumed_again_and_again_with_another_order():
+def test_in_process_without_them_a_stream_is_resumed_once_with_another_order():
+    torch.manual_seed(0)
+    seen, state = take(make(Buffered(), None, 0), 3)
+    torch.manual_seed(3)
     loader = make(Buffered(), None, 0)
-    iterator, seen = iter(loader), []
-    for seed, count in enumerate((0, 1, 2, 0, 3)):
-        seen += [next(iterator) for _ in range(count)]
-        state = loader.state_dict()
-        torch.manual_seed(seed)
-        loader = make(Buffered(), None, 0)
-        loader.load_state_dict(state)
-        iterator = iter(loader)
+    loader.load_state_dict(state)
+    iterator = iter(loader)
+    seen += [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
     assert sorted(seen + list(iterator)) == list(range(12))
+    loader = make(Buffered(), None, 0)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="yields other samples"):
+        next(iter(loader))
 
 
 class Stub(IterableDataset):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.batch.dataset_checkpoint import chained
 from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 
 LARGE = torch.arange(300_000, dtype=torch.int32).reshape(3, 100, 1000)
@@ -92,7 +91,3 @@ def test_fingerprints_are_the_same_in_every_process():
         stdout=subprocess.PIPE, check=True, timeout=60,
     )  # fmt: skip
     assert run.stdout.decode().strip() == str([fingerprint(sample) for sample in DIFFERENT])
-
-
-def test_the_order_of_fingerprints_counts():
-    assert chained(chained(0, 1), 2) != chained(chained(0, 2), 1)

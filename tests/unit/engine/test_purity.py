@@ -37,7 +37,7 @@ def path_of(module: str) -> Path:
         "shmloader.engine.scheduler",
         "shmloader.engine.slots",
         "shmloader.engine.workers",
-        "shmloader.engine.dataset_progress",
+        "shmloader.batch.checkpoint",
         "shmloader.pools.adapting",
         "shmloader.messages",
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.scheduler import Ticket
 from shmloader.engine.wording import (
     describe_change,
@@ -218,20 +218,20 @@ def test_a_death_says_why_the_worker_was_not_replaced():
 
 def test_a_restart_says_what_is_done_again():
     death = Death(812, -9)
-    text = describe_restart(1, death, [5, 7], DatasetCheckpoint(2))
+    text = describe_restart(1, death, [5, 7], Checkpoint(2))
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "loads its unfinished batches again: 5, 7." in text
     assert "is iterated again, skipping 2 batches that were already delivered." in text
     assert "random number generators" not in text
-    for checkpoint in (None, DatasetCheckpoint(2, b"state", 2)):
+    for checkpoint in (None, Checkpoint(2, b"state", 2)):
         assert "random number generators start over" in describe_restart(
             1, death, [5, 7], checkpoint
         )
     assert "generators" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
     for checkpoint in (
         None,
-        DatasetCheckpoint(),
-        DatasetCheckpoint(4, b"state", 4, has_ended=True),
+        Checkpoint(),
+        Checkpoint(0, b"state", has_ended=True),
     ):
         assert "dataset" not in describe_restart(1, death, [], checkpoint)
 
@@ -278,13 +278,11 @@ def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
 
 def test_a_restart_says_from_which_state_a_dataset_goes_on():
     death = Death(812, -9)
-    text = describe_restart(1, death, [], DatasetCheckpoint(6, b"state", 4))
+    text = describe_restart(1, death, [], Checkpoint(6, b"state", 4))
     assert (
         "resumes from its state after 4 batches, skipping 2 batches that were delivered since."
         in text
     )
-    text = describe_restart(1, death, [], DatasetCheckpoint(2, b"state", 1))
+    text = describe_restart(1, death, [], Checkpoint(2, b"state", 1))
     assert "state after its first batch, skipping the batch that was delivered since." in text
-    assert "state after 4 batches. " in describe_restart(
-        1, death, [], DatasetCheckpoint(4, b"state", 4)
-    )
+    assert "state after 4 batches. " in describe_restart(1, death, [], Checkpoint(4, b"state", 4))

@@ -1,11 +1,10 @@
 """Saves the state of a dataset within an epoch, and resumes the dataset from it.
 
-Runs where the dataset is: in a worker, or in-process. The state of an iterable dataset is that of
-its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``. Otherwise it is that
-of the dataset, if the dataset has both methods. Otherwise there is no state. Nothing is asked for a
-state if ``snapshot_every_n_steps`` is 0, which it is for a ``torch.nn.Module`` unless the user sets
-it. A dataset's state is loaded before ``iter(dataset)`` is called, and an iterator's state after
-that. A dataset that is its own iterator counts as an iterator.
+Runs where the dataset is: in a worker, or in this process without workers. The state of an iterable
+dataset is that of its iterator, if the iterator has both ``state_dict`` and ``load_state_dict``.
+Otherwise it is that of the dataset, if the dataset has both. Otherwise there is none. A dataset's
+state is loaded before ``iter(dataset)`` is called, and an iterator's state after that. Nothing is
+asked for a state if ``snapshot_every_n_steps`` is 0.
 
 A stream is resumed exactly if its samples depend only on its own state and on the process's global
 random generators. These are set to their states at the stream's beginning, so that an order that is
@@ -20,13 +19,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
 
-from shmloader.batch.dataset_checkpoint import DatasetCheckpoint, chained
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.payload import main_is_importable
 from shmloader.batch.sample_rng import SeededIterator
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import ask_state, has_own_state, has_state_methods
-from shmloader.sampling.rng import set_global_rng_state
 
 _T = TypeVar("_T")
 
@@ -52,6 +50,9 @@ class Saved(NamedTuple):
 Keep = Callable[[Saved], _T]
 
 
+# Taking and loading states ---------------------------------------------------------------
+
+
 def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
     """Return the state of the iterable dataset that a fetcher iterates; None if it has no state.
 
@@ -59,37 +60,25 @@ def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
         fetcher: The dataset's fetcher.
         keep: Copies or pickles the state.
     """
-    iterator, dataset, position = parts_of(fetcher)
-    if has_own_state(iterator):
-        return _saved("iterator", iterator, keep, is_short=fetcher.ended, position=position)
-    if has_state_methods(dataset):
-        return _saved("dataset", dataset, keep, is_short=fetcher.ended, position=position)
-    return None
-
-
-def parts_of(fetcher: Any) -> tuple[Any, Any, int]:
-    """Return a fetcher's iterator, its dataset, and the number of seeded samples so far."""
-    iterator = fetcher.dataset_iter
+    iterator, position = fetcher.dataset_iter, 0
     if isinstance(iterator, SeededIterator):
-        return iterator.source, fetcher.dataset, iterator.position
-    return iterator, fetcher.dataset, 0
+        position, iterator = iterator.position, iterator.source
+    if has_own_state(iterator):
+        return _ask("iterator", iterator, keep, is_short=fetcher.ended, position=position)
+    return save_dataset(fetcher.dataset, keep, is_short=fetcher.ended, position=position)
 
 
-def save_dataset(dataset: Any, keep: Keep[_T]) -> _T | Unsaved | None:
-    """Return the state of a dataset that no fetcher iterates; None if it has no state.
+def save_dataset(
+    dataset: Any, keep: Keep[_T], *, is_short: bool = False, position: int = 0
+) -> _T | Unsaved | None:
+    """Return the state of a dataset itself; None if it has no state."""
+    if not has_state_methods(dataset):
+        return None
+    return _ask("dataset", dataset, keep, is_short=is_short, position=position)
 
-    That is a map-style dataset, or an iterable dataset between two epochs.
-    """
-    return _saved("dataset", dataset, keep) if has_state_methods(dataset) else None
 
-
-def _saved(
-    of: Literal["iterator", "dataset"],
-    thing: Any,
-    keep: Keep[_T],
-    *,
-    is_short: bool = False,
-    position: int = 0,
+def _ask(
+    of: Literal["iterator", "dataset"], thing: Any, keep: Keep[_T], *, is_short: bool, position: int
 ) -> _T | Unsaved:
     remedy = "Correct its state_dict(), or set snapshot_every_n_steps=0 to leave this state out"
     return ask_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
@@ -114,13 +103,7 @@ def load_iterator(fetcher: Any, saved: Saved | None) -> None:
     fetcher.is_resumed = True
 
 
-def replay(
-    fetcher: Any,
-    checkpoint: DatasetCheckpoint,
-    indices: Any,
-    *,
-    only_reads: bool,
-) -> None:
+def replay(fetcher: Any, checkpoint: Checkpoint, indices: Any, *, only_reads: bool) -> None:
     """Read again, and discard, the batches that a stream has delivered since its snapshot.
 
     Args:
@@ -134,43 +117,38 @@ def replay(
         ValueError: If the stream ends too early, or yields other samples than before.
         BaseException: What the dataset or ``collate_fn`` raises where it did not raise before.
     """
-    check, failed, rng_at = 0, frozenset(checkpoint.failed), dict(checkpoint.rng_at)
+    found = Checkpoint()
+    raised: BaseException | None = None
     fetcher.only_reads = only_reads
     try:
         for number in range(checkpoint.at, checkpoint.given):
-            if number in rng_at:
-                set_global_rng_state(rng_at[number])
             try:
                 fetcher.fetch(indices)
             except StopIteration:
-                raise ValueError(
+                raise raised or ValueError(
                     f"the state does not fit this loader: {checkpoint.given} batches had been "
                     f"delivered of the dataset when the state was saved, and this loader's dataset "
                     f"ends after {number}. Give the dataset with which it was saved"
                 ) from None
             except BaseException as error:
-                if number not in failed or isinstance(error, KeyboardInterrupt):
+                if isinstance(error, KeyboardInterrupt):
                     raise
-            # The checksum also shows samples that can be read now but could not be before, or the
-            # other way round.
-            if fetcher.fingerprint is not None:
-                check = chained(check, fetcher.fingerprint)
+                raised = raised or error  # the checksum shows whether that was so before, too
+            found = found.after_batch(None, fetcher.fingerprint)
     finally:
         fetcher.only_reads = False
-    if check != checkpoint.check:
-        raise _other_samples(checkpoint)
+    if found.check != checkpoint.check:
+        raise raised or ValueError(
+            f"the state does not fit this loader: read again from "
+            f"{'the start' if checkpoint.snapshot is None else 'its state'}, its dataset yields "
+            f"other samples than the {checkpoint.skip} batches that were delivered before the "
+            "state was saved, so some samples would be lost and others repeated. Make its order "
+            "depend only on the loader's seed=, on the global random generators of a worker "
+            "process, or on get_worker_info().seed; or give it state_dict() and load_state_dict()"
+        )
 
 
-def _other_samples(checkpoint: DatasetCheckpoint) -> ValueError:
-    start = "the start" if checkpoint.snapshot is None else "its state"
-    return ValueError(
-        f"the state does not fit this loader: read again from {start}, its dataset yields other "
-        f"samples than the {checkpoint.skip} batches that were delivered before the state was "
-        "saved, so some samples would be lost and "
-        "others repeated. Make its order depend only on the loader's seed=, on the global random "
-        "generators of a worker process, or on get_worker_info().seed; or give it state_dict() and "
-        "load_state_dict()"
-    )
+# Pickled states --------------------------------------------------------------------------
 
 
 def dump_state(saved: Saved, *, by_value: bool) -> bytes:
@@ -188,8 +166,8 @@ def dump_state(saved: Saved, *, by_value: bool) -> bytes:
     return dumps(tuple(saved), protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def dump_for_workers(saved: Saved) -> bytes:
-    """Pickle a state in the main process, after the user has loaded it.
+def dump_in_main(saved: Saved) -> bytes:
+    """Pickle a state in the main process, for workers or for the dataset there.
 
     Raises:
         Exception: What pickling the user's state raises.
@@ -200,6 +178,6 @@ def dump_for_workers(saved: Saved) -> bytes:
     return dump_state(saved, by_value=True)
 
 
-def read(data: bytes | memoryview) -> Saved:
-    """Return a new copy of a pickled state."""
-    return Saved(*pickle.loads(data))
+def read(data: bytes | memoryview | None) -> Saved | None:
+    """Return a new copy of a pickled state; None for None."""
+    return None if data is None else Saved(*pickle.loads(data))
