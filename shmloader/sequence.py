@@ -15,7 +15,6 @@ import bisect
 import contextlib
 import functools
 import itertools
-import math
 import operator
 import os
 import sys
@@ -43,18 +42,18 @@ class LazySequence(Sequence[Any]):
 
     Args:
         name: Name of the function that makes the sequence, or "slice".
-        length: Number of items; ``math.inf`` if it is endless.
+        length: Number of items; ``sys.maxsize`` if it is endless.
         compute: Returns the item at an index, which is not negative.
     """
 
-    def __init__(self, name: str, length: float, compute: Callable[[int], Any]) -> None:
+    def __init__(self, name: str, length: int, compute: Callable[[int], Any]) -> None:
         self._name, self._length, self._compute = name, length, compute
         self._made_at = _made_at()
 
     def __len__(self) -> int:
-        if self._length == math.inf:
+        if self._length == sys.maxsize:
             raise TypeError("a cycle without a limit has no length")
-        return int(self._length)
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
         """Return an item, or for a slice a lazy sequence.
@@ -63,20 +62,19 @@ class LazySequence(Sequence[Any]):
             IndexError: If there is no such item.
             Exception: Whatever computing the item raises, with a note.
         """
-        is_endless = self._length == math.inf
-        if isinstance(index, slice):
-            if is_endless and (index.stop is None or min(index.start or 0, index.stop) < 0):
-                raise IndexError(f"a cycle without a limit has no end to count from: {index}")
-            part = range(index.stop if is_endless else len(self))[index]
-            return LazySequence("slice", len(part), partial(_gathered, self, part))
-        position = operator.index(index)
-        if position < 0 and not is_endless:
-            position += len(self)
-        if not 0 <= position < self._length:
-            many = "without a limit" if is_endless else f"of {self._length} items"
+        first = index.start or 0 if isinstance(index, slice) else operator.index(index)
+        try:
+            if self._length == sys.maxsize and first < 0:
+                raise IndexError  # there is no end to count from
+            position = range(self._length)[index]
+        except IndexError:
             raise IndexError(
-                f"the {self._name} {many} made at {self._made_at} has none of index {index}"
-            )
+                f"the {self._name} of {self._length} items made at {self._made_at} has none of "
+                f"index {index}"
+            ) from None
+        if isinstance(position, range):
+            part = partial(_mapped, self.__getitem__, (position,))
+            return LazySequence("slice", len(position), part)
         try:
             return self._compute(position)
         except Exception as error:
@@ -88,8 +86,7 @@ class LazySequence(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Sequence's __iter__ would take an IndexError that an item raises for the end.
-        for index in itertools.count() if self._length == math.inf else range(len(self)):
-            yield self[index]
+        return (self[index] for index in range(self._length))
 
     def __repr__(self) -> str:
         return f"<{self._name} made at {self._made_at}>"
@@ -118,12 +115,9 @@ def smap(f: Callable[..., Any], *seqs: Sequence[Any]) -> LazySequence:
 
 
 def _gathered(sequence: Sequence[Any], indices: Sequence[Any], index: int) -> Any:
-    position = operator.index(indices[index])
-    if position < 0:  # the sequence itself may not support negative indices
-        position += len(sequence)
-    if position < 0:
-        raise IndexError(f"a sequence of {len(sequence)} items has none of index {indices[index]}")
-    return sequence[position]
+    position = indices[index]
+    # The sequence itself may not support negative indices.
+    return sequence[range(len(sequence))[position] if position < 0 else position]
 
 
 def gather(seq: Sequence[Any], indices: Sequence[Any]) -> LazySequence:
@@ -206,7 +200,7 @@ def cycle(seq: Sequence[Any], limit: int | None = None) -> LazySequence:
     Raises:
         TypeError, ValueError: If ``limit`` is invalid, or ``seq`` is empty and ``limit`` is not 0.
     """
-    length = math.inf if limit is None else whole_number(limit, "limit", minimum=0)
+    length = sys.maxsize if limit is None else whole_number(limit, "limit", minimum=0)
     if len(seq) == 0 and limit != 0:
         raise ValueError("cycle needs a sequence that is not empty")
     return LazySequence("cycle", length, partial(_cycled, seq))

@@ -176,24 +176,23 @@ class PipelineBuilder:
         self._check_open("pipe")
         if not callable(op):
             raise TypeError(f"op should be callable, but got op={reprlib.repr(op)}")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name should be a str, but got name={name!r}")
         if output_order not in ("completion", "input"):
             raise ValueError(
                 f"output_order should be 'completion' or 'input', but got {output_order!r}"
             )
         is_async, makes_many = kind_of(op)
         kind = _stage_kind(executor, is_async=is_async)
-        if kind in ("process", "executor") and self._has_device:
+        is_elsewhere = kind in ("process", "executor")
+        if is_elsewhere and self._has_device:
             raise ValueError(
                 f"a stage with executor={executor!r} cannot come after transfer: batches on a "
                 "device are not sent to other processes"
             )
-        if teardown is not None and setup is None:
-            raise ValueError("teardown needs setup, whose result it is called with")
-        for argument, function in (("setup", setup), ("teardown", teardown)):
-            if function is not None:
-                _check_hook(argument, function, kind)
+        if (setup and kind == "executor") or (teardown and (is_elsewhere or not setup)):
+            raise ValueError(
+                "setup cannot be combined with an Executor (give that an initializer), and "
+                "teardown needs setup, and threads or coroutines: processes may end at any time"
+            )
         self._stages.append(
             StageConfig(
                 name or name_of(op),
@@ -230,12 +229,15 @@ class PipelineBuilder:
             TypeError, ValueError: For wrong arguments.
         """
         self._check_open("aggregate")
-        flag(drop_last, "drop_last")
-        if collate is not None and not callable(collate):
-            raise TypeError(f"collate should be callable, but got collate={collate!r}")
         size = whole_number(n, "n", minimum=1)
-        name = f"aggregate({size})"
-        self._stages.append(StageConfig(name, "aggregate", size=size, drop_last=drop_last))
+        self._stages.append(
+            StageConfig(
+                f"aggregate({size})",
+                "aggregate",
+                size=size,
+                drop_last=flag(drop_last, "drop_last"),
+            )
+        )
         return self if collate is None else self.pipe(collate, output_order="input")
 
     def disaggregate(self) -> Self:
@@ -355,26 +357,6 @@ def _stage_kind(executor: Executor | None, *, is_async: bool) -> str:
         error = ValueError if isinstance(kind, str) else TypeError
         raise error(f"executor should be 'thread', 'process' or an Executor, but got {kind!r}")
     return str(kind)
-
-
-def _check_hook(argument: str, function: object, kind: str) -> None:
-    """Check ``setup`` or ``teardown`` of a stage of this kind."""
-    if not callable(function):
-        raise TypeError(f"{argument} should be callable, but got {argument}={function!r}")
-    if kind_of(function)[0] and kind != "coroutine":
-        raise TypeError(
-            f"{argument} is async, but the op is not, and does not run on the event loop: nothing "
-            "would await it"
-        )
-    if kind == "executor":
-        raise ValueError(
-            f"{argument} cannot be combined with an Executor: give the executor an initializer"
-        )
-    if kind == "process" and argument == "teardown":
-        raise ValueError(
-            "teardown cannot be combined with executor='process', whose workers may be ended at "
-            "any time: what setup has opened there is closed with the process"
-        )
 
 
 def _each_item(items: Iterable[Any]) -> Iterator[Any]:

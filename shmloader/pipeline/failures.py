@@ -1,6 +1,5 @@
 """Handles failed calls of ops: raises an error, or leaves the item out, counts and lists it."""
 
-import asyncio
 import contextlib
 import logging
 import numbers
@@ -14,16 +13,6 @@ from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
 from shmloader.errors import TooManyFailures
 
 _log = logging.getLogger("shmloader")
-
-# If these were raised unchanged, they would end the consumer's loop or task, or the program.
-_CONTROL_FLOW = (
-    StopIteration,
-    StopAsyncIteration,
-    GeneratorExit,
-    SystemExit,
-    KeyboardInterrupt,
-    asyncio.CancelledError,
-)
 
 # A str of up to this length is listed whole. This is long enough for a URL.
 _LISTED_CHARACTERS = 2_000
@@ -141,7 +130,8 @@ def explained(error: BaseException, what: str, of_item: str) -> BaseException:
         what: What has raised it: "stage 'parse'".
         of_item: The item in words, if there is one: " for item 3".
     """
-    if isinstance(error, _CONTROL_FLOW):
+    if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+        # Raised unchanged, it would end the consumer's loop or task, or the program.
         cause, name = error, type(error).__name__
         error = RuntimeError(f"{what} raised {name}, which would end more than the epoch: {cause}")
         error.__cause__ = cause

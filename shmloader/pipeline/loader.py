@@ -7,7 +7,7 @@ from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.pipeline.builder import PipelineBuilder
 from shmloader.pipeline.config import Executor, OutputOrder, Source, kind_of
 from shmloader.pipeline.pipeline import Pipeline, PipelineIterator
-from shmloader.sampling.checks import flag, whole_number
+from shmloader.sampling.checks import whole_number
 
 
 class PipelineDataLoader(Pipeline):
@@ -61,35 +61,27 @@ class PipelineDataLoader(Pipeline):
         output_order: OutputOrder = "completion",
         executor: Executor = "thread",
     ) -> None:
-        flag(drop_last, "drop_last")
-        whole_number(num_threads, "num_threads", minimum=1)
         if batch_size is None and (aggregator is not None or drop_last):
             name = "drop_last" if aggregator is None else "aggregator"
             raise ValueError(f"{name} needs batch_size: without it there are no batches")
-        ops = {"preprocessor": preprocessor, "aggregator": aggregator, "transfer_fn": transfer_fn}
-        for name, op in ops.items():
-            if op is not None and not callable(op):
-                raise TypeError(f"{name} should be callable, but got {name}={op!r}")
         builder = PipelineBuilder().add_source(src)
 
         def pipe(op: Callable[[Any], Any]) -> None:
             used = None if kind_of(op)[0] else executor
             builder.pipe(op, concurrency=num_threads, executor=used, output_order=output_order)
 
-        # Check these two even if no step uses them.
-        PipelineBuilder().pipe(_same, executor=executor, output_order=output_order)
         if preprocessor is not None:
             pipe(preprocessor)
         if batch_size is not None:
             builder.aggregate(whole_number(batch_size, "batch_size", minimum=1), drop_last)
         if aggregator is not None:
             pipe(aggregator)
+        thread_count = num_threads
         if transfer_fn is not None:
             builder.pipe(transfer_fn)
-        has_own_thread = transfer_fn is not None and not kind_of(transfer_fn)[0]
+            thread_count += not kind_of(transfer_fn)[0]
         builder.add_sink(buffer_size)
-        built = builder.build(num_threads=num_threads + has_own_thread, timeout=timeout)
-        super().__init__(built._config)
+        super().__init__(builder.build(num_threads=thread_count, timeout=timeout)._config)
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -120,7 +112,3 @@ class PipelineDataLoader(Pipeline):
     def __exit__(self, *_: object) -> None:
         """Close the loader."""
         self.close()
-
-
-def _same(item: object) -> object:
-    return item

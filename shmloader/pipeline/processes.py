@@ -80,10 +80,7 @@ class OpItems:
             except Exception as error:  # noqa: BLE001 - raised to the consumer
                 return FailedSetup(RemoteError.of(error, "in a worker process"))
             self._context = (context,)
-        try:
-            return self.op(item, *self._context)
-        except StopIteration as error:
-            raise RuntimeError("the op raised StopIteration") from error
+        return self.op(item, *self._context)
 
 
 def unchanged(result: Any) -> Any:

@@ -8,10 +8,13 @@ different run must not name another stage.
 """
 
 import dataclasses
+from itertools import repeat
 
 from shmloader.grammar import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
+from shmloader.pipeline.config import StageConfig
 from shmloader.pipeline.flow import Flow
+from shmloader.pipeline.stages import Meter
 
 _NS = 1e9
 
@@ -81,9 +84,7 @@ class PipelineStats:
         stages: The source and all stages, in order.
         items: Items delivered to the consumer.
         elapsed_s: Seconds from the epoch's beginning to its end, or until now.
-        items_per_s: Items per second of that time.
         wait_s: Seconds that the consumer waited for items, in ``next()`` or ``get_item()``.
-        wait_share: ``wait_s`` as a share of ``elapsed_s``; 0 to 1.
         startup_s: The part of ``wait_s`` before the first item.
     """
 
@@ -93,10 +94,18 @@ class PipelineStats:
     stages: tuple[PipelineStageStats, ...] = ()
     items: int = 0
     elapsed_s: float = 0.0
-    items_per_s: float = 0.0
     wait_s: float = 0.0
-    wait_share: float = 0.0
     startup_s: float = 0.0
+
+    @property
+    def items_per_s(self) -> float:
+        """Items per second of ``elapsed_s``."""
+        return self.items / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """``wait_s`` as a share of ``elapsed_s``; 0 to 1."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def limiting(self) -> tuple[str, ...]:
@@ -114,13 +123,10 @@ class PipelineStats:
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        rows = [_TITLES, *map(_row, self.stages)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"shmloader pipeline: {self._headline}", ""]
-        for name, *cells in rows:
-            others = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join(["", name.ljust(widths[0]), *others]).rstrip())
-        return "\n".join([*lines, "", self.verdict])
+        rows = [_row(stage) for stage in self.stages]
+        width = max((len(row[0]) for row in rows), default=5)
+        lines = [_COLUMNS.format(*row, width=width) for row in (_TITLES, *rows)]
+        return "\n".join([f"shmloader pipeline: {self._headline}", "", *lines, "", self.verdict])
 
     def __repr__(self) -> str:
         """Return one short line: the number of items, their rate, and the consumer's wait."""
@@ -142,22 +148,21 @@ class PipelineStats:
 
 
 _TITLES = (
-    *("stage", "at once", "in", "out", "failed", "mean"),
-    *("busy", "no input", "output full", "behind"),
-)
+    "stage", "at once", "in", "out", "failed", "mean", "busy", "no input", "output full", "behind"
+)  # fmt: skip
+_COLUMNS = "  {:<{width}}  {:>7}  {:>9}  {:>9}  {:>6}  {:>7}  {:>4}  {:>8}  {:>11}  {:>6}"
 
 
-def _row(stage: PipelineStageStats) -> tuple[str, ...]:
+def _row(stage: PipelineStageStats) -> list[str]:
     """Return the stage's row of the table."""
-    shares = (
-        stage.busy_share, stage.input_wait_share, stage.output_wait_share, stage.order_wait_share
-    )  # fmt: skip
-    return (
+    counts = (stage.concurrency, stage.items_in, stage.items_out, stage.failures)
+    waits = (stage.input_wait_share, stage.output_wait_share, stage.order_wait_share)
+    return [
         stage.name.removeprefix("stage "),
-        *(f"{n:,}" for n in (stage.concurrency, stage.items_in, stage.items_out, stage.failures)),
+        *(f"{count:,}" for count in counts),
         seconds(stage.op_mean_s),
-        *(f"{share:.0%}" for share in shares),
-    )
+        *(f"{share:.0%}" for share in (stage.busy_share, *waits)),
+    ]
 
 
 def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
@@ -178,32 +183,24 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.limit_share for stage in stages) - MARGIN
     found = [stage for stage in stages if stage.limit_share > least]
+    names = tuple(stage.name for stage in found)
+    listed = " and ".join(names)
+    first = found[0]
+    text = f"{listed} limits, busy {min(1.0, first.limit_share):.0%} of that time. "
+    text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
     if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
         text = (
-            f"the calls in {_listed(found)} are so short that passing items on costs more: "
-            "aggregate earlier, or do more in each call."
+            f"the calls in {listed} are so short that passing items on costs more: aggregate "
+            "earlier, or do more in each call."
         )
     elif len(found) > 1:
-        shares = sorted(min(1.0, stage.limit_share) for stage in found)
-        text = (
-            f"{_listed(found)} limit about equally: an item was in work there for "
-            f"{shares[0]:.0%} to {shares[-1]:.0%} of that time. Making only one of them faster "
-            "gains little."
-        )
-    else:
-        stage = found[0]
-        text = (
-            f"{stage.name} limits: it was busy {min(1.0, stage.limit_share):.0%} of that time. "
-            f"{_REMEDIES[stage.kind].format(stage.concurrency)}"
-        )
-    return tuple(stage.name for stage in found), waited + text
+        text = f"{listed} limit about equally. Making only one of them faster gains little."
+    return names, waited + text
 
 
-def _listed(stages: list[PipelineStageStats]) -> str:
-    *others, last = (stage.name for stage in stages)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
+_REMEDY = (
+    "Raise its concurrency from {} as far as there are cores or workers, or make the op cheaper."
+)
 _REMEDIES = {
     "source": (
         "Make the source faster, or have it yield only names or keys, and read in a stage with "
@@ -217,11 +214,6 @@ _REMEDIES = {
         "Raise its concurrency from {} if the op waits; move work that computes to a function, "
         "which does not hold up the event loop."
     ),
-    "process": "Raise its concurrency from {} as far as there are cores, or make the op cheaper.",
-    "executor": (
-        "Raise its concurrency from {} and the executor's number of workers, or make the op "
-        "cheaper."
-    ),
     "device": "Use smaller types (uint8, converted on the device).",
 }
 
@@ -234,34 +226,33 @@ def snapshot(flow: Flow, state: str) -> PipelineStats:
         state: Its state in words, for ``PipelineStats.state``.
     """
     flow.measure()
-    elapsed_ns = max(1, flow.now_ns - flow.first_ns)
-    stages = []
-    for stage, meter in zip(flow.configs, flow.meters, strict=True):
-        times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
-        busy, blocked, behind = (ns / (stage.concurrency * elapsed_ns) for ns in times_ns)
-        is_source = stage.kind == "source"
-        made = PipelineStageStats(
-            name=stage.title,
-            kind=stage.kind,
-            concurrency=stage.concurrency,
-            items_in=0 if is_source else meter.in_count,
-            items_out=meter.out_count,
-            failures=meter.failed_count,
-            op_mean_s=meter.op_ns / _NS / max(1, meter.out_count if is_source else meter.in_count),
-            busy_share=busy,
-            input_wait_share=max(0.0, 1.0 - busy - blocked - behind),
-            output_wait_share=blocked,
-            order_wait_share=behind,
-            limit_share=meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
-        )
-        stages.append(made)
+    elapsed_ns = flow.now_ns - flow.first_ns
     return PipelineStats(
         state=state,
-        stages=tuple(stages),
+        stages=tuple(map(_stage_stats, repeat(flow), flow.configs, flow.meters)),
         items=flow.item_count,
         elapsed_s=elapsed_ns / _NS,
-        items_per_s=flow.item_count / (elapsed_ns / _NS),
         wait_s=flow.waited_ns / _NS,
-        wait_share=flow.waited_ns / elapsed_ns,
         startup_s=(flow.startup_ns if flow.item_count else flow.waited_ns) / _NS,
+    )
+
+
+def _stage_stats(flow: Flow, stage: StageConfig, meter: Meter) -> PipelineStageStats:
+    workers_ns = stage.concurrency * max(1, flow.now_ns - flow.first_ns)
+    times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
+    busy, blocked, behind = (time_ns / workers_ns for time_ns in times_ns)
+    items_in = 0 if stage.kind == "source" else meter.in_count
+    return PipelineStageStats(
+        stage.title,
+        stage.kind,
+        stage.concurrency,
+        items_in,
+        meter.out_count,
+        meter.failed_count,
+        meter.op_ns / _NS / max(1, items_in or meter.out_count),
+        busy,
+        max(0.0, 1.0 - busy - blocked - behind),
+        blocked,
+        behind,
+        meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
     )

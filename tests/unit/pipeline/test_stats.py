@@ -177,7 +177,7 @@ def stage(name, share, **changes):
 
 
 def judged(*stages, **changes):
-    stats = PipelineStats("ended", stages, items=100, elapsed_s=10.0, wait_s=5.0, wait_share=0.5)
+    stats = PipelineStats("ended", stages, items=100, elapsed_s=10.0, wait_s=5.0)
     return dataclasses.replace(stats, **changes)
 
 
@@ -186,7 +186,7 @@ def judged(*stages, **changes):
     [
         (judged(items=0), (), ["No item"]),
         (
-            judged(stage("the source", 1.0), wait_share=0.04),
+            judged(stage("the source", 1.0), wait_s=0.4),
             ("the consumer",),
             ["4.0%", "nothing to gain"],
         ),
@@ -208,7 +208,7 @@ def judged(*stages, **changes):
         (
             judged(stage("the source", 0.1), stage("a", 0.93), stage("b", 0.95)),
             ("a", "b"),
-            ["a and b limit about equally", "93% to 95%"],
+            ["a and b limit about equally"],
         ),
         (
             judged(stage("the source", 0.1), stage("a", 0.4, op_mean_s=2e-6)),

@@ -103,8 +103,8 @@ def test_an_endless_cycle_has_items_and_slices_but_no_length():
     assert list(lazy[2:8:2]) == [3, 2, 1]
     with pytest.raises(TypeError, match="no length"):
         len(lazy)
-    for wrong in (-1, slice(2, None), slice(-1, 5)):
-        with pytest.raises(IndexError, match="without a limit"):
+    for wrong in (-1, slice(-1, 5)):
+        with pytest.raises(IndexError, match="none of index"):
             lazy[wrong]
 
 
