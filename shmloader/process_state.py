@@ -42,7 +42,7 @@ from typing import Any
 
 
 class Threads:
-    """Threads of this process that can be parked (:mod:`shmloader.threads.fork_safety`).
+    """Threads of this process that can be parked (:mod:`shmloader.threads.background`).
 
     Attributes:
         lock: Held from the request to park until all threads may continue. Meanwhile no thread

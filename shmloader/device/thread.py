@@ -26,8 +26,7 @@ from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine
 from shmloader.engine.inbox import Inbox
 from shmloader.faults import FAULTS
-from shmloader.threads.background import BackgroundThread
-from shmloader.threads.fork_safety import may_wait_here
+from shmloader.threads.background import BackgroundThread, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.

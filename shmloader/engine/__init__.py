@@ -109,7 +109,7 @@ the sampler, one ticket for each batch that it takes, and hands tickets over thr
 The thread runs the engine and then the stage, which copies a batch into page-locked memory or has
 the device read its slot; the slot is free when that copy is done. Batches and exceptions wait in
 order for the user's thread. While any loader of the process forks a worker, these threads pause
-where they hold no lock (:mod:`shmloader.threads.fork_safety`), and it is the user's thread that
+where they hold no lock (:mod:`shmloader.threads.background`), and it is the user's thread that
 replaces a dead worker.
 
 **Automatic worker counts** (``num_workers="auto"``): the table has a record for each worker that

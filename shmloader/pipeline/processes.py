@@ -44,8 +44,7 @@ from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
-from shmloader.threads.background import BackgroundThread
-from shmloader.threads.fork_safety import may_wait_here
+from shmloader.threads.background import BackgroundThread, may_wait_here
 
 # How long the workers of all stages, one stage after the other, may take to leave their ops before
 # they are killed, in seconds.

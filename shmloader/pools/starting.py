@@ -34,7 +34,7 @@ from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
-from shmloader.threads.fork_safety import all_parked
+from shmloader.threads.background import all_parked
 
 _log = logging.getLogger("shmloader")
 

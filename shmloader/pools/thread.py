@@ -18,7 +18,7 @@ Guarantees:
       when that code returns, and its batch is dropped. It blocks neither the caller nor the
       interpreter's exit.
     * At the interpreter's exit all threads are asked to pause for good, and the interpreter waits
-      for them for a limited time (:mod:`shmloader.threads.fork_safety`).
+      for them for a limited time (:mod:`shmloader.threads.background`).
 
 These threads do not pause while the process forks elsewhere. They run the user's code, which cannot
 be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
@@ -57,8 +57,7 @@ from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.object_answers import make_answer
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.background import BackgroundThread
-from shmloader.threads.fork_safety import is_exiting, may_wait_here
+from shmloader.threads.background import BackgroundThread, is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
@@ -211,7 +210,7 @@ class _Worker(BackgroundThread):
             )
         if not with_stack:
             return found
-        frame = sys._current_frames().get(self._ident)
+        frame = sys._current_frames().get(self._thread.ident or 0)
         return dataclasses.replace(found, stack=_describe_stack(frame))
 
     # On the thread -----------------------------------------------------------------------

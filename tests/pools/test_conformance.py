@@ -45,7 +45,7 @@ from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
-from shmloader.threads.fork_safety import all_parked
+from shmloader.threads.background import all_parked
 from tests.pools.calling import CallingPool
 from tests.pools.scripted import next_of
 from tests.process.bytecodes import Preempted, interrupt

@@ -24,7 +24,7 @@ from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerD
 from shmloader.device import exchange
 from shmloader.device.device import DeviceStage
 from shmloader.device.pin import PinStage
-from shmloader.threads import fork_safety
+from shmloader.threads import background
 from tests.late import to_host
 from tests.process.interrupts import in_thread
 from tests.process.support import (
@@ -630,7 +630,7 @@ def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
     batches = iter(loader)
     assert number(next(batches)) == 0
     # The user's own forks park nobody: here, the fork is not to meet the thread in a call.
-    with fork_safety.all_parked():
+    with background.all_parked():
         pid = os.fork()
         if pid == 0:
             code = 1

@@ -35,7 +35,7 @@ from shmloader import (
     LoaderTimeoutError,
     empty,
 )
-from shmloader.threads import fork_safety
+from shmloader.threads import background
 from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.bytecodes import interrupt
@@ -760,7 +760,7 @@ LIVE = """
     import sys, threading, time
     import torch
     from shmloader import DataLoader
-    from shmloader.threads import fork_safety
+    from shmloader.threads import background
     from tests.late import reason_to_skip, switch_on
 
     class Products:
@@ -784,7 +784,7 @@ LIVE = """
         return loader, batches
 
     is_stuck = threading.Event()
-    fork_safety._PARK_S = 60  # longer than the test waits
+    background._PARK_S = 60  # longer than the test waits
     {body}
     print("over", flush=True)
 """
@@ -814,13 +814,13 @@ ENDS = {
     atexit.register(multiprocessing.util._exit_function)
     """,
     "stuck": """
-    fork_safety._PARK_S = 0.2
+    background._PARK_S = 0.2
     kept = taken(0, Stuck())
     is_stuck.wait()
     """,
     "stuck and closed": """
     import shmloader.pools.thread
-    fork_safety._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
+    background._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
     loader, batches = taken(0, Stuck())
     is_stuck.wait()
     loader.close()
@@ -875,7 +875,7 @@ def test_a_forked_child_uses_no_iterator_of_its_parent(late, options, end, monke
     loader = make(Calls(torch.tensor, 24), persistent_workers=True, **options)
     batches = iter(loader)
     assert int(to_host(next(batches))) == 0
-    with fork_safety.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
+    with background.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -897,7 +897,7 @@ def test_a_forked_child_uses_no_iterator_of_its_parent(late, options, end, monke
 
 
 def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
-    monkeypatch.setattr(fork_safety, "_PARK_S", 60)
+    monkeypatch.setattr(background, "_PARK_S", 60)
     first = held(0)
     batches = iter(make(Calls(first, 8), num_workers=1))
     assert first.entered.wait(20)
