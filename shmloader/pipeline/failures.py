@@ -7,9 +7,10 @@ import threading
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
+from typing import Any
 
 from shmloader.batch.failures import RemoteError, describe_index
-from shmloader.engine.failures import JUDGED_FROM, FailureLimit, FailureList
+from shmloader.engine.failures import JUDGED_FROM, FailureLimit
 from shmloader.errors import TooManyFailures
 
 _log = logging.getLogger("shmloader")
@@ -53,22 +54,19 @@ class FailureCounter(FailureLimit):
     """Counts the calls of one epoch that share a limit. Failed items are listed and left out.
 
     Args:
-        max_failures: A number of calls that may fail, or a share of all calls.
+        max_failures: A number of calls that may fail, or a share of all calls. With None, the first
+            failure is raised.
         scope: What the limit is for: "stage 'parse'", "the pipeline".
         failures: The pipeline's list of failures.
         is_resumed: Whether the epoch was resumed, so that calls before it are not counted.
     """
 
     def __init__(
-        self,
-        max_failures: int | Fraction,
-        scope: str,
-        failures: FailureList[FailedItem],
-        *,
-        is_resumed: bool,
+        self, max_failures: int | Fraction | None, scope: str, failures: Any, *, is_resumed: bool
     ) -> None:
         super().__init__(max_failures, may_all_fail=False)
-        self._scope, self._failures, self._is_resumed = scope, failures, is_resumed
+        self.max_failures, self._scope = max_failures, scope
+        self._failures, self._is_resumed = failures, is_resumed
         self._lock = threading.Lock()
         self._last: FailedItem | None = None
 
@@ -77,17 +75,17 @@ class FailureCounter(FailureLimit):
         with self._lock:
             self.note(1, 0)
 
-    def add_bad(self, failed: FailedItem, error: BaseException) -> TooManyFailures | None:
+    def add_bad(self, failed: FailedItem) -> TooManyFailures | None:
         """Count and list a call that has failed, and log the first one.
 
         Returns:
-            The exception to raise, with ``error`` as its cause, if too many have failed.
+            The exception to raise if too many have failed.
         """
         with self._lock:
             is_first, self._last = self._last is None, failed
             self._failures.total += 1
             self._failures.add(failed)
-            raised = self._too_many(error) if self.note(1, 1) else None
+            raised = self._too_many(failed) if self.note(1, 1) else None
         if is_first:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s; further "
@@ -104,19 +102,17 @@ class FailureCounter(FailureLimit):
         is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
         if self._last is None or not is_judged or not self.end_epoch():
             return None
-        return self._too_many(self._last.error)
+        return self._too_many(self._last)
 
-    def _too_many(self, cause: BaseException) -> TooManyFailures:
-        last = self._last
-        assert last is not None
-        more = f"more than max_failures={self._max_failures} allows"
+    def _too_many(self, last: FailedItem) -> TooManyFailures:
+        more = f"more than max_failures={self.max_failures} allows"
         raised = TooManyFailures(
             f"{self.failed_count} of {self.sample_count} calls in {self._scope} failed, "
             f"{'which is all of them' if self.all_failed else more}. The last was in stage "
             f"'{last.stage}' for item {describe_index(last.item)}: see the cause. The pipeline's "
             "`failures` lists the newest."
         )
-        raised.__cause__ = cause
+        raised.__cause__ = last.error
         return raised
 
 

@@ -91,16 +91,14 @@ class Flow:
             for number, (stage, limit) in enumerate(zip(all_stages, limits, strict=False))
         ]
         self.meters = [stage.meter for stage in self._stages[:-1]]
-
-        def counter_of(stage: StageConfig | PipelineConfig, scope: str) -> FailureCounter | None:
-            if stage.max_failures is None:
-                return None
-            is_resumed = reader.is_resumed
-            return FailureCounter(stage.max_failures, scope, failures, is_resumed=is_resumed)
-
-        shared = counter_of(config, "the pipeline")
-        own = [counter_of(stage, stage.title) for stage in config.stages]
-        self._counters = [None, *(counter or shared for counter in own)]
+        resumed = reader.is_resumed
+        shared = FailureCounter(config.max_failures, "the pipeline", failures, is_resumed=resumed)
+        self._counters = [
+            shared
+            if stage.max_failures is None
+            else FailureCounter(stage.max_failures, stage.title, failures, is_resumed=resumed)
+            for stage in self.configs
+        ]
         self.first_ns = self.now_ns = clock()
         self.waited_ns = self.startup_ns = self.item_count = 0
         self._measured = (self.now_ns, 0)
@@ -147,9 +145,8 @@ class Flow:
         """
         if not job.number:
             self._end = self._reader.end()
-        counter = self._counters[job.number]
-        if counter is not None:
-            counter.add_good()
+        else:
+            self._counters[job.number].add_good()
         return self._receive(job, outputs, op_ns, is_done=True)[0]
 
     def failed(
@@ -172,12 +169,13 @@ class Flow:
         self.meters[job.number].failed_count += 1
         counter, stage = self._counters[job.number], job.stage
         raised: BaseException | None
-        if counter is None or in_setup or is_lost or not isinstance(error, Exception):
+        is_final = in_setup or is_lost or not job.number or counter.max_failures is None
+        if is_final or not isinstance(error, Exception):
             of_item = f" for item {describe_index(job.item)}" if job.number and not in_setup else ""
             what = f"{'setup of ' if in_setup else ''}stage '{stage.name}'"
             raised = explained(error, what, of_item)
         else:
-            raised = counter.add_bad(FailedItem.of(stage.name, job.item, error), error)
+            raised = counter.add_bad(FailedItem.of(stage.name, job.item, error))
         outputs = () if raised is None else (Raised(raised),)
         return self._receive(job, outputs, 0, is_done=True)[0]
 
@@ -249,12 +247,8 @@ class Flow:
             if kept is None and self._executors[job.number] is executor:
                 kept = job
             else:
-                self.run(job)
+                self._executors[job.number].put(job)
         return kept
-
-    def run(self, job: Job) -> None:
-        """Have a job's executor run it."""
-        self._executors[job.number].put(job)
 
     # Time -----------------------------------------------------------------------------------
 
@@ -328,7 +322,7 @@ class Flow:
         """End the epoch. Returns END, or what to raise since too many calls have failed."""
         self._measure()
         for counter in self._counters:
-            error = None if counter is None else counter.end()
+            error = counter.end()
             if error is not None:
                 return Raised(error)
         self.is_over, self.delivered, self._stages = True, self._end, ()

@@ -169,23 +169,19 @@ def checked_state(config: PipelineConfig, state: Any) -> Checkpoint:
         )
     found, facts = state["pipeline"], _facts(config)
     if found != facts:
-        raise ValueError(f"the state does not fit this pipeline: it has {found}, this one {facts}")
+        raise ValueError(
+            f"the state does not fit this pipeline ({facts}): it is of one with {found}"
+        )
     results = tuple((number, count) for number, count in state["results"])
     return Checkpoint(state["source"], state["read"], results)
 
 
-def _facts(config: PipelineConfig) -> dict[str, Any]:
+def _facts(config: PipelineConfig) -> str:
     """Return what a state and the pipeline that takes it must have in common."""
     source: Any = config.source
-    has_state = has_own_state(source)
-    stages = [
-        f"{stage.name}{', drop_last=True' if stage.drop_last else ''}"
-        if stage.size
-        else f"{'many results' if stage.makes_many else 'one result'}"
-        for stage in config.stages
-    ]
-    return {
-        "has a state of its own": has_state,
-        "length": None if has_state else len(source),
-        "stages": stages,
-    }
+    facts = ["its own state" if has_own_state(source) else f"length {len(source)}"]
+    for stage in config.stages:
+        ending = ", drop_last=True" if stage.drop_last else ""
+        many = "many results" if stage.makes_many else "one result"
+        facts.append(f"{stage.name}{ending}" if stage.size else many)
+    return "; ".join(facts)

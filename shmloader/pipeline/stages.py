@@ -169,7 +169,6 @@ class Stage:
         while inbox and self.free:
             item, after = inbox.popleft()
             if type(item) is Raised:
-                self._list = []
                 self._hold(item, None)
                 continue
             self.meter.in_count += 1
@@ -177,7 +176,7 @@ class Stage:
             if config.size:
                 self._list.append(item)
                 if len(self._list) == config.size:
-                    self._hold_list()
+                    self._hold(self._list, self._newest)
                 continue
             self.free -= 1
             job = Job(self._flow, self._number, config, item, before, after, self._skipped)
@@ -192,15 +191,12 @@ class Stage:
         ready.append(job)
 
     def _hold(self, output: object, after: Checkpoint | None) -> None:
-        """Hold a result that no op has made, until it is passed on."""
+        """Hold a result that no op has made, until it is passed on. A new list begins."""
+        self._list = []
         self.free -= 1
         job = Job(self._flow, self._number, self.config, is_done=True)
         job.outputs.append((output, after))
         self.held.append(job)
-
-    def _hold_list(self) -> None:
-        made, self._list = self._list, []
-        self._hold(made, self._newest)
 
     def put(self, job: Job, output: object, following: "Stage") -> None:
         """Receive a result of a job, and pass it on at once if possible."""
@@ -257,7 +253,7 @@ class Stage:
         if not following.is_fed or self.is_fed or is_busy:
             return False
         if self._list and not self.config.drop_last:
-            self._hold_list()
+            self._hold(self._list, self._newest)
             return True
         following.is_fed = False
         return True

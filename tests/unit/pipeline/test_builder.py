@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from shmloader import Pipeline, PipelineBuilder, PipelineDataLoader
+from shmloader import PipelineBuilder, PipelineDataLoader
 from shmloader.pipeline.config import kind_of, name_of
 
 
@@ -164,13 +164,6 @@ def test_a_mistake_is_told_at_once(build, error, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_building_starts_nothing():
-    # The autouse check of what remains would find a thread.
-    pipeline = with_source().pipe(op).pipe(coro).pipe(op, executor="process").add_sink().build()
-    assert isinstance(pipeline, Pipeline)
-    pipeline.stop()
-
-
 def test_a_pipeline_shows_what_it_is_made_of():
     builder = PipelineBuilder().add_source([1, 2]).pipe(coro, concurrency=64).aggregate(32)
     builder.pipe(op, executor="process", concurrency=2).pipe(gen, name="each")
@@ -198,9 +191,3 @@ def test_a_pipeline_shows_whether_an_epoch_is_under_way():
         assert repr(loader).startswith("<PipelineDataLoader: <list of length 2> → op (1 on")
         assert repr(loader).endswith("not started>")
     assert repr(loader).endswith(", closed>")
-
-
-def test_a_float_is_a_share_of_the_calls() -> None:
-    pipeline = with_source().pipe(op, max_failures=0.1).add_sink().build(max_failures=0.25)
-    assert pipeline._config.stages[0].max_failures == Fraction(1, 10)
-    assert pipeline._config.max_failures == Fraction(1, 4)

@@ -17,7 +17,7 @@ import pytest
 
 from shmloader import ClosedLoaderError, PipelineBuilder
 from tests.process.support import stack_of, wait_until
-from tests.unit.pipeline.support import SOON_S, Gate, Squares, chain
+from tests.unit.pipeline.support import SOON_S, Gate, chain
 
 # Said: within 1 s. A busy machine adds to it; what must not be waited for here takes a minute.
 END_S = 5.0
@@ -89,26 +89,6 @@ def test_stop_does_not_wait_for_what_is_stuck(stuck):
         pipeline.get_item()
 
 
-def test_what_waits_for_a_thread_when_a_pipeline_stops_is_not_begun():
-    stuck = Stuck()
-    begun = []
-
-    def op(number):
-        begun.append(number)
-        return stuck(number)
-
-    builder = PipelineBuilder().add_source(range(9)).pipe(op, concurrency=4)
-    pipeline = builder.add_sink().build(num_threads=1)
-    pipeline.start()
-    stuck.gate.wait_until_reached()
-    pipeline.stop()
-    threads = [one for one in threading.enumerate() if one.name.startswith("shmloader_pipe")]
-    stuck.gate.open()
-    for thread in threads:
-        thread.join(SOON_S)
-    assert begun == [0]
-
-
 def test_a_pipeline_may_be_garbage_while_an_op_is_stuck():
     stuck = Stuck()
     pipeline = chain(range(9), stuck)
@@ -142,15 +122,6 @@ def test_a_break_ends_at_once_and_the_next_epoch_has_threads_of_its_own():
         assert next(items) == 0  # though the only thread of the epoch before is stuck
         gate.open()
         assert list(items) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("sink", [1, 50])
-def test_a_break_without_start_leaves_nothing(sink):
-    source = Squares(10_000)
-    for number in chain(source, lambda number: number, sink=sink):
-        if number == 4:
-            break
-    assert source.drawn < 10_000
 
 
 class Trainer:
@@ -350,18 +321,6 @@ def test_what_an_iterator_has_started_the_next_one_stops():
     assert not [name for name in names if name.startswith("shmloader_")]
     with pytest.raises(ClosedLoaderError):
         next(older)
-
-
-def test_a_forked_child_may_use_a_pipeline_that_was_only_built():
-    pipeline = chain(range(3), abs)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = 0 if list(pipeline) == [0, 1, 2] else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_forked_child_is_told_that_the_pipeline_is_not_its_own():

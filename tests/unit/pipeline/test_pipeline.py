@@ -104,21 +104,12 @@ def test_a_source_may_give_none_and_an_op_may_see_it():
     assert list(chain([None, 1])) == [None, 1]
 
 
-def test_a_source_alone_is_a_pipeline():
-    assert list(chain(range(7), sink=1)) == list(range(7))
-
-
 @pytest.mark.parametrize("sink", [1, 3])
 def test_items_are_aggregated_and_taken_apart(sink):
     builder = PipelineBuilder().add_source(range(7)).aggregate(3).disaggregate().aggregate(2)
     assert list(builder.add_sink(sink).build()) == [[0, 1], [2, 3], [4, 5], [6]]
     builder = PipelineBuilder().add_source(range(7)).aggregate(3, drop_last=True)
     assert list(builder.add_sink(sink).build()) == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_an_aggregate_is_collated_by_its_function():
-    builder = PipelineBuilder().add_source(range(5)).aggregate(2, collate=sum)
-    assert list(builder.add_sink().build()) == [1, 5, 4]
 
 
 def test_an_executor_of_the_users_runs_functions_and_generators():
@@ -228,19 +219,6 @@ def test_threads_are_shared_and_no_more_than_asked_for():
     assert most.most <= 2
 
 
-def test_sixty_four_coroutines_wait_at_once():
-    arrived = []
-
-    async def wait_for_all(number):
-        arrived.append(number)
-        while len(arrived) < 64:  # noqa: ASYNC110 - until the last has come
-            await asyncio.sleep(0)
-        return number
-
-    builder = PipelineBuilder().add_source(range(64)).pipe(wait_for_all, concurrency=64)
-    assert sorted(builder.add_sink().build()) == list(range(64))
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("order", ["completion", "input"])
 def test_a_slow_item_is_overtaken_or_waited_for(is_async, order):
@@ -269,13 +247,6 @@ def test_a_slow_item_is_overtaken_or_waited_for(is_async, order):
     taken = list(builder.add_sink(4).build())
     assert sorted(taken) == [0, 1, 2, 3]
     assert (taken[0] == 0) == (order == "input")
-
-
-@pytest.mark.parametrize("op", [twice, twice_soon])
-def test_many_results_of_one_item_stay_together_in_input_order(op):
-    builder = PipelineBuilder().add_source(range(50)).pipe(op, concurrency=5, output_order="input")
-    expected = [number for number in range(50) for _ in range(2)]
-    assert list(builder.add_sink(1).build(num_threads=4)) == expected
 
 
 # ---------------------------------------------------------------- back-pressure
@@ -478,16 +449,6 @@ def test_a_coroutine_that_nobody_awaits_is_an_error(executor):
         list(PipelineBuilder().add_source([1]).pipe(op, executor=executor).add_sink().build())
 
 
-def test_a_wrong_aggregator_is_told():
-    def add(numbers):
-        return numbers[0] + "1"
-
-    builder = PipelineBuilder().add_source(range(4)).aggregate(2).pipe(add)
-    with pytest.raises(TypeError) as caught:
-        list(builder.add_sink().build())
-    assert "Stage 'add' failed for item [0, 1]." in caught.value.__notes__
-
-
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("of_stage", [True, False])
 def test_failed_items_are_left_out_counted_and_listed(bad, of_stage, caplog):
@@ -561,14 +522,6 @@ def test_an_epoch_in_which_all_failed_raises(of_stage):
     pipeline = builder.aggregate(2).add_sink().build(max_failures=None if of_stage else Fraction(1))
     with pytest.raises(TooManyFailures, match="all of them"):
         list(pipeline)
-
-
-def test_a_failure_after_an_aggregate_has_begun_a_list_is_told_nevertheless():
-    builder = PipelineBuilder().add_source(range(10)).pipe(bad_at(3)).aggregate(2).pipe(sum)
-    items = iter(builder.add_sink().build())
-    assert next(items) == 1
-    with pytest.raises(Bad):
-        next(items)
 
 
 # ---------------------------------------------------------------- epochs

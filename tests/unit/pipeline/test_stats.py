@@ -227,8 +227,3 @@ def test_a_small_difference_does_not_change_what_is_named():
         for second in (0.91, 0.93, 0.95, 0.98):
             assert abs(first - second) < MARGIN
             assert judged(stage("a", first), stage("b", second)).limiting == ("a", "b")
-
-
-# On real pipelines. What limits takes 6 ms an item, all else 1 ms or less, so that a busy machine
-# changes nothing.
-SLOW_S, FAST_S = 0.006, 0.0005
