@@ -148,9 +148,7 @@ class InlineEngine:
             batch = EmptyBatchError
         except StopIteration:
             raise
-        except Exception as error:
-            if is_interruption(error):
-                raise
+        except Exception:
             if self._local is not None and self._local.is_resuming:
                 self._close_since("its dataset could not be resumed")
             else:

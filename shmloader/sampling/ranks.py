@@ -17,7 +17,6 @@ from numbers import Integral
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
-from shmloader.interruptions import is_interruption
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 
@@ -27,6 +26,10 @@ _NAMES = (
     ("rank", "world_size"),
     ("process_index", "num_processes"),
 )
+
+
+class EnvironmentVariableError(ValueError):
+    """Environment variables of the rank and the world size are wrong."""
 
 
 def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -50,9 +53,7 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None and world_size is None:
         try:
             return find_ranks()
-        except ValueError as error:
-            if is_interruption(error):
-                raise
+        except EnvironmentVariableError as error:
             raise ValueError(f"{error}; rank= and world_size= override the environment") from None
     if rank is None or world_size is None:
         raise ValueError(
@@ -117,9 +118,7 @@ class Ranks:
         """The rank and the world size; None while :meth:`find` raises ValueError."""
         try:
             return self.find()
-        except ValueError as error:
-            if is_interruption(error):
-                raise
+        except EnvironmentVariableError:
             return None
 
 
@@ -139,14 +138,14 @@ def _ranks_of_environment() -> tuple[int, int]:
 def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:
     own, size = os.environ.get(rank_name), os.environ.get(size_name)
     if own is None or size is None:
-        raise ValueError(
+        raise EnvironmentVariableError(
             f"environment variables {rank_name} and {size_name} should be set both or not at all, "
             f"but got {rank_name}={own!r}, {size_name}={size!r}"
         )
     world_size = _number_of_environment(size_name, size, minimum=1)
     rank = _number_of_environment(rank_name, own, minimum=0)
     if rank >= world_size:
-        raise ValueError(
+        raise EnvironmentVariableError(
             f"environment variable {rank_name} should be below {size_name}={world_size}, "
             f"but got {rank_name}={rank}"
         )
@@ -157,7 +156,7 @@ def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
     # int() alone would accept "1_0" and digits of any script.
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal() and int(digits) >= minimum):
-        raise ValueError(
+        raise EnvironmentVariableError(
             f"environment variable {name} should be a whole number, {minimum} or more, "
             f"but got {name}={text!r}"
         )
