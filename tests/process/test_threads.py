@@ -1024,7 +1024,7 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
         (
             {"multiprocessing_context": "spawn", "shm_size": 1 << 30, "worker_restarts": 2},
             ValueError,
-            "combined with multiprocessing_context, shm_size, worker_restarts: workers are threads",
+            "combined with multiprocessing_context, shm_size, worker_restarts",
         ),
     ],
 )  # fmt: skip
