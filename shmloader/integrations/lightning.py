@@ -1,7 +1,6 @@
 """Lightning: a callback that keeps loaders in step with the Trainer's epochs."""
 
 import operator
-import warnings
 from typing import Any
 
 try:
@@ -18,7 +17,6 @@ from shmloader.loader.dataloader import DataLoader
 _NEEDED = (
     "_data_fetcher",
     "done",
-    "max_batches",
     "restarting",
     "restarted_mid_epoch",
     "epoch_loop.restarting",
@@ -36,16 +34,10 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
     before the epoch's end, it begins the following epoch with the iterator of the epoch that is
     over. With this callback, a run that resumes from any of these checkpoints gets the batches that
     the saved run got next.
-
-    Lightning also ends each epoch after as many batches as the first epoch has. With this callback,
-    each epoch has all batches of a training loader with ``last_batch="rollover"``, unless several
-    loaders are combined.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] = []
-        # The number of batches of the epoch that begins, until Lightning may be told it.
-        self._later_count: int | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Check, before training, that the callback knows this release of Lightning.
@@ -67,20 +59,8 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
         self._states = loop.get("state_dict", {}).get("combined_loader", [])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Forget the states if Lightning has loaded them, and leave an epoch that is over.
-
-        Warns if several loaders are combined and one of them has ``last_batch="rollover"``.
-        """
+        """Forget the states if Lightning has loaded them, and leave an epoch that is over."""
         loop = trainer.fit_loop
-        loaders = _loaders(loop)
-        if len(loaders) > 1 and any(map(_rolls_over, loaders)):
-            warnings.warn(
-                "Lightning ends each epoch after as many batches as the first one has, but with "
-                "last_batch='rollover' later epochs may have more. Where several loaders are "
-                "combined, the additional batches are not trained on: set last_batch='keep' or "
-                "'discard'",
-                stacklevel=2,
-            )
         if not loop.restarting:
             return
         self._states = []
@@ -90,12 +70,9 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
             and loop.epoch_loop.batch_progress.is_last_batch
         )
         if has_left_epoch and not loop.done:
-            for loader in loaders:
+            for loader in _loaders(loop):
                 _set_epoch_of_samplers(loader, trainer.current_epoch)  # iter() draws at once
             iter(loop._data_fetcher)
-        # Lightning still compares the number of batches taken in the epoch that is over with its
-        # length.
-        self._match_length(trainer, is_later=has_left_epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Make the loaders deliver the epoch that begins."""
@@ -119,38 +96,6 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 has_changed = True
         if has_changed and is_begun:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)
-        self._match_length(trainer)
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Tell Lightning the epoch's number of batches, if that could not be done earlier."""
-        if self._later_count is not None:
-            _set_count(trainer, self._later_count)
-            self._later_count = None
-
-    def _match_length(self, trainer: Any, *, is_later: bool = False) -> None:
-        """Give Lightning the number of batches of the epoch that begins, if it may have changed.
-
-        Args:
-            trainer: The Trainer.
-            is_later: Whether the loop has to keep the previous number until the first batch.
-        """
-        fetcher = trainer.fit_loop._data_fetcher
-        loaders = fetcher.combined_loader.flattened
-        if len(loaders) > 1 or not _rolls_over(loaders[0]):
-            return
-        loaders[0]._present_plan.commit()  # if an epoch is over, the length is now the next one's
-        limit = trainer.limit_train_batches
-        try:
-            count = len(loaders[0])
-        except (TypeError, NotImplementedError):  # then Lightning takes all batches itself
-            return
-        count = int(count * limit) if isinstance(limit, float) else min(count, limit)
-        fetcher.combined_loader.limits = count
-        fetcher.length = count
-        if is_later:
-            self._later_count = count
-        else:
-            _set_count(trainer, count)
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -167,10 +112,6 @@ def _loaders(loop: Any) -> list[Any]:
     return loaders
 
 
-def _rolls_over(loader: object) -> bool:
-    return isinstance(loader, DataLoader) and loader.last_batch == "rollover"
-
-
 def _set_epoch_of_samplers(loader: Any, epoch: int) -> None:
     """Set the epoch of a loader's sampler and of its batch sampler's, as Lightning does."""
     batches = getattr(loader, "batch_sampler", None)
@@ -179,10 +120,3 @@ def _set_epoch_of_samplers(loader: Any, epoch: int) -> None:
         set_epoch = getattr(sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-def _set_count(trainer: Any, count: int) -> None:
-    trainer.fit_loop.max_batches = count
-    interval = trainer.val_check_interval
-    if isinstance(interval, float) and trainer.val_check_batch is not None:
-        trainer.val_check_batch = max(1, int(count * interval))

@@ -323,7 +323,7 @@ SCENARIOS = {
             lightning,
             "Lightning",
             adapter="`lightning.LoaderCallback`",
-            why='checkpoints at an epoch\'s end, and `last_batch="rollover"`, need the callback',
+            why="checkpoints at an epoch's end need the callback",
         ),
         Scenario(fabric, "Lightning Fabric"),
         Scenario(
