@@ -5,6 +5,7 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
+import functools
 import itertools
 import os
 import threading
@@ -162,11 +163,7 @@ class LoaderParts:
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
-        begin_lock: Held by the thread that begins an epoch.
         statistics: The records of all epochs.
-        failures: The samples that failed.
-        state_cost: Warns if states of the dataset cost much.
-        dataset_epoch: Decides which number of an epoch the dataset is told.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
         destination: The opened devices; None before the first iterator that copies to a device.
@@ -189,21 +186,44 @@ class LoaderParts:
 
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
-        self.begin_lock = threading.RLock()
         self.statistics = Statistics()
-        self.failures: FailureList[FailedSample] = FailureList()
-        self.state_cost = StateCost()
-        self.dataset_epoch = DatasetEpoch()
         self.executor_key, self.task_numbers = os.urandom(16), itertools.count()
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = os.getpid(), threading.RLock()
+        self._iterators: tuple[weakref.ref[Any], ...] = ()
+
+    @property
+    def begin_lock(self) -> threading.RLock:
+        """The lock of this process: a child may inherit one that no thread of its own releases."""
+        if self._lock[0] != os.getpid():
+            self._lock = os.getpid(), threading.RLock()
+        return self._lock[1]
+
+    # Made when they are needed, since a program may have very many loaders.
+
+    @functools.cached_property
+    def failures(self) -> FailureList[FailedSample]:
+        """The samples that failed."""
+        return FailureList()
+
+    @functools.cached_property
+    def state_cost(self) -> StateCost:
+        """Warns if states of the dataset cost much."""
+        return StateCost()
+
+    @functools.cached_property
+    def dataset_epoch(self) -> DatasetEpoch:
+        """Decides which number of an epoch the dataset is told."""
+        return DatasetEpoch()
 
     def add(self, iterator: object) -> None:
         """Add an iterator."""
-        self._iterators.add(iterator)
+        alive = [reference for reference in self._iterators if reference() is not None]
+        self._iterators = (*alive, weakref.ref(iterator))
 
     def open_iterators(self) -> list[Any]:
         """Return the iterators that are not garbage."""
-        return list(self._iterators)
+        alive = (reference() for reference in self._iterators)
+        return [iterator for iterator in alive if iterator is not None]
 
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""

@@ -312,7 +312,9 @@ class DataLoader(ResumableLoader[_T_co]):
         given = dict(locals())
         # Now, since torch's constructor calls check_worker_number_rationality(), and past the
         # descriptors, which refuse to set some.
-        self.__dict__.update({name: given[name] for name in OPTIONS})
+        is_own = type(self) is not DataLoader  # whose class may have attributes of these names
+        own = {name: given[name] for name in OPTIONS if is_own or given[name] is not DEFAULTS[name]}
+        self.__dict__.update(own)
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             given["num_workers"] = self._begin_adapting(num_workers, dataset)
         if executor is not None and num_workers and prefetch_factor is None:
@@ -321,7 +323,8 @@ class DataLoader(ResumableLoader[_T_co]):
             self._apply_last_batch(given)
         super().__init__(**{name: given[name] for name in _TORCHS})
         values = read_options(self)
-        self._sample_seed = self.__dict__["seed"] = values["seed"]
+        if values["seed"] is not None:
+            self._sample_seed = self.__dict__["seed"] = values["seed"]
         if self.num_workers:
             # It takes some 50 ms, for which nobody should wait while workers make the first batch.
             importlib.import_module("shmloader.loader.engines")
@@ -476,21 +479,19 @@ class DataLoader(ResumableLoader[_T_co]):
         """
         values, sharing, parts = read_options(self), self._sharing, self._parts
         is_host, is_map = sharing.scope == "host", not self._is_iterable
-        parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
+        saves_dataset, collates = self._saves_dataset, self._auto_collation
+        if saves_dataset:
+            parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         seed, on_error, count = self._sample_seed, values["on_error"], self.num_workers
-        order = self._present_plan.order
+        order = None if sharing.ranks is None else self._present_plan.order
         fetch = FetchConfig(
-            self._is_iterable,
-            self._auto_collation,
+            not is_map,
+            collates,
             self.drop_last,
             keep_size=on_error == "skip" and self._is_in_ranks,
-            may_shard=(
-                sharing.ranks is not None
-                and isinstance(order, SeededOrder)
-                and order.may_give_lists
-            ),
+            may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
             seed=None if seed is None else self._seed_of_samples(seed),
-            snapshot_every=self._snapshot_interval if self._saves_dataset else 0,
+            snapshot_every=self._snapshot_interval if saves_dataset else 0,
             is_persistent=bool(self.persistent_workers),
             concurrency=values["fetch_concurrency"],
             sample_timeout_s=values["sample_timeout"],
@@ -500,7 +501,7 @@ class DataLoader(ResumableLoader[_T_co]):
                 on_error == "raise"
                 and is_map
                 and may_be_columns(self.dataset)
-                and self._auto_collation
+                and collates
                 and is_plain(self.collate_fn)
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
@@ -512,7 +513,7 @@ class DataLoader(ResumableLoader[_T_co]):
             fetch=fetch,
             dataset=self.dataset,
             collate_fn=self.collate_fn,
-            saves_dataset=self._saves_dataset,
+            saves_dataset=saves_dataset,
             has_steps=sharing.devices is not None,
             num_workers=count,
             most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
@@ -647,8 +648,8 @@ class DataLoader(ResumableLoader[_T_co]):
 
 
 for _option in OPTIONS.values():
-    if _option.is_fixed:
-        setattr(DataLoader, _option.name, FixedArgument(_option.name))
+    _name, _default = _option.name, _option.default
+    setattr(DataLoader, _name, FixedArgument(_name) if _option.is_fixed else _default)
 
 
 class CachedBatches(Generic[_T]):

@@ -357,12 +357,15 @@ def read_options(loader: Any) -> dict[str, Any]:
         ValueError: If it has a wrong value, needs what the loader does not have, or cannot be
             combined with another option.
     """
-    sharing = loader._sharing
-    values = {name: option.check(getattr(loader, name)) for name, option in OPTIONS.items()}
+    sharing, own, values = loader._sharing, loader.__dict__, DEFAULTS.copy()
+    # A loader has few options that are not the default, and may be made for a short epoch.
     for name, option in OPTIONS.items():
-        if values[name] != option.default:
+        if name in own and own[name] is not option.default:
+            values[name] = option.check(own[name])
+    for name, option in OPTIONS.items():
+        if values[name] is not option.default and values[name] != option.default:
             option.check_needs(loader)
-    if _SCOPE.check(sharing.scope) == "host":
+    if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
         _SCOPE.check_needs(loader)
         if loader._saves_dataset:
             raise ValueError(
@@ -399,7 +402,8 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
             "seed is mutually exclusive with generator: seed= decides the order and all random "
             "numbers, which torch draws from generator="
         )
-    if not starts_processes(loader.multiprocessing_context):
+    context = loader.multiprocessing_context
+    if context is not None and not starts_processes(context):
         raise ValueError(
             "multiprocessing_context should start processes; thread_pool=True loads on threads"
         )

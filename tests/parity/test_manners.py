@@ -203,8 +203,8 @@ def test_a_thread_that_begins_an_epoch_is_not_disturbed_by_one_that_begins_anoth
             return iter([[n] for n in range(6)])
 
     loader = DataLoader(Squares(6), batch_sampler=Batches(), num_workers=num_workers)
-    begin_lock = loader._parts.begin_lock
-    lock = begin_lock._lock = WatchedLock(begin_lock._lock)
+    lock = WatchedLock(loader._parts.begin_lock)
+    loader._parts._lock = os.getpid(), lock
     found: list[Any] = []
     with in_thread(lambda: found.extend(loader)):
         assert begun.wait(20)
