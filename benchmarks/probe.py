@@ -29,7 +29,7 @@ from _files import write_json
 from _machine import describe_machine
 from _sections import three_digits
 
-from shmloader.device.backend import Backend, open_backend
+from shmloader.device.backend import Backend
 from shmloader.memory.arena import Arena, Slot
 
 MIB = 1 << 20
@@ -80,9 +80,8 @@ class Registering:
 
     def __init__(self, backend: Backend) -> None:
         driver = backend.driver
-        if driver is None:
-            reason = backend.no_driver or f"no driver is known for {backend.device.type}"
-            raise Unavailable(reason)
+        if isinstance(driver, str):
+            raise Unavailable(driver or f"no driver is known for {backend.device.type}")
         self._driver = driver
         self._backend = backend
 
@@ -300,7 +299,7 @@ def _table(name: str, rows: list[dict] | str) -> str:
 
 def probe(accelerator: Accelerator, sizes: Sizes) -> Iterator[dict]:
     """Measure part by part; yield all results so far after each part."""
-    backend = open_backend(accelerator.device)
+    backend = Backend(accelerator.device)
     found: dict[str, object] = {**accelerator.describe()}
     for name, measure in PARTS.items():
         try:

@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader.device import drivers
+from shmloader.device import backend
 
 _SOURCE = Path(__file__).with_name("late_device.cpp")
 _CACHE = Path(__file__).parents[1] / ".pytest_cache" / "d" / "late_device"
@@ -129,7 +129,7 @@ def compile_library() -> Path:
 
 
 class _Driver:
-    """The device's driver, with the interface of `shmloader.device.drivers.Driver`.
+    """The device's driver, with the interface of `shmloader.device.backend.CudaDriver`.
 
     Attributes:
         refuses: Why registering is refused; empty if it is not.
@@ -209,9 +209,9 @@ class LateDevice:
         self.driver.refuses = ""
         self.driver.calls.clear()
         if is_on:
-            drivers.DRIVERS["late"] = lambda: self.driver
+            backend.DRIVERS["late"] = lambda: self.driver
         else:
-            drivers.DRIVERS.pop("late", None)
+            backend.DRIVERS.pop("late", None)
 
     def count(self, name: str) -> int:
         """Return one of `COUNTS`, as counted since the device was switched on."""

@@ -20,7 +20,7 @@
 //   * A device can be made to fail: from then on everything that it is asked for raises.
 //
 // The functions at the end are called through ctypes. They switch the device on and off, hold its
-// work back, return counts, and are the driver that `shmloader.device.drivers` calls.
+// work back, return counts, and are the driver that `shmloader.device.backend` calls.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/CachingHostAllocator.h>

@@ -1,24 +1,37 @@
-"""Devices that batches are copied to, through torch's interface for all accelerators.
+"""A device that batches are copied to: torch's interface for all accelerators, and CUDA's driver.
 
 There is one backend for each loader and device. Its stream is made once, because torch's allocator
 keeps device memory for the stream that first used it. Nothing here initializes a device before the
 loader's thread starts, so that the workers of the first epoch can be forked.
+
+Of CUDA's driver, the functions are called that torch does not offer: page locks, and the mode of
+graph capture. They are the driver's, not the runtime's: the runtime would keep the error of a
+refused call, and the user's next call would report it. `DRIVERS` lists the kinds of device that
+have a driver. Batches for other kinds, and for ROCm, go through torch's pinned memory.
 """
 
 import contextlib
+import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from shmloader.device.drivers import CudaDriver, open_driver, relaxed_capture
-from shmloader.interruptions import Caught, Suppressed, attempt
+from shmloader.interruptions import Caught, attempt
 
 #: A point in a stream, such as a ``torch.Event``, complete when all earlier work of the stream is.
 Event = Any
+
+# Numbers of <cuda.h>.
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all devices
+_CAPTURE_GLOBAL = 0  # CU_STREAM_CAPTURE_MODE_GLOBAL: the default
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+# Which device ----------------------------------------------------------------------------------
 
 
 def parse_device(value: object, argument: str = "device") -> torch.device | None:
@@ -29,7 +42,7 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
         argument: The name of the argument, for the texts of errors.
 
     Returns:
-        The device, with its index if its kind can have several; None for the CPU.
+        The device, with its index; None for the CPU.
 
     Raises:
         TypeError: If the value is of another type.
@@ -54,16 +67,17 @@ def parse_device(value: object, argument: str = "device") -> torch.device | None
         ) from None
     if device.type == "cpu":
         return None
-    count = _count(device.type)
+    # Not is_available(), which calls CUDA's driver.
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == _accelerator_kind() != "cuda":
+        count = torch.accelerator.device_count()
     index: int | None = device.index
     if (index or 0) >= count:
         raise RuntimeError(
             f"{argument}='{device}' does not exist: torch {torch.__version__} finds {count} "
             f"{device.type} devices here"
         )
-    if index is None and device.type != "mps":
-        return torch.device(device.type, current_index(device.type))
-    return device
+    return torch.device(device.type, current_index(device.type)) if index is None else device
 
 
 def current_index(kind: str) -> int:
@@ -75,7 +89,6 @@ def current_index(kind: str) -> int:
 
 
 def _accelerator_kind() -> str | None:
-    # Not is_available(), which calls CUDA's driver.
     try:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 raises it if there is none
@@ -83,19 +96,97 @@ def _accelerator_kind() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def _count(kind: str) -> int:
-    """Return how many devices of a kind there are. Not by is_available(), for the same reason."""
-    if kind == "cuda":
-        return torch.cuda.device_count()
-    return torch.accelerator.device_count() if kind == _accelerator_kind() else 0
+# Its driver ------------------------------------------------------------------------------------
 
 
-def move_to(batch: Any, device: Any) -> Any:
-    """Call an object's own ``to``, which may not accept ``non_blocking``."""
+class CudaDriver:
+    """The driver of CUDA. Called from any thread.
+
+    Args:
+        library: ``libcuda``; None loads it.
+
+    Raises:
+        OSError: If its library is missing.
+        AttributeError: If the library lacks a function.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        library = library or ctypes.CDLL("libcuda.so.1")
+        self._register = library.cuMemHostRegister_v2
+        self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._unregister = library.cuMemHostUnregister
+        self._unregister.argtypes = [ctypes.c_void_p]
+        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
+        self._exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+        self._current_context = library.cuCtxGetCurrent
+        self._current_context.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+        self._error_name = library.cuGetErrorName
+        self._error_name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock memory for all devices. Returns why that failed, or an empty string."""
+        return self._describe(self._register(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> str:
+        """Undo :meth:`register`, if it was done. Returns why that failed, or an empty string."""
+        error = self._unregister(address)
+        return "" if error == _NOT_REGISTERED else self._describe(error)
+
+    def has_context(self) -> bool:
+        """Whether the calling thread has a context, which registering needs."""
+        context = ctypes.c_void_p()
+        return self._current_context(ctypes.byref(context)) == 0 and bool(context.value)
+
+    def relax_capture(self) -> int:
+        """Let the calling thread work while another captures a graph. Returns the old mode."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        if self._exchange_mode(ctypes.byref(mode)):
+            return _CAPTURE_GLOBAL  # nothing was exchanged: CUDA is not initialized yet
+        return mode.value
+
+    def restore_capture(self, mode: int) -> None:
+        """Restore the calling thread's mode, which :meth:`relax_capture` returned."""
+        self._exchange_mode(ctypes.byref(ctypes.c_int(mode)))
+
+    def _describe(self, error: int) -> str:
+        """Return the name of an error, or an empty string for success."""
+        if error == 0:
+            return ""
+        name = ctypes.c_char_p()
+        self._error_name(error, ctypes.byref(name))
+        return (name.value or b"").decode() or f"CUDA error {error}"
+
+
+#: Opens the driver of a kind of device, by the type of its ``torch.device``.
+DRIVERS: dict[str, Callable[[], CudaDriver]] = (
+    {"cuda": CudaDriver} if torch.version.hip is None else {}
+)
+
+
+def open_driver(kind: str) -> CudaDriver | str:
+    """Return the driver of a kind of device; or why it has none, "" if none is known."""
+    driver = attempt(DRIVERS[kind]) if kind in DRIVERS else ""
+    return str(driver.error) if isinstance(driver, Caught) else driver
+
+
+@contextlib.contextmanager
+def relaxed_capture(driver: CudaDriver) -> Iterator[None]:
+    """Keep the calling thread's calls in the block from invalidating a capture on any thread."""
+    mode = driver.relax_capture()
     try:
-        return batch.to(device, non_blocking=True)
-    except TypeError:
-        return batch.to(device)
+        yield
+    finally:
+        driver.restore_capture(mode)
+
+
+def relax_this_thread(kind: str) -> None:
+    """Relax the calling thread's capture mode for good. Does nothing if there is no driver."""
+    driver = open_driver(kind)
+    if not isinstance(driver, str):
+        driver.relax_capture()
+
+
+# The device ------------------------------------------------------------------------------------
 
 
 class Backend:
@@ -103,25 +194,17 @@ class Backend:
 
     Attributes:
         device: The device, with its index.
-        driver: The driver for this kind of device; None if there is no known one.
-        no_driver: Why that driver could not be opened; "" if it was, or if none is known.
-        can_pin: Whether torch has pinned memory for this kind of device.
         is_lost: Whether the device has reported a permanent error.
         numbers: The numbers of the batches.
     """
 
-    can_pin = True
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_lost = False
-        self.no_driver = ""
-        # The first item is the loader's stream. A list, because two threads may each make one.
-        self._streams: list[Any] = []
         self.numbers = itertools.count()
-        # The events of the user's streams, for each batch that was handed over, oldest first. The
+        # The events of the user's streams, for each batch that was delivered, oldest first. The
         # user's threads add them. The next epoch still waits for them: an epoch may be short.
-        self._handed_over: dict[int, list[Event]] = {}
+        self._delivered: dict[int, list[Event]] = {}
         self._new_stream: Callable[[torch.device], Any] = torch.Stream
         self._new_event: Callable[[torch.device], Any] = functools.partial(
             torch.Event, enable_timing=False
@@ -134,34 +217,27 @@ class Backend:
             self._current_stream = torch.cuda.current_stream
 
     @functools.cached_property
-    def driver(self) -> CudaDriver | None:
-        """Open the driver for this kind of device."""
-        driver = attempt(open_driver, self.device.type)
-        if isinstance(driver, Caught):  # its library, or a function of it, is missing
-            self.no_driver = str(driver.error)
-            return None
-        return driver
+    def driver(self) -> CudaDriver | str:
+        """The driver for this kind of device; or why there is none, "" if none is known."""
+        return open_driver(self.device.type)
 
-    @property
+    @functools.cached_property
     def stream(self) -> Any:
         """The loader's stream. The first access makes it, and initializes the device."""
-        if not self._streams:
-            self._streams.append(self._new_stream(self.device))
-        return self._streams[0]
+        return self._new_stream(self.device)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Prepare the calling thread for driver calls in the block, even during a graph capture."""
         driver = self.driver
-        if driver is None:
+        if isinstance(driver, str):
             yield
             return
         with relaxed_capture(driver):
             if not driver.has_context():
                 # In torch 2.6 and 2.7, selecting device 0 on a new thread binds no context.
-                # Waiting for a stream binds one in every runtime.
-                with Suppressed(RuntimeError):
-                    self.stream.synchronize()
+                # Waiting for a stream binds one in every runtime. A lost device refuses it.
+                attempt(self.stream.synchronize)
             yield
 
     def enter(self) -> None:
@@ -194,24 +270,24 @@ class Backend:
         event.record(stream)
         return event
 
-    def hand_over(
+    def deliver(
         self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
     ) -> None:
-        """Make the calling thread's current streams wait for a batch, and note that they use it.
+        """Make the calling thread's current streams wait for a batch, and record that they use it.
 
         Args:
             events: For each device that the batch has tensors on, the event that is complete when
                 the batch is ready.
             tensors: One tensor of each of the batch's storages.
-            number: The batch's number. A batch may be handed over several times, from one thread
-                to the next.
+            number: The batch's number. A batch may be delivered several times, from one thread to
+                the next.
         """
         streams = {device: self._current_stream(device) for device in events}
         for device, event in events.items():
             streams[device].wait_event(event)
         for tensor in tensors:
             tensor.record_stream(streams[tensor.device])
-        self._handed_over[number] = [
+        self._delivered[number] = [
             self._record(device, stream) for device, stream in streams.items()
         ]
 
@@ -221,45 +297,14 @@ class Backend:
         Args:
             newest: How many of the most recent batches are not waited for.
         """
-        while len(self._handed_over) > newest:
-            oldest = next(iter(self._handed_over.copy()))
-            for event in self._handed_over.pop(oldest, ()):
+        while len(self._delivered) > newest:
+            oldest = next(iter(self._delivered.copy()))
+            for event in self._delivered.pop(oldest, ()):
                 event.synchronize()
 
     def check(self) -> bool:
         """Wait for all copies. Returns False if the device has reported a permanent error."""
-        if self._streams:
+        if "stream" in self.__dict__:
             with self.ready():
                 self.is_lost |= isinstance(attempt(self.stream.synchronize), Caught)
         return not self.is_lost
-
-
-class BlockingBackend(Backend):
-    """A device of a kind without streams (MPS). Each copy waits until it is done."""
-
-    can_pin = False
-
-    def enter(self) -> None:
-        """Do nothing: there are no streams."""
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device."""
-        return tensor.to(self.device)
-
-    def record(self) -> Event:
-        """Return a complete event."""
-        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
-
-    def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:  # noqa: ARG002 - the base's signature
-        """Return no events: there is nothing to wait for."""
-        return {}
-
-    def hand_over(
-        self, events: Mapping[torch.device, Event], tensors: Iterable[torch.Tensor], number: int
-    ) -> None:
-        """Do nothing: the batch is ready."""
-
-
-def open_backend(device: torch.device) -> Backend:
-    """Return the backend for a device."""
-    return BlockingBackend(device) if device.type == "mps" else Backend(device)

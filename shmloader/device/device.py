@@ -19,23 +19,36 @@ import contextlib
 import copy
 import functools
 import os
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shmloader.device.backend import Backend, Event, move_to, open_backend
-from shmloader.device.drivers import relax_this_thread
+from shmloader.device.backend import Backend, Event, relax_this_thread
 from shmloader.device.page_locks import PageLocks
-from shmloader.device.pin import is_small, pin_block, split_block
-from shmloader.device.stage import Stage, StageBrokenError
+from shmloader.device.stage import (
+    Stage,
+    StageBrokenError,
+    clear_frames,
+    is_small,
+    pin_block,
+    split_block,
+)
 from shmloader.device.structure import all_tensors, map_tensors
 from shmloader.probing import probe
 
 # Before a further batch is copied to the device, the stage waits for the user's work on all batches
 # except the last two: the user is taking one of these, and still uses the other.
 _BATCHES_IN_USE = 2
+
+# The methods that return the plain tensors of a sparse one.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class Destination:
@@ -51,7 +64,7 @@ class Destination:
     """
 
     def __init__(self, devices: Sequence[torch.device | None]) -> None:
-        backends = {device: open_backend(device) for device in devices if device is not None}
+        backends = {device: Backend(device) for device in devices if device is not None}
         self.backends = [None if device is None else backends[device] for device in devices]
         self.locks = PageLocks(list(backends.values()))
         self._devices = tuple(devices)
@@ -91,6 +104,7 @@ class DeviceStage(Stage):
 
     name = "shmloader_device"
     kind = "device"
+    ahead: int
 
     def __init__(
         self,
@@ -100,13 +114,10 @@ class DeviceStage(Stage):
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.ahead = ahead
-        self._backend = backend
-        self._locks = locks
-        self._transform = transform
+        self._backend, self._locks, self._transform = backend, locks, transform
         # Copies under way, oldest first: the event after each, and the batch's views of its slot.
         # The tensors are listed as well: a user's container may change while it is mapped.
         self._reading: collections.deque[tuple[Event, object]] = collections.deque()
-        self._max_reading = ahead + 1
 
     def start(self) -> None:
         """Prepare the stage's thread. Called on it."""
@@ -124,13 +135,8 @@ class DeviceStage(Stage):
         Raises:
             StageBrokenError: If the device has reported a permanent error.
         """
-        try:
-            with self._noticing_loss():
-                return self._run(batch)
-        except Exception as error:
-            del batch  # the traceback pins this frame, which must not pin the slot
-            traceback.clear_frames(error.__traceback__)  # for the same reason
-            raise
+        with self._detecting_loss():
+            return self._run(batch)
 
     def _run(self, batch: object) -> OnDevice:
         self._wait_for_space()
@@ -142,12 +148,11 @@ class DeviceStage(Stage):
             # Needed even if the copy of one tensor failed: other copies may be under way.
             event = self._backend.record()
             self._reading.append((event, held))
-            del batch, held  # as in run()
-        if self._transform is None:
-            events = {self._backend.device: event}
-            number = next(self._backend.numbers)
-            return OnDevice(copied, list(self._storages(copied)), events, number)
-        return self._recorded(self._transform(copied), next(self._backend.numbers))
+        number = next(self._backend.numbers)
+        if self._transform is not None:
+            return self._recorded(self._transform(copied), number)
+        events = {self._backend.device: event}
+        return OnDevice(copied, list(self._storages(copied)), events, number)
 
     def _recorded(self, batch: Any, number: int) -> OnDevice:
         """Return a batch that was computed on the calling thread's current streams."""
@@ -162,7 +167,7 @@ class DeviceStage(Stage):
             source: The batch that it was computed from, if that was on the device; else None.
 
         Returns:
-            The result, for :meth:`hand_over`; None if it is not on the device.
+            The result, for :meth:`deliver`; None if it is not on the device.
 
         Raises:
             StageBrokenError: If the device has reported a permanent error.
@@ -170,33 +175,30 @@ class DeviceStage(Stage):
         if next(self._storages(value), None) is None:
             return None
         number = next(self._backend.numbers) if source is None else source.number
-        with self._noticing_loss():
+        with self._detecting_loss():
             return self._recorded(value, number)
 
     def _wait_for_space(self) -> None:
         """Wait until one more batch may be read from its slot, and put on the device."""
         reading = self._reading
-        while reading and reading[0][0].query():
-            reading.popleft()
-        while len(reading) >= self._max_reading:
+        while reading and (len(reading) > self.ahead or reading[0][0].query()):
             reading[0][0].synchronize()
             reading.popleft()
         # Without this, batches pile up on the device if the training loop never waits for it.
         self._backend.wait_for_user(_BATCHES_IN_USE)
 
     def _copy(self, batch: object, tensors: list[torch.Tensor]) -> Any:
-        small = [tensor for tensor in tensors if self._backend.can_pin and is_small(tensor)]
+        small = [tensor for tensor in tensors if is_small(tensor)]
         copies: dict[int, torch.Tensor] = {}
         if small:
             pieces = split_block(self._backend.copy(pin_block(small)), small)
             copies = dict(zip(map(id, small), pieces, strict=True))
-
         return map_tensors(functools.partial(self._copy_one, copies), batch, self._copy_object)
 
     def _copy_one(self, copies: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in copies:
             return copies[id(tensor)]
-        if self._backend.can_pin and tensor.is_cpu and tensor.layout is torch.strided:
+        if tensor.is_cpu and tensor.layout is torch.strided:
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
             with self._locks.reading(tensor) as is_locked:
@@ -208,7 +210,7 @@ class DeviceStage(Stage):
     def _copy_object(self, value: Any) -> Any:
         """Copy an object that is neither a tensor nor a known container."""
         own = copy.deepcopy(value)
-        return move_to(own, self._backend.device) if callable(probe(own, "to")) else own
+        return own.to(self._backend.device) if callable(probe(own, "to")) else own
 
     def _storages(self, batch: Any) -> Iterator[torch.Tensor]:
         """Yield one tensor of each storage that a batch has on devices of this kind."""
@@ -221,25 +223,25 @@ class DeviceStage(Stage):
                         seen.add(storage)
                         yield plain
 
-    def hand_over(self, result: OnDevice) -> object:
+    def deliver(self, result: OnDevice) -> object:
         """Make the calling thread's current stream wait for the batch, and return the batch.
 
         Raises:
             StageBrokenError: If the device has reported a permanent error.
         """
-        with self._noticing_loss():
-            self._backend.hand_over(result.events, result.tensors, result.number)
+        with self._detecting_loss():
+            self._backend.deliver(result.events, result.tensors, result.number)
         return result.batch
 
     @contextlib.contextmanager
-    def _noticing_loss(self) -> Iterator[None]:
+    def _detecting_loss(self) -> Iterator[None]:
         """Raise a StageBrokenError where an error in the block is the device's and permanent."""
         try:
             yield
         except Exception as error:
+            clear_frames(error)
             if self._backend.check():
                 raise
-            traceback.clear_frames(error.__traceback__)  # they may pin the slot
             raise StageBrokenError(
                 f"{self._backend.device} takes no more batches, since it reports a permanent "
                 f"error: {error}"
@@ -252,11 +254,8 @@ class DeviceStage(Stage):
             self._reading.clear()
 
 
-class HostStage(Stage):
-    """Copies batches for the CPU out of slots that a device may read as well.
-
-    A :class:`DevicesStage` runs this stage, so it has neither a thread nor a name of its own.
-    """
+class _HostStage(Stage):
+    """Copies batches for the CPU out of slots that a device may read as well."""
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
         self._transform = transform
@@ -290,9 +289,7 @@ class DevicesStage(Stage):
     ) -> None:
         self.ahead = ahead
         self._stages: list[Stage] = [
-            HostStage(transform)
-            if backend is None
-            else DeviceStage(backend, locks, ahead, transform)
+            DeviceStage(backend, locks, ahead, transform) if backend else _HostStage(transform)
             for backend in backends
         ]
 
@@ -303,23 +300,16 @@ class DevicesStage(Stage):
 
     def run(self, batch: Any) -> list[Any]:
         """Start the copies of a step: a list of at most as many batches as there are devices."""
-        results, one = [], None
-        try:
-            for stage, one in zip(self._stages, batch, strict=False):
-                results.append(stage.run(one))
-        finally:
-            del batch, one  # a traceback pins this frame, which must not pin the slot
-        return results
+        return [stage.run(one) for stage, one in zip(self._stages, batch, strict=False)]
 
-    def hand_over(self, result: list[Any]) -> object:
+    def deliver(self, result: list[Any]) -> object:
         """Make the current stream on each device wait for its batch, and return all batches."""
-        return [stage.hand_over(batch) for stage, batch in zip(self._stages, result, strict=False)]
+        return [stage.deliver(one) for stage, one in zip(self._stages, result, strict=False)]
 
     def close(self) -> None:
-        """Wait for the copies under way, and release their slots."""
-        with contextlib.ExitStack() as stack:  # a failing `close` does not prevent the others
-            for stage in self._stages:
-                stack.callback(stage.close)
+        """Wait for the copies under way, and release their slots. Raises nothing."""
+        for stage in self._stages:
+            stage.close()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -335,10 +325,6 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names = tensor.__tensor_flatten__()[0]
         return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor] if tensor.layout is torch.strided else []
+    if tensor.layout is torch.strided:
+        return [tensor]
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]

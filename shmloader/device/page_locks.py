@@ -6,8 +6,8 @@ Guarantees:
     * Locked pages are neither given back to the system nor unmapped. Otherwise a device would
       continue to read the old pages.
     * A slot is unlocked only when no device reads it.
-    * A lock is noted before locking, and the note is removed after unlocking. So an interruption
-      leaves at most a note without a lock, and unlocking is tried again.
+    * A lock is listed before locking, and removed from the list after unlocking. So an interruption
+      leaves at most a listed slot without a lock, and unlocking is tried again.
 """
 
 import contextlib
@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from shmloader.device.backend import Backend
-from shmloader.device.drivers import CudaDriver
+from shmloader.device.backend import Backend, CudaDriver
 from shmloader.memory.arena import Slot
 from shmloader.process_state import PROCESS
 
@@ -38,9 +37,7 @@ class PageLocks:
         self._pid = os.getpid()
         # Locked bytes, by the slot's address.
         self._locked: dict[int, int] = {}
-        # Addresses of slots that are about to be unlocked, and that no further copy may read.
-        # Added only under the lock that is held while a copy begins.
-        self._leaving: set[int] = set()
+        # Held while a copy from a locked slot begins, and while all slots are unlocked.
         self._reading = threading.Lock()
 
     def locked_bytes(self, slot: Slot) -> int:
@@ -59,11 +56,11 @@ class PageLocks:
         if self._is_refused or self.locked_bytes(slot) >= nbytes:
             return
         first = self._backends[0]
-        driver, why = first.driver, first.no_driver
-        if driver is not None:
+        why = first.driver
+        if not isinstance(why, str):
             wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, slot.nbytes)
             with first.ready():
-                error = self._lock(driver, slot.address, wanted)
+                error = self._lock(why, slot.address, wanted)
             why = error and f"page-locking {wanted} bytes was refused: {error}"
         if why:
             self._is_refused = True
@@ -82,7 +79,6 @@ class PageLocks:
             if error := driver.unregister(address):
                 return error
             del self._locked[address]
-        self._leaving.discard(address)
         self._locked[address] = nbytes
         error = driver.register(address, nbytes)
         if error:
@@ -99,7 +95,7 @@ class PageLocks:
         if os.getpid() != self._pid or slot.address not in self._locked:
             return True
         driver = self._backends[0].driver
-        assert driver is not None
+        assert not isinstance(driver, str)
         with self._backends[0].ready():
             error = driver.unregister(slot.address)
         # A lost device reads nothing any more, so its registrations do no harm. A working device
@@ -107,7 +103,6 @@ class PageLocks:
         if error and any(backend.check() for backend in self._backends):
             return False
         del self._locked[slot.address]
-        self._leaving.discard(slot.address)
         return True
 
     def keep(self, slot: Slot) -> None:
@@ -123,34 +118,32 @@ class PageLocks:
         )
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
-        """Allow no further copies from these slots, and wait until no device reads them.
+        """Wait until no device reads these slots, and unlock them. Raises nothing.
 
-        Raises nothing, because a lost device reads nothing.
+        No copy begins meanwhile. One that begins later finds the slot unlocked.
         """
-        locked = {slot.address for slot in slots if slot.address in self._locked}
+        locked = [slot for slot in slots if slot.address in self._locked]
         if os.getpid() == self._pid and locked:
             with self._reading:
-                self._leaving |= locked
-            for backend in self._backends:
-                backend.check()
+                for backend in self._backends:
+                    backend.check()  # which a lost device refuses: it reads nothing any more
+                for slot in locked:
+                    self.unlock(slot)
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
         """Keep a tensor's memory locked in the block, if it is locked.
 
-        Before the memory is unlocked, :meth:`end_reads` waits for copies that began in the block.
-
         Args:
             tensor: A CPU tensor without gaps.
 
         Yields:
-            Whether a device may read the memory directly: it is locked, and not about to be
-            unlocked.
+            Whether a device may read the memory directly.
         """
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         with self._reading:
             # A list: another thread may lock a slot meanwhile.
             yield any(
-                start <= first and last <= start + nbytes and start not in self._leaving
+                start <= first and last <= start + nbytes
                 for start, nbytes in list(self._locked.items())
             )

@@ -1,33 +1,38 @@
-"""The thread that runs an engine and the stage after it.
+"""The thread that runs an engine and the stage after it, and its results on the user's thread.
 
 ::
 
-    user's thread                                this thread, one for each epoch
-    ─────────────                                ───────────────────────────────
-    draw the sampler ── Inbox ─────────────────▶ engine.next_batch()
-    next() ◀── queue: a batch, an exception, ─── stage.run(batch): pin, or copy to the device
-               or a call to be made there
+    user's thread: StagedEngine                  EngineThread, one for each epoch
+    ───────────────────────────                  ────────────────────────────────
+    draw the sampler ── tickets ───────────────▶ engine.next_batch()
+    next() ◀── items: a batch, an exception, ─── stage.run(batch): pin, or copy to the device
+               or a request
 
 Only the user's thread draws the sampler, one ticket for each batch that is taken, so the main
 process's random generators are used as torch uses them. It also starts workers that replace dead
 ones, and additional workers: a fork copies the forking thread, and the user's thread is the one
 that forked the others.
 
+Adding an item and waking a thread take no lock, because the garbage collector may end an iterator
+at any point, on either thread.
 """
 
-import functools
+import collections
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from shmloader.device.exchange import Raised, Ready, Request, Results, Semaphore, UserThreadCall
-from shmloader.device.stage import Stage, StageBrokenError
-from shmloader.engine.delivery import Instead
+from shmloader.device.stage import Stage, StageBrokenError, clear_frames
+from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine
-from shmloader.engine.inbox import Inbox
+from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.interruptions import Caught, attempt, is_interruption
 from shmloader.threads.background import BackgroundThread, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.threads.wakeup import Wakeup
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
@@ -37,15 +42,37 @@ class _Stop(BaseException):
     """Ends the thread."""
 
 
-def _explained(error: StopIteration) -> RuntimeError:
-    """Return an error in place of a StopIteration, which would silently end the epoch."""
-    explained = RuntimeError("a batch's device_transform or pin_memory raised StopIteration")
-    explained.__cause__ = error
-    return explained
+class Result(NamedTuple):
+    """A batch that the stage has processed, or an exception for the user.
+
+    Attributes:
+        batch: What the stage's ``run`` returned.
+        error: The exception; None for a batch.
+        delivery: The delivery of the batch, or of that in whose place the exception is raised.
+        is_last: Whether no further result follows.
+        staged: The stage's name in the statistics, and when the stage began and finished the batch,
+            in nanoseconds on the clock of ``time.monotonic_ns()``.
+    """
+
+    batch: Any
+    error: BaseException | None
+    delivery: Delivery | None
+    is_last: bool = False
+    staged: tuple[str, int, int] | None = None
 
 
-def _ask(results: Results, is_addition: bool) -> None:
-    results.put(Request.ADDITION if is_addition else Request.REPLACEMENT)
+class TicketRequest(NamedTuple):
+    """Asks for one more ticket: beside all others, or in place of one that yields no batch."""
+
+    is_addition: bool
+
+
+@dataclass
+class CallRequest:
+    """A function for the user's thread to call, while the engine's thread waits for that."""
+
+    function: Callable[[], None]
+    is_over: bool = False
 
 
 class EngineThread(BackgroundThread):
@@ -55,22 +82,21 @@ class EngineThread(BackgroundThread):
     must end.
 
     Attributes:
-        results: Results for the user's thread.
-        semaphore: Limits the results that are ready and not yet taken; None without a limit.
-        inbox: Tickets from the user's thread.
+        items: What the user's thread is to take, in order.
+        has_item: Set when an item was added, and at the end.
+        may_go_on: Set when the user's thread has done something that this thread may wait for.
+        tickets: Index batches from the user's thread.
+        is_ended: Whether the sampler is exhausted.
         is_stopping: Whether the thread is to end.
     """
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__(stage.name)
-        self._engine = engine
-        self._stage = stage
-        self._call: UserThreadCall | None = None
-        self.results = Results()
-        self.semaphore = Semaphore(stage.ahead) if stage.ahead else None
-        self.is_stopping = False
-        # Does not refer to this object: a reference cycle would delay the end of what it holds.
-        self.inbox = Inbox(functools.partial(_ask, self.results))
+        self._engine, self._stage = engine, stage
+        self.items: collections.deque[Result | TicketRequest | CallRequest] = collections.deque()
+        self.has_item, self.may_go_on = Wakeup(), Wakeup()
+        self.tickets: collections.deque[object] = collections.deque()
+        self.is_ended = self.is_stopping = False
 
     def wake(self) -> None:
         """End the present or the next wait of the engine on this thread."""
@@ -83,12 +109,8 @@ class EngineThread(BackgroundThread):
             Whether it has ended. False if it takes longer, or if the calling thread must not wait.
         """
         self.is_stopping = True
-        self.results.set()  # for a user's thread that waits
-        call = self._call
-        if call is not None:
-            call.over.set()
-        if self.semaphore is not None:
-            self.semaphore.release()
+        for event in (self.has_item, self.may_go_on):
+            event.set()
         self.wake()
         return self.join(timeout_s)
 
@@ -96,75 +118,91 @@ class EngineThread(BackgroundThread):
         """Run the engine and the stage until the last result, or until :meth:`stop`."""
         try:
             self._stage.start()
-            while self._take_one():
+            while self._serve_one():
                 pass
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
-            self.results.put(Raised(error, is_last=True))
+            self._put(Result(None, error, None, is_last=True))
 
     def close_what_it_uses(self) -> None:
         """Close the stage and the engine, and drop all results."""
-        self.results.clear()
+        self.items.clear()
         close(self._engine, self._stage)
 
-    def _take_one(self) -> bool:
-        """Pass one result to the user's thread. Returns whether another may follow."""
-        if self.semaphore is not None and not self.semaphore.try_acquire():
-            with self.resting():
-                self.semaphore.acquire()
-        self._pause()
-        result = self._next_result()
-        self.results.put(result)
-        is_last = type(result) is Raised and result.is_last
-        del result  # an exception's traceback pins this frame
-        return not is_last
+    def _put(self, item: Result | TicketRequest | CallRequest) -> None:
+        self.items.append(item)
+        self.has_item.set()
 
-    def _next_result(self) -> Ready | Raised:
+    def _serve_one(self) -> bool:
+        """Pass one result to the user's thread. Returns whether another may follow."""
+        self.pause()
+        while self._stage.ahead is not None and len(self.items) >= self._stage.ahead:
+            self._rest()
+        result = self._next_result()
+        self._put(result)
+        return not result.is_last
+
+    def _next_result(self) -> Result:
         try:
             batch = self._engine.next_batch()
-        except _Stop:
-            raise
         except Instead as instead:
-            error = instead.error
-            is_last = self._engine.is_closed or isinstance(error, StopIteration)
-            return Raised(error, is_last, self._engine.delivery)
+            is_last = self._engine.is_closed or isinstance(instead.error, StopIteration)
+            return Result(None, instead.error, self._engine.delivery, is_last)
         delivery = self._engine.delivery
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
             began_ns = time.monotonic_ns()
             result = self._stage.run(batch)
-            return Ready(result, delivery, (self._stage.kind, began_ns, time.monotonic_ns()))
-        except StopIteration as error:
-            return Raised(_explained(error), False, delivery)
+            staged = (self._stage.kind, began_ns, time.monotonic_ns())
+            return Result(result, None, delivery, staged=staged)
+        except StopIteration as error:  # which would silently end the epoch
+            text = "a batch's device_transform or pin_memory raised StopIteration"
+            explained = RuntimeError(text)
+            explained.__cause__ = error
+            return Result(None, explained, delivery)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
-            return Raised(error, isinstance(error, StageBrokenError), delivery)
+            clear_frames(error)
+            return Result(None, error, delivery, isinstance(error, StageBrokenError))
         finally:
             del batch  # an exception's traceback pins this frame, which must not pin the slot
 
-    def attach(self) -> None:
-        """Make the engine belong to this thread; see :meth:`Engine.attach`."""
-        self._engine.attach(self.inbox, self._pause, self._call_in_user_thread)
+    def _rest(self) -> None:
+        """Wait until the user's thread has done something."""
+        with self.resting():
+            self.may_go_on.wait()
+        self.pause()
 
-    def _pause(self) -> None:
+    # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread` --------
+
+    def pause(self) -> None:
         """Pause or end if asked to. Called between two steps, when no lock is held."""
         if self.is_stopping:
             raise _Stop
-        self.pause()
+        super().pause()
 
-    def _call_in_user_thread(self, function: Callable[[], None]) -> None:
+    @property
+    def has_ticket(self) -> bool:
+        """Whether a ticket is here."""
+        return bool(self.tickets)
+
+    def next_ticket(self) -> object:
+        """Return the next ticket."""
+        if not self.tickets:
+            raise StopIteration
+        return self.tickets.popleft()
+
+    def ask(self, *, is_addition: bool) -> None:
+        """Ask the user's thread for one more ticket."""
+        self._put(TicketRequest(is_addition))
+
+    def call(self, function: Callable[[], None]) -> None:
         """Have the user's thread call a function, and wait until it has."""
-        self._call = call = UserThreadCall(function)
-        self.results.put(call)
-        with self.resting():
-            if not self.is_stopping:
-                call.over.wait()
-        self._call = None
-        if self.is_stopping and not call.is_made:
-            raise _Stop
-        # The thread does not end here after a call: the engine has yet to note what was done.
-        call.raise_error()
+        call = CallRequest(function)
+        self._put(call)
+        while not call.is_over:
+            self._rest()
 
 
 def close(engine: Engine, stage: Stage) -> None:
@@ -172,10 +210,7 @@ def close(engine: Engine, stage: Stage) -> None:
     try:
         stage.close()
     finally:
-        try:
-            engine.close()
-        finally:
-            engine.detach()  # this breaks a reference cycle
+        engine.close()
 
 
 class ThreadOwner:
@@ -190,15 +225,14 @@ class ThreadOwner:
     """
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
-        self._engine = engine
-        self._stage = stage
+        self._engine, self._stage = engine, stage
         self.pid = os.getpid()
         self.thread: EngineThread | None = None
 
     def begin(self) -> EngineThread:
         """Make a thread, without starting it, and make the engine belong to it."""
         self.thread = thread = EngineThread(self._engine, self._stage)
-        thread.attach()
+        self._engine.attach(thread)
         return thread
 
     def end_epoch(self) -> None:
@@ -212,21 +246,20 @@ class ThreadOwner:
         if thread is not None:
             thread.stop(None)
             self.thread = None
-            thread.results.clear()
-            try:
-                if not self._engine.is_closed:
-                    self._engine.take_tickets()
-            finally:
-                self._engine.detach()
+            thread.items.clear()
+            if not self._engine.is_closed:
+                self._engine.take_tickets()
+            self._engine.detach()
+        self._stage.close()
 
     def end(self) -> None:
         """End the thread, and close the stage and the engine. May be called again."""
         if os.getpid() != self.pid:
             self._engine.close()  # neither the thread nor the device belongs to a forked child
-            return
-        uninterruptible(self._end_here)
+        else:
+            uninterruptible(self._end)
 
-    def _end_here(self) -> None:
+    def _end(self) -> None:
         thread = self.thread
         if thread is not None and not thread.stop(_JOIN_S) and thread.leave_closing():
             # The garbage collector runs this on that thread, or the thread is stuck in the user's
@@ -237,5 +270,166 @@ class ThreadOwner:
             return
         self.thread = None
         if thread is not None:
-            thread.results.clear()
+            thread.items.clear()
         close(self._engine, self._stage)
+
+
+class StagedEngine:
+    """Delivers an engine's batches, after a stage on another thread. Used on the user's thread.
+
+    Args:
+        engine: The engine, whose workers are running.
+        stage: Processes each batch.
+        window: Tickets that are drawn at an epoch's start.
+        timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
+
+    Attributes:
+        owner: Ends the engine, the stage and the thread. Refers neither to this object nor to the
+            sampler.
+        window: Tickets that are drawn at the next epoch's start.
+        is_waiting: Whether :meth:`next_batch` waits, or was left by an exception while it only
+            waited.
+        delivery: See :attr:`Engine.delivery`.
+        draw_ns: See :attr:`Engine.draw_ns`.
+        staged: :attr:`Result.staged` of the batch that was returned last.
+    """
+
+    def __init__(self, engine: Engine, stage: Stage, window: int, timeout_s: float) -> None:
+        self.owner = ThreadOwner(engine, stage)
+        self._engine, self._stage = engine, stage
+        self.window = window
+        self._timeout_s = timeout_s
+        self._draw: Callable[[], object] = iter(()).__next__
+        # Tickets of this epoch that are not answered yet.
+        self._tickets_out = 0
+        self.is_waiting = False
+        self.delivery: Delivery | None = None
+        self.draw_ns = 0
+        self.staged: tuple[str, int, int] | None = None
+
+    def start(self, tickets: Iterator[object]) -> None:
+        """Begin the first epoch."""
+        self._draw = tickets.__next__
+        self._tickets_out = self.draw_ns = 0
+        thread = self.owner.begin()
+        try:
+            for _ in range(self.window):
+                if not self._draw_one(thread):
+                    break
+        finally:
+            try:
+                thread.start()
+            except BaseException:
+                self.close()
+                raise
+
+    def restart(self, tickets: Iterator[object]) -> None:
+        """Begin a further epoch with the same workers; see :meth:`Engine.restart`."""
+        self._engine.check_process()
+        self.owner.end_epoch()
+        self._engine.restart(iter(()))
+        self.start(tickets)
+
+    def next_batch(self) -> object:
+        """Return the next batch; see :meth:`Engine.next_batch`."""
+        self.is_waiting = False
+        self.delivery = None  # a delivery is reported only once
+        self.draw_ns = 0
+        self._engine.check_process()  # a forked child has a copy of what is ready here
+        thread = self.owner.thread
+        if thread is None:
+            self._engine.check_open()
+            raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
+        while True:
+            item = self._wait_for_result(thread, deadline)
+            if isinstance(item, Result):
+                return self._deliver(thread, item)
+            if isinstance(item, TicketRequest):
+                self._tickets_out -= not item.is_addition
+                self._draw_one(thread)
+            else:
+                self._make(thread, item)
+
+    def give_up(self, error: BaseException) -> None:
+        """See :meth:`Engine.give_up`."""
+        self._engine.record_interruption(error)
+        self.close()
+
+    def _make(self, thread: EngineThread, call: CallRequest) -> None:
+        """Make a call that the engine's thread waits for."""
+        try:
+            call.function()
+        except Instead:  # which has closed the engine
+            self.close()
+            raise
+        finally:
+            call.is_over = True
+            thread.may_go_on.set()
+
+    def _deliver(self, thread: EngineThread, result: Result) -> object:
+        """Return the batch of a result, or raise its exception."""
+        if result.is_last:
+            assert result.error is not None
+            if not isinstance(result.error, StopIteration):
+                self._engine.record_interruption(result.error)  # unless the engine reported it
+                self.close()
+            raise Instead(result.error)
+        if result.delivery is not None:  # otherwise an exception that replaces no batch
+            self._tickets_out -= 1
+            self._draw_one(thread)  # which wakes the engine
+        self.delivery = result.delivery
+        if result.error is not None:
+            raise Instead(result.error)
+        self.staged = result.staged
+        return self._stage.deliver(result.batch)
+
+    def _wait_for_result(
+        self, thread: EngineThread, deadline: float | None
+    ) -> Result | TicketRequest | CallRequest:
+        """Wait for the thread's next item, and take it."""
+        items = thread.items
+        while not items:
+            # Checked after each wait, because another thread may have closed the iterator.
+            if thread.is_stopping:
+                self._engine.check_open()
+                raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is None or left_s > 0:
+                self.is_waiting = True  # an interruption of this call loses nothing
+                thread.has_item.wait(left_s)
+                self.is_waiting = False
+                continue
+            late = attempt(self._engine.late)  # the engine's thread may close what is examined
+            if not items:
+                raise late.error if isinstance(late, Caught) else Instead(late)
+        item = items[0]
+        if not (isinstance(item, Result) and item.is_last):  # which stays, for further calls
+            items.popleft()
+            thread.may_go_on.set()
+        return item
+
+    def _draw_one(self, thread: EngineThread) -> bool:
+        """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
+        began_ns = time.monotonic_ns()
+        try:
+            thread.tickets.append(self._draw())
+        except StopIteration:
+            thread.is_ended = True
+            return False
+        except BaseException as error:
+            if is_interruption(error):
+                raise
+            # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
+            thread.is_ended = self._tickets_out == 0
+            raise Instead(error) from None
+        finally:
+            thread.wake()
+        self.draw_ns += time.monotonic_ns() - began_ns
+        self._tickets_out += 1
+        return True
+
+    def close(self) -> None:
+        """End the thread, the stage and the engine. May be called again."""
+        self._draw = iter(()).__next__
+        self.owner.end()

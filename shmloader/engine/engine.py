@@ -10,34 +10,29 @@ Ctrl-C, has interrupted the engine. If the engine only waited (``is_waiting``), 
 Otherwise a batch or a ticket may be, so the iterator closes the engine by :meth:`Engine.give_up`.
 
 The module is long because one object performs every action of the scheduler and receives every
-report of the pool. What can be separated has a module of its own: slots (``slot_batches``), bad
-samples (``failures``) and texts (``wording``, ``lateness``).
+report of the pool.
 """
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn, cast
+from typing import NoReturn, Protocol, cast
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
 from shmloader.engine.delivery import Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
-from shmloader.engine.hang_watch import HangWatch
-from shmloader.engine.inbox import Inbox
-from shmloader.engine.lateness import late_batch, late_start
+from shmloader.engine.late import end_hanging, late_batch, late_start
+from shmloader.engine.records import DEAD, GONE, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
-from shmloader.engine.slot_batches import SlotBatches
-from shmloader.engine.wording import (
+from shmloader.engine.texts import (
     describe_death,
     describe_loading,
     describe_lost_state,
     describe_restart,
     describe_ticket,
 )
-from shmloader.engine.workers import DEAD, GONE, LOST, Worker
 from shmloader.errors import (
     ITERATOR_CLOSED,
     ClosedLoaderError,
@@ -48,27 +43,41 @@ from shmloader.errors import (
 )
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import BatchTimes, batch_times
-from shmloader.interruptions import describe_interruption, is_interruption
+from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
+from shmloader.memory.arena import Slot
+from shmloader.memory.layout import checksum
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
-from shmloader.pools.slot_memory import TRIM_EVERY
+from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
 
 _log = logging.getLogger("shmloader")
 
 
-def _explained(error: StopIteration) -> RuntimeError:
-    explained = RuntimeError("unpickling a batch raised StopIteration")
-    explained.__cause__ = error
-    return explained
+class OwnThread(Protocol):
+    """A thread that an engine belongs to, as the engine sees it.
 
+    Attributes:
+        is_ended: Whether the user's thread draws no further ticket.
+    """
 
-def _do_nothing() -> None:
-    """Do nothing: the pause of an engine without a thread of its own."""
+    is_ended: bool
 
+    @property
+    def has_ticket(self) -> bool:
+        """Whether :meth:`next_ticket` has one."""
 
-def _do_it(function: Callable[[], None]) -> None:
-    function()
+    def next_ticket(self) -> object:
+        """Return the next index batch from the user's thread, or raise StopIteration for now."""
+
+    def ask(self, *, is_addition: bool) -> None:
+        """Ask for a ticket: beside all others, or in place of one that yielded no batch."""
+
+    def pause(self) -> None:
+        """Pause if the thread is asked to. Called where no lock is held. May raise."""
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the user's thread call a function, and wait until it has."""
 
 
 class Engine:
@@ -82,55 +91,37 @@ class Engine:
             in the sampler. Not meaningful while the engine belongs to a thread of its own, since
             the user's thread draws then.
         staged: Times of a stage; None here, since an engine is no stage.
+        is_closed: Whether the engine was closed, by the user or because of an error.
 
     Args:
         pool: The workers and their memory. The engine owns the pool from now on.
-        worker_count: The most workers there may be.
-        window: The most tickets in flight.
-        lend_limit: The most batches lent at once.
-        in_order: Whether batches are delivered in the sampler's order.
+        scheduler: Decides. It was made for this pool.
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
         sample_timeout_s: Longest time for a sample in seconds, for a pool whose workers can be
             replaced; None for no limit.
-        worker_restarts: How many dead workers are replaced in an epoch.
-        checkpoints: The checkpoints at which the workers' datasets begin, if these are iterable or
-            have a state of their own.
-        is_iterable: Whether the datasets are iterable.
+        base_seed: The base seed of the workers, if checkpoints of their datasets are kept.
         is_seeded: Whether each sample has random number generators of its own.
-        watch: Notes bad samples; None if their errors are raised.
-        present: How many workers run at first, None for all; :meth:`want_workers` changes that.
-            For a pool with a queue only.
-        sharers: How many engines share the workers.
-        tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
-            window, however many workers are present.
+        watch: Counts bad samples; None if their errors are raised.
     """
 
     def __init__(
         self,
         pool: Pool,
+        scheduler: Scheduler,
         *,
-        worker_count: int,
-        window: int,
-        lend_limit: int,
-        in_order: bool,
         timeout_s: float,
         sample_timeout_s: float | None = None,
-        worker_restarts: int = 0,
-        checkpoints: DatasetCheckpoints | None = None,
-        is_iterable: bool = True,
+        base_seed: int | None = None,
         is_seeded: bool = False,
         watch: FailureWatch | None = None,
-        present: int | None = None,
-        sharers: int = 1,
-        tickets_each: int = 0,
     ) -> None:
-        self._pool = pool
+        self._pool, self._scheduler = pool, scheduler
         self._waiter = pool.waiter
-        self._has_queue = pool.has_queue
-        # ``pool`` again, typed for calls that only a pool with slots (and so without a queue) has.
+        # ``pool`` again, typed for calls that only a pool with slots has.
         self._slot_pool = cast("SlotPool", pool)
-        self._in_order = in_order
-        self._timeout_s = timeout_s
+        self._memory: SlotMemory | None = pool.memory
+        self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
+        self._base_seed, self._is_seeded = base_seed, is_seeded
         self._watch = watch
         self.counts = pool.counts
         self.delivery: Delivery | None = None
@@ -140,38 +131,12 @@ class Engine:
         # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
         self._left_out: list[Ticket] = []
-        self._is_closed = False
+        self.is_closed = False
         # Only the text, since the error's traceback would keep the engine alive.
         self._closed_because = ""
-        # Set while the engine belongs to a thread of its own.
-        self._inbox: Inbox | None = None
-        self._pause: Callable[[], None] = _do_nothing
-        self._have_done: Callable[[Callable[[], None]], None] = _do_it
+        self._own: OwnThread | None = None
         # The worker count that another thread has set; None once the scheduler knows it.
         self._wanted_workers: int | None = None
-        self._base_seed = None if checkpoints is None else checkpoints.base_seed
-        self._is_seeded = is_seeded
-        self._scheduler = Scheduler(
-            worker_count,
-            window,
-            lend_limit,
-            in_order=in_order,
-            restart_limit=worker_restarts,
-            first_worker=0 if checkpoints is None else checkpoints.next_worker,
-            beginnings=None if checkpoints is None else checkpoints.checkpoints,
-            is_iterable=is_iterable,
-            has_queue=self._has_queue,
-            has_slots=pool.memory is not None,
-            present=present,
-            sharers=sharers,
-            tickets_each=tickets_each,
-        )
-        self._hang_watch: HangWatch | None = None
-        if sample_timeout_s is not None:
-            self._hang_watch = HangWatch(self._slot_pool, self._scheduler, sample_timeout_s)
-        self._slots: SlotBatches | None = None
-        if pool.memory is not None:
-            self._slots = SlotBatches(self._slot_pool, self._scheduler.slots, lend_limit)
 
     @property
     def is_waiting(self) -> bool:
@@ -213,7 +178,7 @@ class Engine:
         """
         self._draw = tickets.__next__
         self.draw_ns = 0
-        for _ in range(self._scheduler.first_tickets):
+        for _ in range(self._scheduler.tickets_asked):
             self._offer()
 
     def restart(self, tickets: Iterator[object]) -> None:
@@ -230,10 +195,10 @@ class Engine:
         """
         self.check_open()
         self._draw = iter(()).__next__
-        scheduler = self._scheduler
-        scheduler.end_epoch(self._pool.recall())
+        pool, scheduler = self._pool, self._scheduler
+        scheduler.end_epoch(pool.recall())
         for worker in scheduler.workers:
-            if worker.is_alive and self._pool.start_epoch(worker.worker_id, scheduler.epoch + 1):
+            if worker.is_alive and pool.start_epoch(worker.worker_id, scheduler.epoch + 1):
                 scheduler.left_epoch(worker.worker_id)
         while True:
             if scheduler.is_workers_due:
@@ -245,8 +210,7 @@ class Engine:
             if scheduler.is_epoch_left:
                 break
             if not self._receive_any(self._deadline()):
-                busy = [one for one in self._alive() if not scheduler.workers[one].has_left_epoch]
-                self._fail(late_start(self._timeout_s, self._pool, scheduler, busy))
+                self._fail(late_start(self._timeout_s, pool, scheduler))
             self.check_open()
         scheduler.start_epoch()
         self._left_out.clear()
@@ -256,33 +220,19 @@ class Engine:
 
     # A thread of the engine's own ----------------------------------------------------------
 
-    def attach(
-        self,
-        inbox: Inbox,
-        pause: Callable[[], None],
-        have_done: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Make the engine belong to a thread of its own until :meth:`detach`.
-
-        Args:
-            inbox: Yields index batches, instead of the iterator given to :meth:`start`.
-            pause: Called between two steps, where no lock is held. May raise.
-            have_done: Runs a function on the user's thread.
-        """
-        self._inbox, self._draw = inbox, inbox.__next__
-        self._pause, self._have_done = pause, have_done
+    def attach(self, own: OwnThread) -> None:
+        """Make the engine belong to a thread of its own until :meth:`detach` or :meth:`close`."""
+        self._own, self._draw = own, own.next_ticket
 
     def detach(self) -> None:
         """Make the engine belong to the user's thread again."""
-        self._inbox, self._draw = None, iter(()).__next__
-        self._pause, self._have_done = _do_nothing, _do_it
+        self._own, self._draw = None, iter(()).__next__
 
     def take_tickets(self) -> None:
         """Send workers the tickets that the user's thread has drawn."""
-        for indices in self._inbox or ():
-            now_ns = time.monotonic_ns()
-            self._scheduler.offer(indices, now_ns)
-            self._send_tasks(now_ns)
+        own = self._own
+        while own is not None and own.has_ticket:
+            self._offer()
 
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
@@ -299,45 +249,49 @@ class Engine:
                 lost; a ClosedLoaderError after ``close()``; or the user's own exception, which
                 takes the place of one batch.
         """
-        pool, scheduler, slots = self._pool, self._scheduler, self._slots
+        pool, scheduler, memory, own = self._pool, self._scheduler, self._memory, self._own
         self._waiter.is_waiting = False
         self.delivery = None
         self.draw_ns = 0
         self._looked_ns = time.monotonic_ns()
-        if self._is_closed or self._waiter.is_inherited:
+        if self.is_closed or self._waiter.is_inherited:
             self.check_open()
-        if slots is not None and (slots.memory.batches >= TRIM_EVERY or slots.memory.is_short):
-            slots.tidy()
+        if memory is not None:
+            while memory.ended:
+                scheduler.slots.free(memory.ended.popleft().slot_id)
+            if memory.is_short or memory.batches >= TRIM_EVERY:
+                memory.tidy(scheduler.slots.free_ids)
         deadline: float | None = None
         while True:
-            if self._inbox:
+            if own is not None:
                 self.take_tickets()
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
             # Most often the awaited answer is here already, or about to be. Receiving it now saves
             # a call of the selector.
-            has_received, awaited = False, scheduler.awaited()
-            if awaited is not None and awaited.answer is None:
-                has_received = pool.poll(awaited.worker_id, self)
-            ticket = scheduler.take_next()
-            if ticket is not None:
-                if self._watch is not None and self._note_samples(self._watch, ticket):
-                    deadline = None
-                    continue
-                return self._hand_over(ticket)
-            if has_received or (awaited is None and pool.poll(UNASSIGNED, self)):
+            has_received, ticket = False, scheduler.first()
+            if ticket is None or ticket.answer is None:
+                has_received = pool.poll(UNASSIGNED if ticket is None else ticket.worker_id, self)
+            if ticket is not None and ticket.answer is not None:
+                scheduler.pop(ticket)
+                if self._watch is None or not self._is_left_out(self._watch, ticket):
+                    return self._deliver(ticket)
+                deadline = None
+                continue
+            if has_received:
                 continue
             if scheduler.is_exhausted and not self._awaits_tickets():
-                if self._inbox:
+                if own is not None and own.has_ticket:
                     continue
                 self._raise_end()
-            if self._inbox is None:  # otherwise the user's thread keeps the deadline
+            if own is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
             if FAULTS is not None:
                 FAULTS.reach("main.next")
             if not self._receive_any(deadline):
                 raise Instead(self.late())
-            self._pause()
+            if own is not None:
+                own.pause()
             self.check_open()
 
     def _deadline(self) -> float | None:
@@ -350,15 +304,12 @@ class Engine:
             self._fail(error)
         raise Instead(StopIteration())
 
-    def _note_samples(self, watch: FailureWatch, ticket: Ticket) -> bool:
-        """Note the samples of the next ticket; return whether its batch is empty and left out."""
-        answer = ticket.answer
-        if not isinstance(answer, Answer):
-            return False
-        worker_id, error = ticket.worker_id, None
-        if answer.report is not None:
-            batch, pool = f"batch {ticket.seq}", self._pool
-            error = watch.note(answer.report, batch, worker_id, pool.pid(worker_id))
+    def _is_left_out(self, watch: FailureWatch, ticket: Ticket) -> bool:
+        """Count the samples of the next ticket; return whether its batch is empty and left out."""
+        answer, error = ticket.answer, None
+        if isinstance(answer, Answer) and answer.report is not None:
+            pid = self._pool.pid(ticket.worker_id)
+            error = watch.add(answer.report, f"batch {ticket.seq}", ticket.worker_id, pid)
         if error is None and type(answer) is Empty:
             error = watch.left_out(describe_ticket(ticket))
         if error is not None:
@@ -370,7 +321,7 @@ class Engine:
         self._offer_another()
         return True
 
-    def _hand_over(self, ticket: Ticket) -> object:
+    def _deliver(self, ticket: Ticket) -> object:
         """Offer one more ticket, and return the batch of this one or raise its error."""
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
@@ -395,38 +346,77 @@ class Engine:
         if scheduler.beginnings is None and not self._left_out:
             self.delivery = delivery_of((ticket.seq, (), (), times))
         else:
-            self._note_delivery(ticket, times)
-        if self._slots is None:
+            self._set_delivery(ticket, times)
+        if self._memory is None:
             self._offer()
             return answer.content
         try:
-            batch = self._slots.build(ticket, answer)
+            batch = self._build(self._memory, ticket, answer)
         except Exception as error:
             if is_interruption(error):
                 raise
             self._offer()
-            # Unpickling an object may raise StopIteration, which would end the epoch.
-            told = _explained(error) if isinstance(error, StopIteration) else error
-            raise Instead(told) from None
+            if not isinstance(error, StopIteration):
+                raise Instead(error) from None
+            explained = RuntimeError("unpickling a batch raised StopIteration")
+            explained.__cause__ = error
+            raise Instead(explained) from None
         self._offer()
         return batch
 
+    def _build(self, memory: SlotMemory, ticket: Ticket, answer: Batch) -> object:
+        """Return a batch that lies in a slot: views of the slot, which is lent, or a copy.
+
+        Raises:
+            SharedMemoryError: If the slot cannot be mapped.
+            InternalError: If the batch changed since its worker wrote it (``SHMLOADER_DEBUG=1``).
+            Exception: What unpickling a part of the batch raises.
+        """
+        slots, slot_id, lease = self._scheduler.slots, ticket.slot_id, None
+        is_lent = answer.lends and slots.lent_count < self._scheduler.lend_limit
+        try:
+            slot = memory.slots[slot_id]
+            if memory.locks_pages or slot.nbytes < slot.touched_bytes:
+                slot = memory.lock(slot_id) if is_lent else memory.mapped(slot_id)
+            if answer.check is not None:
+                self._check(slot, ticket, answer.check)
+            if is_lent:
+                slots.lend(slot_id)
+                lease = slot.lend(memory.ended.append)
+                memory.counts.lent += 1
+            else:
+                memory.counts.copied += answer.lends
+            return answer.content.read(slot, lease)
+        finally:
+            if lease is None:  # otherwise the slot is free when the lease dies
+                slots.free(slot_id)
+
+    def _check(self, slot: Slot, ticket: Ticket, check: tuple[int, int]) -> None:
+        nbytes, expected = check
+        found = checksum(slot, nbytes)
+        if found != expected:
+            raise InternalError(
+                f"SHMLOADER_DEBUG: {describe_ticket(ticket)} changed in slot {ticket.slot_id} "
+                f"after worker {ticket.worker_id} (pid {self._pool.pid(ticket.worker_id)}) had "
+                f"answered (checksum of its {nbytes} bytes: {expected:08x}, now {found:08x}). "
+                "Check whether a thread of the dataset or of collate_fn still writes to memory "
+                "from shmloader.empty; if none does, this is a bug in shmloader."
+            )
+
     def _raise_instead(self, ticket: Ticket, answer: object) -> NoReturn:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""
-        pid = self._pool.pid(ticket.worker_id)
         self._scheduler.free_slot(ticket)
-        if isinstance(answer, Failure):
-            error = answer.error.rebuilt(describe_loading(ticket, pid))
-            if answer.is_final:
-                self._fail(error, "its dataset could not be resumed")
-            self._note_delivery(ticket, None)
-            self._offer()
-            raise Instead(error)
         if isinstance(answer, Death):
             self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
-        raise InternalError(f"an answer of unknown type: {answer!r}")
+        assert isinstance(answer, Failure)
+        error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
+        if answer.is_final:
+            self._fail(error, "its dataset could not be resumed")
+        self._set_delivery(ticket, None)
+        self._offer()
+        raise Instead(error)
 
-    def _note_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
+    def _set_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         left_out, self._left_out = self._left_out, []
         updates = [
@@ -447,14 +437,10 @@ class Engine:
             return
         except Exception as error:
             if is_interruption(error):
-                self.note_interruption(error, in_sampler=True)
                 raise
             # The sampler's own error comes in place of the batch, after which it may continue.
             self.delivery = None
             raise Instead(error) from None
-        except BaseException as error:
-            self.note_interruption(error, in_sampler=True)
-            raise
         drawn_ns = time.monotonic_ns()
         self.draw_ns += drawn_ns - began_ns
         scheduler = self._scheduler
@@ -464,15 +450,15 @@ class Engine:
 
     def _offer_another(self, *, is_addition: bool = False) -> None:
         """Offer a ticket in place of one that yields no batch, or in addition to all others."""
-        if self._inbox is None:
+        if self._own is None:
             self._offer()
         else:
-            self._inbox.ask(is_addition)
+            self._own.ask(is_addition=is_addition)
 
     def _awaits_tickets(self) -> bool:
-        """Return whether the user's thread may still send a ticket that a worker takes."""
-        inbox = self._inbox
-        return inbox is not None and not inbox.is_ended and self._scheduler.takes_tickets
+        """Return whether the user's thread may still send a ticket that a worker accepts."""
+        own = self._own
+        return own is not None and not own.is_ended and self._scheduler.accepts_tickets
 
     def _send_tasks(self, now_ns: int) -> None:
         """Send the tickets that are to be sent."""
@@ -492,8 +478,8 @@ class Engine:
     def _ask_for_tickets(self) -> None:
         # With a queue, more tickets are wanted for more workers: no stream can end there.
         # Otherwise a stream has ended, and its ticket yields no batch.
-        for _ in range(self._scheduler.take_wanted_tickets()):
-            self._offer_another(is_addition=self._has_queue)
+        for _ in range(self._scheduler.pop_wanted_tickets()):
+            self._offer_another(is_addition=self._pool.has_queue)
 
     # Answers in --------------------------------------------------------------------------
 
@@ -504,25 +490,22 @@ class Engine:
             False if nothing has happened and the deadline has passed.
         """
         timeout_s = None if deadline is None else deadline - time.monotonic()
-        if self._hang_watch is not None:
-            look_s = self._hang_watch.look()
+        if self._sample_timeout_s is not None:
+            look_s = end_hanging(self._slot_pool, self._scheduler, self._sample_timeout_s)
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         happened = self._pool.wait(timeout_s, self)
         return happened or deadline is None or time.monotonic() < deadline
 
     def late(self) -> LoaderTimeoutError:
         """Return the error for a batch that has not come in time. Called from any thread."""
-        return late_batch(self._timeout_s, self._pool, self._scheduler, self._alive())
-
-    def _alive(self) -> list[int]:
-        return [worker.worker_id for worker in self._scheduler.workers if worker.is_alive]
+        return late_batch(self._timeout_s, self._pool, self._scheduler)
 
     # Workers -----------------------------------------------------------------------------
 
     def _adjust_workers(self) -> None:
         """Replace lost workers, start wanted ones, and have others leave.
 
-        This is not done where the loss is reported: a stage's thread may be told to end while it
+        This is not done where a loss is reported: a stage's thread may be told to end while it
         waits for the user's thread to start the worker. The worker then stays LOST, and the next
         epoch replaces it here.
         """
@@ -530,48 +513,45 @@ class Engine:
         if self._wanted_workers is not None:
             wanted, self._wanted_workers = self._wanted_workers, None
             scheduler.workers_wanted(wanted)
-        while (worker := workers.first(LOST)) is not None:
-            self._have_done(functools.partial(self._restart_worker, worker, self._describe(worker)))
-            self._resume_started(worker.worker_id)
-        while (worker := workers.next_leaving()) is not None:
-            self._slot_pool.leave(worker.worker_id)
-        while (worker := workers.next_start()) is not None and self._add_worker(worker.worker_id):
-            pass
+        while (leaving := workers.next_leaving()) is not None:
+            self._slot_pool.leave(leaving.worker_id)
+        if workers.next_missing() is not None:
+            if self._own is None:
+                self._start_workers()
+            else:
+                self._own.call(self._start_workers)
+                self.check_open()
         scheduler.is_workers_due = False
         self._send_tasks(time.monotonic_ns())
         self._ask_for_tickets()
 
-    def _describe(self, worker: Worker) -> str:
-        """Return the text for the log on a worker's restart."""
-        death = worker.death if isinstance(worker.death, Death) else None
-        checkpoint = None if self._scheduler.beginnings is None else worker.checkpoint
-        return describe_restart(
-            worker.worker_id,
-            death,
-            worker.unfinished,
-            checkpoint,
-            is_seeded=self._is_seeded,
-            hang=worker.hang,
-        )
-
-    def _restart_worker(self, worker: Worker, text: str) -> None:
-        """Start a worker in place of a lost one, on the user's thread."""
-        try:
-            self._slot_pool.replace(worker.worker_id)
-        except ClosedLoaderError:
-            self.check_open()
-            raise
-        except (OSError, RuntimeError) as error:
-            if is_interruption(error):
-                raise
-            self._fail(error)
-        _log.warning(text)
-        self.counts.restarts += 1
-
-    def _resume_started(self, worker_id: int) -> None:
-        """Tell a worker that was started where its dataset begins."""
-        self._pool.resume(worker_id, self._scheduler.workers[worker_id].checkpoint)
-        self._scheduler.worker_started(worker_id)
+    def _start_workers(self) -> None:
+        """Start the missing workers, on the user's thread."""
+        pool, scheduler = self._slot_pool, self._scheduler
+        while (worker := scheduler.workers.next_missing()) is not None:
+            is_lost, worker_id = worker.state is LOST, worker.worker_id
+            refused = attempt(pool.replace if is_lost else pool.start, worker_id)
+            if isinstance(refused, Caught):
+                self.check_open()  # another thread may have closed the pool
+                if is_lost:
+                    self._fail(refused.error)
+                present = self.present_workers
+                _log.warning("num_workers stays at %d: %s", present, refused.error)
+                scheduler.workers_wanted(present)
+                continue
+            if is_lost:
+                self.counts.restarts += 1
+                text = describe_restart(
+                    worker_id,
+                    worker.death if isinstance(worker.death, Death) else None,
+                    worker.unfinished,
+                    None if scheduler.beginnings is None else worker.checkpoint,
+                    is_seeded=self._is_seeded,
+                    hang=worker.hang,
+                )
+                _log.warning("%s", text)
+            pool.resume(worker_id, worker.checkpoint)
+            scheduler.worker_started(worker_id)
 
     @property
     def present_workers(self) -> int:
@@ -583,51 +563,26 @@ class Engine:
         self._wanted_workers = count
         self.wake()
 
-    def _add_worker(self, worker_id: int) -> bool:
-        """Start a worker; return whether it runs."""
-        refusals: list[str] = []
-        self._have_done(functools.partial(self._start_worker, worker_id, refusals))
-        if refusals:
-            present = self.present_workers
-            _log.warning("num_workers stays at %d: %s", present, *refusals)
-            self._scheduler.workers_wanted(present)
-            return False
-        self._resume_started(worker_id)
-        return True
-
-    def _start_worker(self, worker_id: int, refusals: list[str]) -> None:
-        """Start a worker, on the user's thread. If that fails, add the reason to ``refusals``."""
-        try:
-            self._slot_pool.start(worker_id)
-        except ClosedLoaderError:
-            self.check_open()
-            raise
-        except (OSError, RuntimeError) as error:
-            if is_interruption(error) or isinstance(error, InternalError):
-                raise
-            refusals.append(str(error))
-
     # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
-        """Note the answer to a task: its batch, or a failure."""
-        now_ns = time.monotonic_ns()
+        """Record the answer to a task: its batch, or a failure."""
         if type(answer) is Batch:
-            answer.looked_ns, answer.seen_ns = self._looked_ns, now_ns
+            answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
         scheduler = self._scheduler
         state = None
         if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
             state = answer.snapshot, getattr(answer, "fingerprint", None)
-        has_taker = self._has_queue and worker_id != UNASSIGNED
+        has_taker = self._pool.has_queue and worker_id != UNASSIGNED
         scheduler.answered(seq, epoch, answer, taker=worker_id if has_taker else None, state=state)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
-        """Note that a worker's iterable dataset has no batch for this task or a later one."""
+        """Record that a worker's iterable dataset has no batch for this task or a later one."""
         self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Note one piece of the state that a worker's next epoch begins with."""
+        """Keep one piece of the state that a worker's next epoch begins with."""
         self._scheduler.beginning_part(worker_id, data)
 
     def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
@@ -635,15 +590,15 @@ class Engine:
         _log.warning("%s", describe_lost_state(worker_id, nbytes, most_bytes))
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """Note that a worker has finished all tasks of the previous epoch."""
+        """Record that a worker has finished all tasks of the previous epoch."""
         self._scheduler.left_epoch(worker_id, beginning)
 
     def workers_wanted(self, count: int) -> None:
-        """Note how many of the host's workers there should be."""
+        """Record how many of the host's workers there should be."""
         self._wanted_workers = count
 
     def left(self, worker_id: int) -> None:
-        """Note that a worker receives no more tasks, as it was asked to, and end it."""
+        """End a worker that receives no more tasks, as it was asked to."""
         self._slot_pool.retire(worker_id)
         self._scheduler.worker_left(worker_id)
 
@@ -655,16 +610,15 @@ class Engine:
         recalled: Collection[int] = (),
         held: Collection[int] = (),
     ) -> None:
-        """Note a worker's death: it will be replaced, or its tickets fail."""
+        """Record a worker's death: it will be replaced, or its tickets fail."""
         scheduler = self._scheduler
         scheduler.recalled(recalled)
         if scheduler.workers[worker_id].state is GONE:
             return  # it had left
-        death = dataclasses.replace(death, restart_limit=scheduler.restart_limit)
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         scheduler.worker_lost(
             worker_id,
-            death,
+            dataclasses.replace(death, restart_limit=scheduler.restart_limit),
             was_at.seq if is_ours else None,
             held=held,
             was_elsewhere=death.was_elsewhere,
@@ -687,44 +641,42 @@ class Engine:
 
     def give_up(self, error: BaseException) -> None:
         """Close, and have later calls report the exception that interrupted the engine."""
-        self.note_interruption(error)
+        self.record_interruption(error)
         self.close()
 
-    def note_interruption(self, error: BaseException, *, in_sampler: bool = False) -> None:
+    def record_interruption(self, error: BaseException) -> None:
         """Have calls after the end report an exception, unless the engine is closed already."""
-        if not (self._is_closed or self._closed_because):
-            self._closed_because = describe_interruption(error, in_sampler=in_sampler)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the engine was closed, by the user or because of an error."""
-        return self._is_closed
+        if not (self.is_closed or self._closed_because):
+            self._closed_because = describe_interruption(error)
 
     @property
     def was_closed_by_user(self) -> bool:
         """Whether ``close()`` was called, perhaps by another thread, and nothing else closed it."""
-        return self._is_closed and not self._closed_because
+        return self.is_closed and not self._closed_because
+
+    def check_process(self) -> None:
+        """Raise an Instead with a ClosedLoaderError in a forked child."""
+        if self._waiter.is_inherited:
+            raise Instead(ClosedLoaderError("the iterator belongs to the process that made it"))
 
     def check_open(self) -> None:
         """Raise an Instead with a ClosedLoaderError if the engine is closed, or in a child."""
-        if self._waiter.is_inherited:
-            raise Instead(ClosedLoaderError("the iterator belongs to the process that made it"))
-        if self._is_closed:
+        self.check_process()
+        if self.is_closed:
             because = self._closed_because
             text = f"the iterator is closed{because}" if because else ITERATOR_CLOSED
             raise Instead(ClosedLoaderError(text))
 
     def close(self) -> None:
         """End the workers and free all memory. May be called again, and from any thread."""
-        self._is_closed = True
         try:
-            self._pool.end_workers()
+            self.end_workers()
         finally:
+            self.detach()
             self._scheduler.close()  # before the pool, since layouts keep references to slots
-            self._draw = iter(()).__next__
             self._pool.close()
 
     def end_workers(self) -> None:
         """End only the workers, while another thread uses the slots. Called from any thread."""
-        self._is_closed = True
+        self.is_closed = True
         self._pool.end_workers()

@@ -1,6 +1,6 @@
 """Counts and lists bad samples in the main process, and says when there are too many.
 
-The report on a batch's samples is noted when the batch is delivered (or left out, or an exception
+The report on a batch's samples is counted when the batch is delivered (or left out, or an exception
 is raised in its place), in the order of delivery. So the counts of an epoch do not depend on which
 worker was faster. Methods return the error to raise, since the caller has to close the iterator
 before it raises.
@@ -8,10 +8,10 @@ before it raises.
 
 import collections
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from shmloader.batch.failures import LISTED, SampleReport, describe_index
 from shmloader.errors import TooManyFailures
@@ -63,15 +63,8 @@ class FailureList(Sequence[_Failed], Generic[_Failed]):
     def __len__(self) -> int:
         return len(self._newest)
 
-    @overload
-    def __getitem__(self, index: int) -> _Failed: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[_Failed]: ...
-    def __getitem__(self, index: int | slice) -> _Failed | list[_Failed]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self._newest)[index]
-
-    def __iter__(self) -> Iterator[_Failed]:
-        return iter(list(self._newest))
 
     def __repr__(self) -> str:
         return f"<{self.total} failures, the newest {len(self)}: {list(self._newest)!r}>"
@@ -93,25 +86,14 @@ class FailureLimit:
     def __init__(self, max_failures: int | Fraction | None, *, may_all_fail: bool) -> None:
         self._max_failures = max_failures
         self._may_all_fail = may_all_fail
-        self.sample_count = 0
-        self.failed_count = 0
-
-    def start_epoch(self) -> None:
-        """Count from 0 again."""
         self.sample_count = self.failed_count = 0
 
-    def note(self, sample_count: int, failed_count: int) -> bool:
-        """Count one batch's samples.
-
-        Returns:
-            Whether too many have failed so far.
-        """
+    def add(self, sample_count: int, failed_count: int) -> bool:
+        """Count one batch's samples. Returns whether too many have failed so far."""
         self.sample_count += sample_count
         self.failed_count += failed_count
-        if not self._is_passed:
-            return False
-        is_early = self.sample_count < JUDGED_FROM
-        return not (is_early and isinstance(self._max_failures, Fraction))
+        is_share = isinstance(self._max_failures, Fraction)
+        return self._is_passed and not (is_share and self.sample_count < JUDGED_FROM)
 
     def end_epoch(self) -> bool:
         """Return whether too many samples of the whole epoch failed, or all of them."""
@@ -125,23 +107,18 @@ class FailureLimit:
     @property
     def _is_passed(self) -> bool:
         allowed = self._max_failures
-        if allowed is None:
-            return False
         if isinstance(allowed, Fraction):
             return self.failed_count > allowed * self.sample_count
-        return self.failed_count > allowed
+        return allowed is not None and self.failed_count > allowed
 
 
 class FailureWatch:
     """Counts and lists the failures of one iterator, and logs the first one of each epoch.
 
-    Attributes:
-        keep_size: Whether a batch must not be left out (see ``FetchConfig``).
-
     Args:
         listed: The loader's list of failures.
         max_failures: The number of samples that may fail, or their share; None allows any number.
-        keep_size: Whether a batch must not be left out.
+        keep_size: Whether a batch must not be left out (see ``FetchConfig``).
         replaces: Whether the user's ``on_error`` function replaces bad samples.
     """
 
@@ -153,24 +130,20 @@ class FailureWatch:
         keep_size: bool,
         replaces: bool,
     ) -> None:
-        self.keep_size = keep_size
+        self._keep_size, self._replaces = keep_size, replaces
         self._listed = listed
-        self._limit = FailureLimit(max_failures, may_all_fail=replaces)
         self._max_failures = max_failures
-        self._is_replaced = replaces or keep_size
-        self._has_logged = False
-        self._last: FailedSample | None = None
+        self.start_epoch()
 
     def start_epoch(self) -> None:
         """Count from 0 again. The list is kept."""
-        self._limit.start_epoch()
-        self._has_logged = False
-        self._last = None
+        self._limit = FailureLimit(self._max_failures, may_all_fail=self._replaces)
+        self._last: FailedSample | None = None
 
-    def note(
+    def add(
         self, report: SampleReport, batch: str, worker: int | None = None, pid: int | None = None
     ) -> TooManyFailures | None:
-        """Note the samples of a batch.
+        """Count and list the samples of a batch.
 
         Args:
             report: How many of them failed, and how.
@@ -182,30 +155,29 @@ class FailureWatch:
             The error to raise instead of delivering the batch, if too many have failed.
         """
         self._listed.total += report.failed_count
+        who = "this process" if worker is None else describe_worker(worker, pid)
         for bad in report.newest:
-            who = "this process" if worker is None else describe_worker(worker, pid)
-            who = f"{who[0].upper()}{who[1:]}"
             index = describe_index(bad.index)
-            if not self._has_logged:
-                self._has_logged = True
+            if self._last is None:
                 _log.warning(
                     "the sample of index %s failed and is %s (%s, on_error): %s; further "
                     "failures of this epoch are counted in the loader's `failures` but not logged",
                     index,
-                    "replaced" if self._is_replaced else "left out",
-                    "this process" if worker is None else f"worker {worker}",
+                    "replaced" if self._replaces or self._keep_size else "left out",
+                    who,
                     bad.error.summary[:_LOGGED_CHARACTERS],
                 )
-            error = bad.error.summarized(f"{who} was loading index {index} of {batch}.")
+            note = f"{who[0].upper()}{who[1:]} was loading index {index} of {batch}."
+            error = bad.error.summarized(note)
             self._last = FailedSample(bad.index, error, worker, bad.error.text)
             self._listed.add(self._last)
-        if self._limit.note(report.sample_count, report.failed_count):
-            return self._too_many(self._passed)
+        if self._limit.add(report.sample_count, report.failed_count):
+            return self._too_many()
         return None
 
     def left_out(self, batch: str) -> TooManyFailures | None:
         """Return the error to raise if a batch without good samples must not be left out."""
-        if not self.keep_size:
+        if not self._keep_size:
             return None
         return self._too_many(
             f"all samples of {batch} failed, and there is no good sample to replace them. A "
@@ -214,26 +186,19 @@ class FailureWatch:
 
     def end_epoch(self) -> TooManyFailures | None:
         """Return the error to raise instead of ending the epoch, or None."""
-        if not self._limit.end_epoch():
-            return None
-        if self._limit.all_failed:
-            return self._too_many(f"all {self._limit.sample_count} samples of the epoch failed")
-        return self._too_many(self._passed)
-
-    @property
-    def _passed(self) -> str:
         limit = self._limit
-        return (
+        if limit.all_failed:
+            return self._too_many(f"all {limit.sample_count} samples of the epoch failed")
+        return self._too_many() if limit.end_epoch() else None
+
+    def _too_many(self, what: str = "") -> TooManyFailures:
+        limit, last = self._limit, self._last
+        what = what or (
             f"{limit.failed_count} of the {limit.sample_count} samples tried in this epoch "
             f"failed, more than max_failures={self._max_failures} allows"
         )
-
-    def _too_many(self, what: str) -> TooManyFailures:
-        last = self._last
-        where = ""
         if last is not None:
-            who = "in this process" if last.worker is None else f"in worker {last.worker}"
-            where = f" The last was index {describe_index(last.index)} {who} (see the cause)."
-        error = TooManyFailures(f"{what}.{where} The loader's `failures` lists the newest ones.")
+            what += f". The last was index {describe_index(last.index)} (see the cause)"
+        error = TooManyFailures(f"{what}. The loader's `failures` lists the newest ones.")
         error.__cause__ = None if last is None else last.error
         return error

@@ -21,17 +21,14 @@ skipped. Without it, the ticket goes to the next worker in turn that has less th
 window.
 
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
-The resulting actions stay in the scheduler until the engine performs them: tasks by
-``unsent``, tickets to draw by :meth:`take_wanted_tickets`, workers by the worker table, and
-the next batch by :meth:`take_next`. So no decision is lost when an exception ends the call in which
-the engine would have acted on it.
-
-Events are methods and not objects. Matching an event object and returning a list of actions takes
-1.7 µs longer than a call, and a batch has three events.
+The resulting actions stay in the scheduler until the engine performs them: tasks by ``unsent``,
+tickets to draw by :meth:`pop_wanted_tickets`, workers by the worker table, and the next batch by
+:meth:`first`. So no decision is lost when an exception ends the call in which the engine would
+have acted on it. Events are methods and not objects, which take 1.7 µs longer, and a batch has
+three events.
 
 The module is long because tickets, slots and workers change together: one event, such as a worker's
-death, changes all three and the order of delivery. Only the scheduler changes a ticket, the state
-of a slot or the record of a worker.
+death, changes all three and the order of delivery.
 """
 
 import collections
@@ -40,13 +37,23 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.slots import SlotTable
-from shmloader.engine.workers import DEAD, GONE, LEAVING, LOST, RUNNING, Worker, WorkerTable
+from shmloader.engine.records import (
+    DEAD,
+    GONE,
+    LEAVING,
+    LOST,
+    RUNNING,
+    SlotTable,
+    Worker,
+    WorkerTable,
+)
 from shmloader.errors import InternalError
 from shmloader.messages import Unsaved
 
 # The worker or the slot of a ticket that has none yet.
 UNASSIGNED = -1
+
+_by_seq = attrgetter("seq")
 
 
 @dataclass(slots=True)
@@ -80,6 +87,11 @@ class Ticket:
     hung: dict[int, str] | None = None
     checkpoint: Checkpoint | None = None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is to be delivered, and not answered yet."""
+        return self.answer is None and not self.is_dropped
+
 
 class Scheduler:
     """Keeps the tickets in flight, the workers that have them, and what is delivered next.
@@ -88,11 +100,33 @@ class Scheduler:
         epoch: Number of the present epoch, from 0.
         slots: The slots' states.
         workers: The workers' records.
+        in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
+        lend_limit: The most slots lent at once.
         restart_limit: The most workers restarted in an epoch.
         beginnings: The checkpoints with which the workers' datasets began the epoch; None if none
             are kept.
         unsent: Tickets to be sent, the oldest first. Whoever sends one removes it.
         is_workers_due: Whether the worker table may have a worker to start, replace or end.
+        tickets_asked: The most tickets that were wanted for the present workers so far in this
+            epoch; at its beginning, how many to draw.
+
+    Args:
+        worker_count: The most workers there may be.
+        window: The most tickets in flight.
+        lend_limit: The most slots lent at once.
+        in_order: Whether batches are delivered by ``seq``.
+        restart_limit: The most workers restarted in an epoch.
+        first_worker: The worker that gets the first ticket of the first epoch, unless the pool has
+            a queue.
+        beginnings: The checkpoints at which the workers' datasets begin, if checkpoints are kept;
+            else None.
+        is_iterable: Whether the datasets are iterable.
+        has_queue: Whether workers receive tickets from the pool's queue. Not for iterable datasets.
+        has_slots: Whether batches come in slots.
+        present: How many workers run at first; None for all. Fewer only with a queue.
+        sharers: How many engines share the workers. Each has tickets for its share of them.
+        tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
+            window, however many workers are present.
     """
 
     def __init__(
@@ -112,29 +146,9 @@ class Scheduler:
         sharers: int = 1,
         tickets_each: int = 0,
     ) -> None:
-        """Start with an empty window.
-
-        Args:
-            worker_count: The most workers there may be.
-            window: The most tickets in flight.
-            lend_limit: The most slots lent at once.
-            in_order: Whether batches are delivered by ``seq``, or in the order of arrival.
-            restart_limit: The most workers restarted in an epoch.
-            first_worker: The worker that gets the first ticket of the first epoch, unless the pool
-                has a queue.
-            beginnings: The checkpoints at which the workers' datasets begin, if checkpoints are
-                kept; else None.
-            is_iterable: Whether the datasets are iterable.
-            has_queue: Whether workers receive tickets from the pool's queue. Not for iterable
-                datasets.
-            has_slots: Whether batches come in slots.
-            present: How many workers run at first; None for all. Fewer only with a queue.
-            sharers: How many engines share the workers. Each has tickets for its share of them.
-            tickets_each: How many tickets should be in flight for each present worker; 0 for a
-                whole window, however many workers are present.
-        """
         self.epoch = 0
-        self._has_queue, self._has_slots = has_queue, has_slots
+        self.in_order, self._has_queue, self._has_slots = in_order, has_queue, has_slots
+        self._window, self.lend_limit = window, lend_limit
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
         self.is_workers_due = False
@@ -144,23 +158,19 @@ class Scheduler:
         self._is_iterable = is_iterable
         # Whether the epoch is being left: a worker that starts from now on begins the next one.
         self._is_leaving = False
-        self._window = window
-        self._in_order = in_order
         # The worker that gets the next ticket, if it takes tickets.
         self._next_worker = first_worker
         self.restart_limit = self._restarts_left = restart_limit
         self._tickets: dict[int, Ticket] = {}
         self._next_seq = 0
-        self._next_delivery = 0
         self._arrived: collections.deque[Ticket] = collections.deque()
         self.unsent: collections.deque[Ticket] = collections.deque()
         # A worker that died without a ticket. Its death is to answer the next ticket.
         self._unreported: Worker | None = None
-        # How many tickets are to be drawn in addition to those that replace delivered ones; and
-        # the most tickets that were wanted for the present workers so far in this epoch.
+        # How many tickets are to be drawn in addition to those that replace delivered ones.
         self._wanted_tickets = 0
         self._sharers, self._tickets_each = sharers, tickets_each
-        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
+        self.tickets_asked = self._tickets_for(self.workers.wanted_count)
 
     # Tickets -----------------------------------------------------------------------------
 
@@ -171,19 +181,18 @@ class Scheduler:
             The ticket, which is already answered if its worker is dead; None if no worker takes
             tickets any more.
         """
-        worker = None
-        if not self._has_queue:
+        if self._has_queue:
+            worker, self._unreported = self._unreported, None
+        else:
             # Round robin, where this worker takes tickets: most often.
             worker = self.workers[self._next_worker]
-            if worker.has_stream and self._in_order:
+            if worker.has_stream and self.in_order:
                 following = worker.worker_id + 1
                 self._next_worker = following if following < len(self.workers) else 0
             else:
                 worker = self._pick()
                 if worker is None:
                     return None
-        elif len(self._tickets) >= self._window:
-            raise InternalError("there are more tickets than the window has (I4)")
         worker_id = UNASSIGNED if worker is None else worker.worker_id
         seq = self._next_seq
         self._next_seq = seq + 1
@@ -192,38 +201,25 @@ class Scheduler:
             ticket.slot_id = self.slots.take(worker_id)
         if worker is not None:
             worker.in_flight += 1
-            if worker.state is DEAD:
-                # The death is delivered in the ticket's place in the order.
-                self._answer(ticket, worker.death)
-            elif worker.state is RUNNING:
-                self.unsent.append(ticket)
-        elif self._unreported is None:
+        if worker is None or worker.state is RUNNING:
             self.unsent.append(ticket)
-        else:
-            ticket.worker_id = self._unreported.worker_id
-            self._answer(ticket, self._unreported.death)
-            self._unreported = None
+        elif worker.state is DEAD:
+            self._answer(ticket, worker.death)  # delivered in the ticket's place in the order
         return ticket
 
     def _pick(self) -> Worker | None:
         """Return the worker for the next ticket, in turn; None if no worker takes tickets."""
-        count, worker_id = len(self.workers), self._next_worker
-        fallback: Worker | None = None
-        share = 0
-        if not self._in_order:
-            share = self._window // max(1, sum(worker.has_stream for worker in self.workers))
-        for _ in range(count):
-            worker = self.workers[worker_id]
-            worker_id = (worker_id + 1) % count
-            if worker.has_stream:
-                if self._in_order or worker.in_flight < share:
-                    self._next_worker = worker_id
-                    return worker
-                if fallback is None or worker.in_flight < fallback.in_flight:
-                    fallback = worker
-        if fallback is not None:
-            self._next_worker = (fallback.worker_id + 1) % count
-        return fallback
+        turn = [*self.workers[self._next_worker :], *self.workers[: self._next_worker]]
+        takers = [worker for worker in turn if worker.has_stream]
+        if not takers:
+            return None
+        worker = takers[0]
+        if not self.in_order:
+            share = self._window // len(takers)
+            least = min(takers, key=attrgetter("in_flight"))
+            worker = next((one for one in takers if one.in_flight < share), least)
+        self._next_worker = (worker.worker_id + 1) % len(self.workers)
+        return worker
 
     def answered(
         self,
@@ -234,7 +230,7 @@ class Scheduler:
         taker: int | None = None,
         state: tuple[bytes | memoryview | Unsaved | None, int | None] | None = None,
     ) -> Ticket:
-        """Note the answer to a ticket: a batch or an error.
+        """Record the answer to a ticket: a batch or an error.
 
         Args:
             seq: Number of the ticket.
@@ -247,22 +243,15 @@ class Scheduler:
         Returns:
             The ticket. Its slot is free if the ticket was dropped (I6).
         """
-        ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None:
-            raise _not_in_flight(seq, epoch)
+        ticket = self._tickets.get(seq)
+        if ticket is None or ticket.answer is not None or epoch != self.epoch:
+            raise InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")
         if taker is not None:
             ticket.worker_id = taker
-        if ticket.is_dropped:
-            self._answer(ticket, answer)
-            return ticket
-        if not self._has_queue:
-            self.workers[ticket.worker_id].in_flight -= 1
-        ticket.answer = answer
-        if not self._in_order:
-            self._arrived.append(ticket)
-        if state is not None and self.beginnings is not None:
+        if state is not None and self.beginnings is not None and not ticket.is_dropped:
             worker = self.workers[ticket.worker_id]
             worker.checkpoint = ticket.checkpoint = worker.checkpoint.after_batch(*state)
+        self._answer(ticket, answer)
         return ticket
 
     def _answer(self, ticket: Ticket, answer: object) -> None:
@@ -273,21 +262,21 @@ class Scheduler:
             self.free_slot(ticket)
             return
         ticket.answer = answer
-        if not self._in_order:
+        if not self.in_order:
             self._arrived.append(ticket)
+
+    def _drop(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.is_dropped = True
+            self._answer(ticket, None)
 
     def free_slot(self, ticket: Ticket) -> None:
         """Free the slot of a ticket, if it has one."""
         if ticket.slot_id != UNASSIGNED:
             self.slots.free(ticket.slot_id)
 
-    def stream_ended(
-        self,
-        seq: int,
-        epoch: int,
-        beginning: Checkpoint,
-    ) -> None:
-        """Note that a worker's iterable dataset has no batch for this ticket or a later one.
+    def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
+        """Record that a worker's iterable dataset has no batch for this ticket or a later one.
 
         After a worker's first such answer, one more ticket is to be drawn.
 
@@ -296,23 +285,19 @@ class Scheduler:
             epoch: Epoch of the ticket.
             beginning: The checkpoint with which the dataset's next epoch begins.
         """
-        ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is None or ticket.answer is not None:
-            raise _not_in_flight(seq, epoch)
-        ticket.is_dropped = True
-        worker = self.workers[ticket.worker_id]
-        self._answer(ticket, None)
+        if seq in self._tickets:
+            self._tickets[seq].is_dropped = True
+        worker = self.workers[self.answered(seq, epoch, None).worker_id]
         if not worker.has_stream:
             return
         worker.has_stream = False
         if not self._is_leaving:
             worker.checkpoint = beginning._replace(has_ended=True)
-        for other in self._tickets.values():
-            if other.worker_id == ticket.worker_id and other.answer is None:
-                other.is_dropped = True
+        for other in self.wanted_of(worker.worker_id):
+            other.is_dropped = True
         self._wanted_tickets += 1
 
-    def take_wanted_tickets(self) -> int:
+    def pop_wanted_tickets(self) -> int:
         """Return how many tickets to draw in addition to those that replace delivered ones."""
         count, self._wanted_tickets = self._wanted_tickets, 0
         return count
@@ -322,7 +307,7 @@ class Scheduler:
     def sample_timed_out(
         self, worker_id: int, seq: int, epoch: int, sample: int, text: str, log_text: str
     ) -> None:
-        """Note that a worker is ended because a sample takes too long.
+        """Record that a worker is ended because a sample takes too long.
 
         Its batch will be loaded again without the sample. The loss of a process is reported later,
         by :meth:`worker_lost`; a thread is replaced at once.
@@ -337,20 +322,19 @@ class Scheduler:
         """
         self.workers[worker_id].hang = log_text
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
-        if ticket is not None and (ticket.answer is not None or ticket.is_dropped):
-            ticket = None
-        if ticket is not None:
-            ticket.hung = {**(ticket.hung or {}), sample: text}
-        if not self._has_slots:  # a thread
+        is_thread = not self._has_slots
+        if is_thread:
             self.workers.move(worker_id, LOST)
             self.is_workers_due = True
-            if ticket is not None:
-                self.unsent.append(ticket)
+        if ticket is not None and ticket.is_awaited:
+            ticket.hung = {**(ticket.hung or {}), sample: text}
+            if is_thread:
+                self.recalled([seq])
 
     def recalled(self, seqs: Iterable[int]) -> None:
-        """Note that tickets are in the pool's queue no longer, and are to be sent again."""
+        """Record that tickets are in the pool's queue no longer, and are to be sent again."""
         again = [self._tickets[seq] for seq in seqs]
-        self.unsent = collections.deque(sorted([*again, *self.unsent], key=attrgetter("seq")))
+        self.unsent = collections.deque(sorted([*again, *self.unsent], key=_by_seq))
 
     def worker_lost(
         self,
@@ -363,7 +347,7 @@ class Scheduler:
         may_restart: bool = True,
         is_blameless: bool = False,
     ) -> None:
-        """Note that a worker is dead and reaped.
+        """Record that a worker is dead and reaped.
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
         has killed a worker before. A worker that was ended since a sample took too long, or that
@@ -383,49 +367,49 @@ class Scheduler:
         """
         worker = self.workers[worker_id]
         worker.death = death
-        unanswered = [one for one in self._tickets.values() if one.answer is None]
+        lost = [ticket for ticket in self._tickets.values() if ticket.answer is None]
         if self._has_queue:
-            others = {*held, *(ticket.seq for ticket in self.unsent)}
-            unanswered = [one for one in unanswered if one.seq not in others]
-            culprit = unanswered[0] if unanswered else None
+            others = {*held, *map(_by_seq, self.unsent)}
+            lost = [ticket for ticket in lost if ticket.seq not in others]
+            culprits = lost[:1]
         else:
-            unanswered = [one for one in unanswered if one.worker_id == worker_id]
-            culprit = next((one for one in unanswered if one.seq == at_work), None)
-            self.unsent = collections.deque(
-                ticket for ticket in self.unsent if ticket.worker_id != worker_id
-            )
-        is_free = bool(worker.hang) or was_elsewhere
-        if is_free or (may_restart and self._may_restart(None if is_blameless else culprit)):
+            lost = [ticket for ticket in lost if ticket.worker_id == worker_id]
+            culprits = [ticket for ticket in lost if ticket.seq == at_work]
+            rest = (ticket for ticket in self.unsent if ticket.worker_id != worker_id)
+            self.unsent = collections.deque(rest)
+        if (
+            worker.hang
+            or was_elsewhere
+            or (may_restart and self._may_restart([] if is_blameless else culprits))
+        ):
             self.workers.move(worker_id, GONE if worker.state is LEAVING else LOST)
-            worker.unfinished = [one.seq for one in unanswered if not one.is_dropped]
-            for ticket in unanswered:
-                if ticket.is_dropped:
-                    self._answer(ticket, None)
+            worker.unfinished = [ticket.seq for ticket in lost if not ticket.is_dropped]
+            self._drop(ticket for ticket in lost if ticket.is_dropped)
             if self._has_queue:
                 self.recalled(worker.unfinished)
         else:
             self.workers.move(worker_id, DEAD)
-            if self._has_queue and not unanswered:
+            if self._has_queue and not lost:
                 if self.unsent:
-                    unanswered = [self.unsent.popleft()]
+                    lost = [self.unsent.popleft()]
                 else:
                     self._unreported = worker
-            for ticket in unanswered:
+            for ticket in lost:
                 ticket.worker_id = worker_id
                 self._answer(ticket, death)
         self.is_workers_due = True
 
-    def _may_restart(self, culprit: Ticket | None) -> bool:
+    def _may_restart(self, culprits: list[Ticket]) -> bool:
         """Count a death, and return whether the worker is restarted."""
-        if culprit is not None:
-            culprit.kill_count += 1
-        if self._restarts_left == 0 or (culprit is not None and culprit.kill_count > 1):
+        for ticket in culprits:
+            ticket.kill_count += 1
+        if self._restarts_left == 0 or any(ticket.kill_count > 1 for ticket in culprits):
             return False
         self._restarts_left -= 1
         return True
 
     def worker_started(self, worker_id: int) -> None:
-        """Note that a worker was started, for the first time or in place of a lost one.
+        """Record that a worker was started, for the first time or in place of a lost one.
 
         It has no earlier epoch to leave. Unless the pool has a queue, it is sent the unfinished
         tickets of the lost one.
@@ -436,10 +420,12 @@ class Scheduler:
         worker.has_left_epoch = True
         if not self._has_queue:
             self.unsent.extend(self.wanted_of(worker_id))
-        self._ask_for_tickets()
+        tickets = self._tickets_for(self.workers.present_count)
+        self._wanted_tickets += max(0, tickets - self.tickets_asked)
+        self.tickets_asked = max(self.tickets_asked, tickets)
 
     def worker_left(self, worker_id: int) -> None:
-        """Note that a LEAVING worker has answered its last ticket, and has been ended."""
+        """Record that a LEAVING worker has answered its last ticket, and has been ended."""
         self.workers.move(worker_id, GONE)
         self.is_workers_due = True
 
@@ -447,16 +433,6 @@ class Scheduler:
         """Set how many workers should be present. For a pool with a queue."""
         self.workers.wanted_count = count
         self.is_workers_due = True
-
-    def _ask_for_tickets(self) -> None:
-        tickets = self._tickets_for(self.workers.present_count)
-        self._wanted_tickets += max(0, tickets - self._tickets_asked)
-        self._tickets_asked = max(self._tickets_asked, tickets)
-
-    @property
-    def first_tickets(self) -> int:
-        """How many tickets to draw at an epoch's beginning."""
-        return self._tickets_asked
 
     def _tickets_for(self, worker_count: int) -> int:
         """Return how many tickets this engine should have while so many workers are present."""
@@ -466,57 +442,32 @@ class Scheduler:
 
     def wanted_of(self, worker_id: int) -> list[Ticket]:
         """Return a worker's unanswered tickets in order, without dropped ones."""
-        return [
-            ticket
-            for ticket in self._tickets.values()
-            if ticket.worker_id == worker_id and ticket.answer is None and not ticket.is_dropped
-        ]
+        tickets = self._tickets.values()
+        return [each for each in tickets if each.worker_id == worker_id and each.is_awaited]
 
     # What comes next ---------------------------------------------------------------------
 
-    def take_next(self) -> Ticket | None:
-        """Return the next ticket to deliver if its answer is here."""
-        if not self._in_order:
-            if not self._arrived:
-                return None
-            ticket = self._arrived.popleft()
-            del self._tickets[ticket.seq]
-            return ticket
-        first = self._tickets.get(self._next_delivery)
-        if first is None or first.is_dropped:
-            first = self._first()
-        if first is None or first.answer is None:
-            return None
-        del self._tickets[first.seq]
-        self._next_delivery = first.seq + 1
-        return first
+    def first(self) -> Ticket | None:
+        """Return the ticket that is delivered next, answered or not; None if there is none.
 
-    def _first(self) -> Ticket | None:
-        """Return the first ticket in order that will be delivered, answered or not."""
-        seq = self._next_delivery
-        while seq < self._next_seq:
-            ticket = self._tickets.get(seq)
-            if ticket is not None and not ticket.is_dropped:
-                self._next_delivery = seq
+        Without an order, it is the first that was answered.
+        """
+        if not self.in_order:
+            return self._arrived[0] if self._arrived else None
+        for ticket in self._tickets.values():
+            if not ticket.is_dropped:
                 return ticket
-            seq += 1
         return None
 
-    def awaited(self) -> Ticket | None:
-        """Return the ticket whose answer must come next; None if any may, or there is none."""
-        if not self._in_order:
-            return None
-        first = self._tickets.get(self._next_delivery)
-        return self._first() if first is None or first.is_dropped else first
+    def pop(self, first: Ticket) -> None:
+        """Remove the :meth:`first` ticket, which is delivered."""
+        del self._tickets[first.seq]
+        if not self.in_order:
+            self._arrived.popleft()
 
     @property
-    def delivers_in_order(self) -> bool:
-        """Whether batches are delivered by ``seq``, or in the order of arrival."""
-        return self._in_order
-
-    @property
-    def takes_tickets(self) -> bool:
-        """Whether any worker takes tickets, which ends when all their streams have ended."""
+    def accepts_tickets(self) -> bool:
+        """Whether any worker accepts tickets, which ends when all their streams have ended."""
         return any(worker.has_stream for worker in self.workers)
 
     @property
@@ -537,22 +488,18 @@ class Scheduler:
         Args:
             recalled: Tickets that no worker has, or whose answers the pool drops.
         """
-        for ticket in [*(self._tickets[seq] for seq in recalled), *self.unsent]:
-            ticket.is_dropped = True
-            self._answer(ticket, None)
+        self._drop([*(self._tickets[seq] for seq in recalled), *self.unsent])
         self.unsent.clear()
-        for ticket in list(self._tickets.values()):
-            if ticket.answer is None:
-                ticket.is_dropped = True
-            else:
+        for ticket in self.tickets:
+            ticket.is_dropped = True
+            if ticket.answer is not None:
                 del self._tickets[ticket.seq]
                 self.free_slot(ticket)
         self._arrived.clear()
-        for worker in self.workers:
-            worker.has_left_epoch = False
-            worker.next_beginning.clear()
         self._is_leaving = True
         for worker, checkpoint in zip(self.workers, self.next_beginnings, strict=True):
+            worker.has_left_epoch = False
+            worker.next_beginning.clear()
             worker.checkpoint = checkpoint
 
     @property
@@ -564,11 +511,11 @@ class Scheduler:
         )
 
     def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Note a piece of a pickled checkpoint; :meth:`left_epoch` gets the last piece."""
+        """Keep a piece of a pickled checkpoint; :meth:`left_epoch` gets the last piece."""
         self.workers[worker_id].next_beginning.extend(data)
 
     def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
-        """Note that a worker has finished the epoch that is being left.
+        """Record that a worker has finished the epoch that is being left.
 
         Args:
             worker_id: The worker.
@@ -595,16 +542,14 @@ class Scheduler:
         All workers have finished the previous one. A ticket that is still in flight was never sent,
         since an exception interrupted its sending.
         """
-        for ticket in self.tickets:
-            ticket.is_dropped = True
-            self._answer(ticket, None)
+        self._drop(self.tickets)
         self.unsent.clear()
         self._unreported = None
         self._wanted_tickets = 0
-        self._tickets_asked = self._tickets_for(self.workers.wanted_count)
+        self.tickets_asked = self._tickets_for(self.workers.wanted_count)
         self.epoch += 1
         self._restarts_left = self.restart_limit
-        self._next_seq = self._next_delivery = 0
+        self._next_seq = 0
         self._next_worker = 0  # as torch does
         for worker in self.workers:
             worker.has_stream = True
@@ -616,7 +561,3 @@ class Scheduler:
         """Release all batches."""
         self._tickets.clear()
         self._arrived.clear()
-
-
-def _not_in_flight(seq: int, epoch: int) -> InternalError:
-    return InternalError(f"an answer came for ticket {seq} of epoch {epoch}, not in flight")

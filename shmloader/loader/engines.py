@@ -5,6 +5,7 @@ of the package.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,11 @@ from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import PortablePayload
 from shmloader.device.backend import current_index
 from shmloader.device.device import DevicesStage, DeviceStage
-from shmloader.device.pin import PinStage
-from shmloader.device.stage import Stage
-from shmloader.device.staged_engine import StagedEngine
+from shmloader.device.stage import PinStage, Stage
+from shmloader.device.thread import StagedEngine
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.engine import Engine
+from shmloader.engine.scheduler import Scheduler
 from shmloader.interruptions import Caught, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import Opened
@@ -76,7 +77,8 @@ def open_workers(
     if stage is not None:
         opened.pool.enable_wake()
         source = StagedEngine(opened.engine, stage, config.window, config.timeout)
-        opened.source, opened.end, opened.set_window = source, source.owner.end, source.set_window
+        opened.source, opened.end = source, source.owner.end
+        opened.set_window = functools.partial(setattr, source, "window")
         opened.is_on_device = not isinstance(stage, PinStage)
     return opened
 
@@ -98,17 +100,31 @@ def _make_stage(
     return DeviceStage(backends[0], locks, ahead, transform), locks
 
 
-def _make_engine(pool: Any, config: LoaderConfig, parts: LoaderParts, **given: Any) -> Engine:
+def _make_engine(
+    pool: Any,
+    config: LoaderConfig,
+    parts: LoaderParts,
+    checkpoints: DatasetCheckpoints | None = None,
+    **given: Any,
+) -> Engine:
+    scheduler = Scheduler(
+        in_order=config.in_order,
+        restart_limit=config.worker_restarts,
+        first_worker=0 if checkpoints is None else checkpoints.next_worker,
+        beginnings=None if checkpoints is None else checkpoints.checkpoints,
+        is_iterable=config.fetch.is_iterable,
+        has_queue=pool.has_queue,
+        has_slots=pool.memory is not None,
+        **given,
+    )
     return Engine(
         pool,
-        in_order=config.in_order,
+        scheduler,
         timeout_s=config.timeout,
         sample_timeout_s=config.sample_timeout,
-        worker_restarts=config.worker_restarts,
-        is_iterable=config.fetch.is_iterable,
+        base_seed=None if checkpoints is None else checkpoints.base_seed,
         is_seeded=config.fetch.seed is not None,
         watch=config.watch_failures(parts),
-        **given,
     )
 
 

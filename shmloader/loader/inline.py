@@ -172,7 +172,7 @@ class InlineEngine:
         report = self._maker.pop_report()
         if report is not None:
             self.record.failures += report.failed_count
-            error = watch.note(report, f"batch {self._seq}")
+            error = watch.add(report, f"batch {self._seq}")
         if error is None and left_out is not None:
             error = watch.left_out(f"batch {self._seq} ({describe_indices(left_out)})")
         if error is not None:
@@ -280,7 +280,7 @@ def _find_step(
     if config.has_device:
         return "device", _after(functools.partial(_move, config), transform)
     if pins and not config.has_steps:
-        from shmloader.device.pin import pin_batch  # noqa: PLC0415 - few loaders pin
+        from shmloader.device.stage import pin_batch  # noqa: PLC0415 - few loaders pin
 
         return "pin", _after(functools.partial(pin_batch, device=pin_device), transform)
     return "build", transform

@@ -79,7 +79,7 @@ def _logged(stage: StageConfig) -> Iterator[None]:
 
 def opened(transfer: DeviceStage | None, item: Any) -> Any:
     """Return the item for the calling thread, which from now on waits for its copy to a device."""
-    return item if transfer is None or type(item) is not OnDevice else transfer.hand_over(item)
+    return item if transfer is None or type(item) is not OnDevice else transfer.deliver(item)
 
 
 def _recorded(job: Job, result: Any) -> Any:

@@ -73,7 +73,7 @@ class FailureCounter(FailureLimit):
     def add_good(self) -> None:
         """Count a call that has succeeded."""
         with self._lock:
-            self.note(1, 0)
+            self.add(1, 0)
 
     def add_bad(self, failed: FailedItem) -> TooManyFailures | None:
         """Count and list a call that has failed, and log the first one.
@@ -85,7 +85,7 @@ class FailureCounter(FailureLimit):
             is_first, self._last = self._last is None, failed
             self._failures.total += 1
             self._failures.add(failed)
-            raised = self._too_many(failed) if self.note(1, 1) else None
+            raised = self._too_many(failed) if self.add(1, 1) else None
         if is_first:
             _log.warning(
                 "stage '%s' failed for item %s, which is left out (max_failures): %s; further "

@@ -31,7 +31,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine
-from shmloader.engine.inbox import Inbox
+from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.layout import is_debugging
@@ -91,37 +91,6 @@ class _Stop(BaseException):
     """Raised on the engine's thread to end it."""
 
 
-class _Tickets(Inbox):
-    """Jobs on their way to the engine, which takes as many as its window has space for.
-
-    Attributes:
-        jobs: Jobs that the engine has not taken yet.
-        sent: Jobs that the engine has, by the number (``seq``) of their ticket.
-
-    Args:
-        window: How many tickets may be in flight.
-    """
-
-    def __init__(self, window: int) -> None:
-        super().__init__(lambda _: None)  # tickets come without a request
-        self.jobs: collections.deque[Job] = collections.deque()
-        self.sent: dict[int, Job] = {}
-        self._window = window
-        self._numbers = itertools.count()
-
-    def __next__(self) -> object:
-        """Return the next item, or raise StopIteration for now. Called on the engine's thread."""
-        while self:
-            job = self.jobs.popleft()
-            if not job.flow.is_over:
-                self.sent[next(self._numbers)] = job
-                return job.item
-        raise StopIteration
-
-    def __bool__(self) -> bool:
-        return bool(self.jobs) and len(self.sent) < self._window
-
-
 class ProcessExecutor(BackgroundThread):
     """Runs the jobs of one stage in worker processes. Its thread runs the engine.
 
@@ -144,8 +113,12 @@ class ProcessExecutor(BackgroundThread):
         self, stage: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
         super().__init__(f"shmloader_{stage.name}"[:15])
-        self._stage, self._is_stopping = stage, False
-        window = stage.capacity
+        self._stage, self._is_stopping, self.is_ended = stage, False, False
+        self._window = window = stage.capacity
+        # Jobs that the engine has not taken yet, and those that it has, by their tickets' numbers.
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._sent: dict[int, Job] = {}
+        self._numbers = itertools.count()
         op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
         memory = MemoryConfig(stage.concurrency, window + lend_limit)
         arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
@@ -160,28 +133,44 @@ class ProcessExecutor(BackgroundThread):
             names=(stage.title,),
         )
         self._pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
-        self._engine = Engine(
-            self._pool,
-            worker_count=stage.concurrency,
-            window=window,
-            lend_limit=lend_limit,
-            in_order=False,
-            timeout_s=0,
-        )
+        scheduler = Scheduler(stage.concurrency, window, lend_limit, in_order=False, has_queue=True)
+        self._engine = Engine(self._pool, scheduler, timeout_s=0)
         self._engine.resume()
-        self._tickets = _Tickets(window)
         self._pool.enable_wake()
-        self._engine.attach(self._tickets, self._pause_or_stop, lambda call: call())
+        self._engine.attach(self)
 
     def wake(self) -> None:
         """End the engine's wait."""
         self._engine.wake()
 
-    def _pause_or_stop(self) -> None:
+    # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread` --------
+
+    def pause(self) -> None:
         """Pause or end if asked to. Called between two steps, when no lock is held."""
         if self._is_stopping:
             raise _Stop
-        self.pause()
+        super().pause()
+
+    @property
+    def has_ticket(self) -> bool:
+        """Whether there is a job, and space for it in the engine's window."""
+        return bool(self._jobs) and len(self._sent) < self._window
+
+    def next_ticket(self) -> object:
+        """Return the next job's item, or raise StopIteration for now."""
+        while self.has_ticket:
+            job = self._jobs.popleft()
+            if not job.flow.is_over:
+                self._sent[next(self._numbers)] = job
+                return job.item
+        raise StopIteration
+
+    def ask(self, *, is_addition: bool) -> None:
+        """Do nothing: jobs come without a request."""
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function here: workers are not replaced, so it starts none."""
+        function()
 
     def work(self) -> None:
         """Run the engine until :meth:`end`, or until it is closed."""
@@ -191,14 +180,11 @@ class ProcessExecutor(BackgroundThread):
 
     def close_what_it_uses(self) -> None:
         """Close the engine, which no thread runs any more."""
-        try:
-            self._engine.close()
-        finally:
-            self._engine.detach()  # this breaks a reference cycle
+        self._engine.close()
 
     def _serve_one(self) -> None:
         """Wait for a result, and bring it to its flow."""
-        engine, tickets = self._engine, self._tickets
+        engine = self._engine
         result, error = None, None
         try:
             result = engine.next_batch()
@@ -208,12 +194,12 @@ class ProcessExecutor(BackgroundThread):
         if delivery is None:
             # The engine is closed, because a worker died or it cannot continue.
             assert error is not None
-            for job in [*tickets.sent.values(), *tickets.jobs]:
+            for job in [*self._sent.values(), *self._jobs]:
                 job.flow.failed(job, error, is_lost=True)
-            tickets.sent.clear()
+            self._sent.clear()
             engine.close()
             return
-        job = tickets.sent.pop(delivery.seq)
+        job = self._sent.pop(delivery.seq)
         if error is not None:
             following = job.flow.failed(job, error)
         elif type(result) is FailedSetup:
@@ -223,7 +209,7 @@ class ProcessExecutor(BackgroundThread):
             op_ns = delivery.times.work[1] if delivery.times else 0  # in the dataset, the op
             following = job.flow.finished(job, results_of(self._stage, result), op_ns)
         if following is not None:
-            tickets.jobs.append(following)
+            self._jobs.append(following)
 
     @property
     def is_broken(self) -> bool:
@@ -232,7 +218,7 @@ class ProcessExecutor(BackgroundThread):
 
     def put(self, job: Job) -> None:
         """Have a worker run a job. From any thread."""
-        self._tickets.jobs.append(job)
+        self._jobs.append(job)
         self._engine.wake()
         # Checked last: after an earlier check, the engine could still close and not see the job.
         if self._engine.is_closed:
@@ -257,6 +243,6 @@ class ProcessExecutor(BackgroundThread):
                 self._engine.end_workers()
             return False
         self.close_what_it_uses()
-        self._tickets.sent.clear()
-        self._tickets.jobs.clear()
+        self._sent.clear()
+        self._jobs.clear()
         return True

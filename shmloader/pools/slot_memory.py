@@ -1,6 +1,6 @@
 """The slots' memory in the main process: counted, lent, trimmed, and given back.
 
-The scheduler keeps the slots' states (:mod:`shmloader.engine.slots`). The arena has the mappings
+The scheduler keeps the slots' states (:mod:`shmloader.engine.records`). The arena has the mappings
 (:mod:`shmloader.memory.arena`). This module knows how much of each slot has pages.
 """
 

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.device.backend import Backend
+from shmloader.device.backend import _CAPTURE_RELAXED, Backend, CudaDriver, open_driver
 from shmloader.device.device import DeviceStage
-from shmloader.device.drivers import _CAPTURE_RELAXED, CudaDriver, open_driver
 from shmloader.memory.arena import Arena, Slot
 from tests.cuda.accelerators import COPY_MS, LENGTH, kind, make, on, sample, whole
 from tests.process.support import Calls, Program, only, run_program
@@ -111,20 +110,20 @@ def frees_at_once(monkeypatch) -> None:
 
 def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
-    hand_over = Backend.hand_over
+    deliver = Backend.deliver
 
-    def hand_over_at_once(self, _, tensors, number):
+    def deliver_at_once(self, _, tensors, number):
         # Never recorded: there is nothing to wait for.
-        hand_over(self, {self.device: self._new_event(self.device)}, tensors, number)
+        deliver(self, {self.device: self._new_event(self.device)}, tensors, number)
 
-    monkeypatch.setattr(Backend, "hand_over", hand_over_at_once)
+    monkeypatch.setattr(Backend, "deliver", deliver_at_once)
 
 
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
-    hand_over = Backend.hand_over
+    deliver = Backend.deliver
     monkeypatch.setattr(
-        Backend, "hand_over", lambda self, events, _, number: hand_over(self, events, (), number)
+        Backend, "deliver", lambda self, events, _, number: deliver(self, events, (), number)
     )
 
 
@@ -166,7 +165,7 @@ def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(
 @pytest.fixture
 def driver(accelerator) -> CudaDriver:
     found = open_driver(kind())
-    assert found is not None
+    assert not isinstance(found, str)
     return found
 
 

@@ -171,18 +171,26 @@ def simulate_device() -> None:
         def synchronize(self) -> None:
             self.is_done = True
 
-    class Device(backend.BlockingBackend):
+    class Device(backend.Backend):
+        def enter(self) -> None: ...
+
         def copy(self, tensor: torch.Tensor) -> torch.Tensor:
             return copy_slowly(tensor)
 
         def record(self) -> Any:
             return Event()
 
+        def deliver(self, *_: object) -> None: ...
+
+    # There is no pinned memory.
+    device.is_small = lambda _: False
+    torch.Tensor.pin_memory = lambda tensor: tensor
+
     def parse(value: object, _argument: str = "device") -> torch.device | None:
         return None if value is None else torch.device("meta")
 
     backend.parse_device = parse
-    device.open_backend = Device
+    device.Backend = Device
 
 
 # One trial -------------------------------------------------------------------------------------

@@ -549,13 +549,19 @@ def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
 
 @contextlib.contextmanager
 def engine_of(
-    kind: Kind, make: Callable[[Any], Any], worker_count: int = 2, **options: Any
+    kind: Kind,
+    make: Callable[[Any], Any],
+    worker_count: int = 2,
+    *,
+    in_order: bool = True,
+    timeout_s: float = 30,
 ) -> Iterator[Engine]:
-    defaults = {"in_order": True, "timeout_s": 30}
-    engine = Engine(
-        kind.make(make, worker_count), worker_count=worker_count,
-        window=WINDOW, lend_limit=LENT if kind.has_slots else 0, **(defaults | options),
+    pool = kind.make(make, worker_count)
+    scheduler = Scheduler(
+        worker_count, WINDOW, LENT if kind.has_slots else 0, in_order=in_order,
+        has_queue=pool.has_queue, has_slots=kind.has_slots,
     )  # fmt: skip
+    engine = Engine(pool, scheduler, timeout_s=timeout_s)
     try:
         yield engine
     finally:

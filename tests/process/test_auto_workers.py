@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 import shmloader.loader.dataloader as dataloader_module
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.engine.workers import LEAVING
+from shmloader.engine.records import LEAVING
 from shmloader.pools import adapting
 from tests.process.support import Calls, Gate, Streams, wait_until
 

@@ -212,7 +212,7 @@ def test_the_main_process_decides_for_its_workers(method, debugging, monkeypatch
 
 
 def test_a_batch_that_changed_is_an_error_and_costs_no_slot(debugging, monkeypatch, slots) -> None:
-    monkeypatch.setattr("shmloader.engine.slot_batches.checksum", lambda *_: 0x1234)
+    monkeypatch.setattr("shmloader.engine.engine.checksum", lambda *_: 0x1234)
     batches = iter(DataLoader(Calls(lambda n: n, 30), num_workers=1))
     told = []
     for _ in range(30):

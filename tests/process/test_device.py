@@ -141,19 +141,19 @@ def frees_at_once(monkeypatch) -> None:
 
 def waits_for_no_event(monkeypatch) -> None:
     """The consumer's stream does not wait for the copy."""
-    hand_over = Backend.hand_over
+    deliver = Backend.deliver
     monkeypatch.setattr(
         Backend,
-        "hand_over",
-        lambda self, _, *rest: hand_over(self, {self.device: torch.Event("late")}, *rest),
+        "deliver",
+        lambda self, _, *rest: deliver(self, {self.device: torch.Event("late")}, *rest),
     )
 
 
 def records_no_stream(monkeypatch) -> None:
     """The allocator is not told that the consumer's stream uses the batch."""
-    hand_over = Backend.hand_over
+    deliver = Backend.deliver
     monkeypatch.setattr(
-        Backend, "hand_over", lambda self, events, _, number: hand_over(self, events, (), number)
+        Backend, "deliver", lambda self, events, _, number: deliver(self, events, (), number)
     )
 
 
@@ -399,7 +399,7 @@ def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(late: LateDevice) -> No
 # Transforms ------------------------------------------------------------------------------
 
 
-def test_a_transform_runs_on_our_thread_and_stream_before_the_hand_over(late: LateDevice) -> None:
+def test_a_transform_runs_on_our_thread_and_stream_before_the_delivery(late: LateDevice) -> None:
     streams = []
 
     def double(batch):

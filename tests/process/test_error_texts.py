@@ -404,8 +404,8 @@ def test_a_timeout_says_how_to_go_on_and_what_replaces_a_worker(threads):
     who = "worker thread 0" if threads else "worker 0 (pid N)"
     assert first == (
         f"DataLoader timed out after 0.3 seconds. Batch 0 (index 0) is with {who}. No batch is "
-        "lost. A for loop ends here; call next() on the same iterator to go on waiting, or give "
-        "sample_timeout= to replace a worker whose sample hangs."
+        "lost. A for loop ends here; call next() on the same iterator to go on waiting, or raise "
+        "timeout=. Without executor=, sample_timeout= replaces a worker whose sample hangs."
     )
     gate.open(2)
     assert [batch.item() for batch in batches] == [0, 1]

@@ -18,12 +18,10 @@ import pytest
 import torch
 import torch.utils.data
 
-import shmloader.device.staged_engine
 import shmloader.device.thread
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
-from shmloader.device import exchange
 from shmloader.device.device import DeviceStage
-from shmloader.device.pin import PinStage
+from shmloader.device.stage import PinStage
 from shmloader.threads import background
 from tests.late import to_host
 from tests.process.interrupts import in_thread
@@ -181,7 +179,7 @@ def test_epochs_that_are_left_begin_anew(kind) -> None:
         assert [number(next(batches)) for _ in range(stop)] == list(range(stop))
         assert len(stage_threads()) <= 1
     assert numbers(loader) == list(range(12))
-    assert stage_threads() == []
+    wait_until(lambda: not stage_threads())
     loader.close()
 
 
@@ -332,7 +330,7 @@ def test_a_sampler_that_raises_at_an_epoch_s_start_leaves_nothing_waiting(kind) 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("where", ["start", "hand_over"])
+@pytest.mark.parametrize("where", ["start", "deliver"])
 def test_a_stage_that_fails_for_good_says_so_and_closes(kind, monkeypatch, where) -> None:
     def fail(*_):
         raise OSError("the device is gone")
@@ -450,7 +448,7 @@ def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, mo
     batches = iter(make(kind, late_at(gate, 1), num_workers=1))
     assert number(next(batches)) == 0
     main, is_closed = threading.main_thread(), threading.Event()
-    wait = exchange.Wakeup.wait
+    wait = shmloader.device.thread.Wakeup.wait
 
     def wait_and_sleep_on(wakeup, timeout_s=None):
         wait(wakeup, timeout_s)
@@ -463,7 +461,7 @@ def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, mo
         is_closed.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(exchange.Wakeup, "wait", wait_and_sleep_on)
+        patch.setattr(shmloader.device.thread.Wakeup, "wait", wait_and_sleep_on)
         with in_thread(close), pytest.raises(ClosedLoaderError):
             next(batches)
     assert stage_threads() == []
@@ -502,8 +500,8 @@ def test_an_error_that_was_not_taken_delays_no_end(kind, slots) -> None:
     gc.collect()
     gc.disable()
     try:
-        results = weakref.ref(batches._source.owner.thread.results)
-        wait_until(lambda: any("ValueError" in repr(one) for one in list(results()._items)))
+        thread = weakref.ref(batches._source.owner.thread)
+        wait_until(lambda: any(getattr(one, "error", None) for one in list(thread().items)))
         engine = weakref.ref(batches._engine)
         del batches
         assert engine() is None

@@ -452,10 +452,10 @@ class Dies(Saved):
         (1, "resumes from its state after 3 batches. ", 2),
         (
             2,
-            "resumes from its state after 2 batches, skipping the batch that was delivered since.",
+            "resumes from its state after 2 batches, skipping 1 batch already delivered.",
             4,
         ),
-        (1000, "is iterated again, skipping 3 batches that were already delivered.", 8),
+        (1000, "resumes from its beginning, skipping 3 batches already delivered.", 8),
     ],
 )
 def test_a_new_worker_goes_on_from_its_predecessor_s_last_state(

@@ -421,7 +421,7 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options,
         assert head.startswith(
             "DataLoader timed out after 0.2 seconds. Batch 2 (indices 4 to 5) is with worker thread"
         )
-        assert head.endswith("to replace a worker whose sample hangs.")
+        assert head.endswith("sample_timeout= replaces a worker whose sample hangs.")
         worker = head.partition("worker thread ")[2][0]
         # The thread that has the batch comes first, with the calls of the user's code.
         assert lines[0].startswith(

@@ -54,7 +54,7 @@ def threads(batches) -> Unheard:
 
 
 def results(batches) -> Unheard:
-    return silence(batches._source.owner.thread.results._wakeup)
+    return silence(batches._source.owner.thread.has_item)
 
 
 def silence(wakeup) -> Unheard:

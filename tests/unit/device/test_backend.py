@@ -8,14 +8,8 @@ import pytest
 import torch
 
 import shmloader
-from shmloader.device import backend, drivers
-from shmloader.device.backend import (
-    Backend,
-    BlockingBackend,
-    move_to,
-    open_backend,
-    parse_device,
-)
+from shmloader.device import backend
+from shmloader.device.backend import Backend, parse_device
 from shmloader.device.page_locks import PageLocks
 from shmloader.memory.arena import Arena
 
@@ -103,19 +97,12 @@ def test_a_wait_on_cuda_keeps_no_core_busy(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", note("stream"))
     monkeypatch.setattr(torch.cuda, "Event", note("event"))
     device = torch.device("cuda", 1)
-    opened = open_backend(device)
+    opened = Backend(device)
     assert calls == []  # nothing of CUDA is initialized
     opened._new_stream(device)
     opened._new_event(device)
     assert calls == [("stream", (device,), {}), ("event", (), {"blocking": True})]
     assert opened._current_stream is torch.cuda.current_stream
-
-
-def test_a_kind_without_streams_copies_and_waits() -> None:
-    opened = open_backend(torch.device("mps", 0))
-    assert type(opened) is BlockingBackend
-    assert not opened.can_pin
-    assert opened.record().query()
 
 
 def covers(locks: PageLocks, tensor: torch.Tensor) -> bool:
@@ -136,7 +123,7 @@ def test_without_the_driver_s_library_it_says_so_once_and_locks_nothing(late, sl
     def missing():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setitem(drivers.DRIVERS, "late", missing)
+    monkeypatch.setitem(backend.DRIVERS, "late", missing)
     locks = PageLocks([Backend(torch.device("late", 0))])
     with pytest.warns(RuntimeWarning, match=r"by way of pinned memory.*libcuda"):
         locks.lock(slot, 100)
@@ -149,18 +136,3 @@ def test_a_kind_without_a_known_driver_goes_by_pinned_memory_in_silence(slot) ->
     locks.lock(slot, 100)
     assert not covers(locks, torch.frombuffer(slot.array(), dtype=torch.uint8, count=10))
     assert locks.unlock(slot)
-
-
-class Old:
-    def to(self, device):
-        return ("moved", device)
-
-
-class New:
-    def to(self, device, *, non_blocking):
-        return ("moved", device, non_blocking)
-
-
-def test_objects_are_moved_by_their_own_to() -> None:
-    assert move_to(Old(), "cuda") == ("moved", "cuda")
-    assert move_to(New(), "cuda") == ("moved", "cuda", True)

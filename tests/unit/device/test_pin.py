@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shmloader.device.pin import PinStage, is_small, pin_batch
+from shmloader.device.stage import PinStage, is_small, pin_batch
 from tests.late import LateDevice
 from tests.unit.device.test_structure import MAKERS, shape_of
 

@@ -47,7 +47,7 @@ class Run:
         ticket = self.queues[worker_id].popleft()
         if self.given[worker_id] >= self.lengths[worker_id]:
             self.scheduler.stream_ended(ticket.seq, 0, Checkpoint(snapshot=b"at the end"))
-            for _ in range(self.scheduler.take_wanted_tickets()):
+            for _ in range(self.scheduler.pop_wanted_tickets()):
                 self.offer()
             return
         self.given[worker_id] += 1
@@ -56,9 +56,10 @@ class Run:
 
     def take(self):
         """What `next()` does, if a batch is there."""
-        ticket = self.scheduler.take_next()
-        if ticket is None:
+        ticket = self.scheduler.first()
+        if ticket is None or ticket.answer is None:
             return False
+        self.scheduler.pop(ticket)
         self.user.update([DatasetUpdate(ticket.worker_id, ticket.checkpoint)])
         self.scheduler.slots.free(ticket.slot_id)
         self.walk.append((ticket.worker_id, ticket.answer))

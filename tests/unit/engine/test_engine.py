@@ -7,6 +7,7 @@ import pytest
 from shmloader.batch.failures import SampleReport
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
+from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import (
     SharedMemoryError,
 )
@@ -23,10 +24,10 @@ def everything(pool: ScriptedPool) -> None:
     pool.answer_all()
 
 
-def engine_of(idle=everything, worker_count=2, **options) -> tuple[Engine, ScriptedPool]:
+def engine_of(idle=everything, worker_count=2, window=4, **options) -> tuple[Engine, ScriptedPool]:
     pool = ScriptedPool(worker_count, idle)
-    defaults = {"window": 4, "lend_limit": 1, "in_order": True, "timeout_s": 0}
-    return Engine(pool, worker_count=worker_count, **(defaults | options)), pool
+    scheduler = Scheduler(worker_count, window, 1, in_order=True)
+    return Engine(pool, scheduler, **({"timeout_s": 0} | options)), pool
 
 
 def all_of(engine: Engine) -> list[int]:
@@ -36,9 +37,6 @@ def all_of(engine: Engine) -> list[int]:
             found.append(next_of(engine))
         except StopIteration:
             return found
-
-
-# Order -------------------------------------------------------------------------------------
 
 
 # Bad samples -------------------------------------------------------------------------------

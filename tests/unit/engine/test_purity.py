@@ -35,8 +35,7 @@ def path_of(module: str) -> Path:
     "module",
     [
         "shmloader.engine.scheduler",
-        "shmloader.engine.slots",
-        "shmloader.engine.workers",
+        "shmloader.engine.records",
         "shmloader.batch.checkpoint",
         "shmloader.pools.adapting",
         "shmloader.messages",

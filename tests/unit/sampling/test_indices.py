@@ -7,7 +7,7 @@ import pickle
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from shmloader.engine.wording import describe_indices
+from shmloader.batch.failures import describe_indices
 from shmloader.sampling.indices import PositionedIndices, PositionedStreams, without_position
 from shmloader.sampling.sampler_checkpoint import set_epoch_of
 from shmloader.sampling.seeded_order import SeededOrder

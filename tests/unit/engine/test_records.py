@@ -1,8 +1,10 @@
-"""The table of slot states: every move, and which slot is taken."""
+"""The tables of slots and of workers: every move, and which slot is taken."""
+
+import itertools
 
 import pytest
 
-from shmloader.engine.slots import SlotState, SlotTable
+from shmloader.engine.records import SlotState, SlotTable, WorkerState, WorkerTable
 from shmloader.errors import InternalError
 
 FREE, TAKEN, LENT = SlotState
@@ -32,7 +34,7 @@ def test_a_legal_move_changes_the_state(old, move, new):
 @pytest.mark.parametrize(("old", "move"), [(FREE, "lend"), (FREE, "free"), (LENT, "lend")])
 def test_an_illegal_move_is_refused_and_changes_nothing(old, move):
     table, slot_id = table_with_slot(old)
-    before = (table.states, table.free_ids, table.lent_count)
+    before = ([*table.states], [*table.free_ids], table.lent_count)
     with pytest.raises(InternalError, match=rf"slot {slot_id} is with {old.value}"):
         getattr(table, move)(slot_id)
     assert (table.states, table.free_ids, table.lent_count) == before
@@ -77,9 +79,56 @@ def test_a_slot_belongs_to_the_worker_that_filled_it_last():
     assert table.take(worker_id=8) == 1
 
 
-def test_the_states_and_the_free_list_are_copies():
-    table = freed(1, 1)
-    table.states.clear()
-    table.free_ids.clear()
-    assert table.states == [FREE, FREE]
-    assert table.free_ids == [0, 1]
+GONE, RUNNING, LEAVING, LOST, DEAD = (
+    WorkerState.GONE,
+    WorkerState.RUNNING,
+    WorkerState.LEAVING,
+    WorkerState.LOST,
+    WorkerState.DEAD,
+)
+
+#: How a worker gets into each state.
+WAYS = {RUNNING: [], LEAVING: [LEAVING], GONE: [LEAVING, GONE], LOST: [LOST], DEAD: [DEAD]}
+
+#: What may become of it then.
+NEXT = {
+    RUNNING: {LEAVING, LOST, DEAD},
+    LEAVING: {GONE, DEAD},
+    GONE: {RUNNING},
+    LOST: {RUNNING},
+    DEAD: set(),
+}
+
+
+def worker_in(state: WorkerState) -> WorkerTable:
+    table = WorkerTable(1, 1)
+    for step in WAYS[state]:
+        table.move(0, step)
+    return table
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(WorkerState, repeat=2)))
+def test_only_the_moves_of_the_table_are_allowed(old, new):
+    table = worker_in(old)
+    if new in NEXT[old]:
+        table.move(0, new)
+        assert table[0].state is new
+    else:
+        with pytest.raises(InternalError, match=r"worker 0 is .* and cannot be"):
+            table.move(0, new)
+        assert table[0].state is old
+
+
+def test_the_last_workers_leave_and_the_first_that_is_missing_is_started():
+    """By their numbers alone, so that tables of several ranks agree."""
+    table = WorkerTable(5, 4)
+    table.move(2, LOST)
+    table.wanted_count = 2
+    assert [table.next_leaving(), table.next_leaving()] == [table[3], None]
+    assert [worker.state for worker in table] == [RUNNING, RUNNING, LOST, LEAVING, GONE]
+    assert table.present_count == 3
+    table.move(2, RUNNING)
+    assert table.next_leaving() is table[2]
+    table.wanted_count = 5
+    assert table.next_missing() is table[4]
+    assert table.first(LEAVING) is table[2]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shmloader.device.stage import Stage
-from shmloader.device.staged_engine import StagedEngine
+from shmloader.device.thread import StagedEngine
 from shmloader.engine.engine import Engine
+from shmloader.engine.scheduler import Scheduler
 from tests.pools.scripted import ScriptedPool, call_of, next_of
 from tests.process.support import Bad
 
@@ -29,7 +30,7 @@ def failing() -> Iterator[object]:
 
 def test_a_sampler_that_fails_at_once_ends_the_epoch_whatever_the_one_before_left() -> None:
     pool: Any = ScriptedPool(2, lambda pool: pool.answer_all())
-    engine = Engine(pool, worker_count=2, window=4, lend_limit=1, in_order=True, timeout_s=0)
+    engine = Engine(pool, Scheduler(2, 4, 1, in_order=True), timeout_s=0)
     staged = StagedEngine(engine, Unchanged(), window=4, timeout_s=20)
     with contextlib.closing(staged):
         staged.start(iter(range(9)))

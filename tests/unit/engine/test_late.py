@@ -1,8 +1,8 @@
-"""When the engine looks again at what its workers do."""
+"""When the engine looks again at what its workers do, and what a timeout says of them."""
 
 import pytest
 
-from shmloader.engine.hang_watch import HangWatch
+from shmloader.engine.late import end_hanging, late_batch
 from shmloader.engine.scheduler import Scheduler
 from shmloader.pools.status_page import AtWork, Phase
 
@@ -48,7 +48,7 @@ def test_a_worker_that_was_ended_is_replaced_before_the_engine_waits(left_s, end
     scheduler = Scheduler(2, 2, 0, in_order=True, has_queue=True, has_slots=False)
     for seq in range(2):
         assert scheduler.offer([seq]).seq == seq
-    assert HangWatch(pool, scheduler, TIMEOUT_S).look() == wait_s
+    assert end_hanging(pool, scheduler, TIMEOUT_S) == wait_s
     assert pool.ended == ended
 
 
@@ -73,6 +73,17 @@ def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
     scheduler = Scheduler(1, 2, 0, in_order=True, has_queue=True, has_slots=False)
     for seq in range(2):
         scheduler.offer([seq])
-    assert HangWatch(pool, scheduler, TIMEOUT_S).look() == TIMEOUT_S
+    assert end_hanging(pool, scheduler, TIMEOUT_S) == TIMEOUT_S
     assert pool.ended == []
     assert all(ticket.hung is None for ticket in scheduler.tickets)
+
+
+def test_a_timeout_names_a_batch_of_another_epoch_by_its_number_alone() -> None:
+    pool = Threads(1.0, 1.0)
+    pool.was_at = pool.ask = lambda worker_id: AtWork(Phase.LOADING, 7, worker_id, 1.0)
+    scheduler = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
+    for seq in range(4):
+        scheduler.offer([seq])
+    head, first, *_ = str(late_batch(5, pool, scheduler)).splitlines()
+    assert "Batch 0 (index 0) waits for a worker. " in head
+    assert first == "Worker thread 0 has been loading batch 0 for 1.0 s."

@@ -1,0 +1,211 @@
+"""Builds the texts of errors and log messages about tickets and workers.
+
+Where torch has a text, ours begins with it, since people search for it.
+"""
+
+import itertools
+import re
+import signal
+from collections.abc import Iterable
+
+from shmloader.batch.checkpoint import Checkpoint
+from shmloader.batch.failures import describe_indices
+from shmloader.engine.scheduler import Ticket
+from shmloader.grammar import counted, describe_worker
+from shmloader.pools.answers import Death
+from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
+from shmloader.pools.status_page import AtWork, Phase
+
+_SIGBUS_HINT = (
+    "It is possible that dataloader's workers are out of shared memory. "
+    "Please try to raise your shared memory limit. "
+)
+
+# The most calls of a stack that a text shows.
+_FRAMES_SHOWN = 12
+# The frames from which a worker calls the user's code.
+_OURS = re.compile(
+    r"/shmloader/(batch/|pools/(batch_server|task_server|worker_dataset|object_answers)\.py)"
+)
+
+
+def _capitalized(worker_id: int, pid: int | None) -> str:
+    return f"W{describe_worker(worker_id, pid)[1:]}"
+
+
+def describe_ticket(ticket: Ticket) -> str:
+    """Name a ticket by its number and indices."""
+    return f"batch {ticket.seq} ({describe_indices(ticket.indices)})"
+
+
+def describe_loading(ticket: Ticket, pid: int | None) -> str:
+    """Return an exception's note: which worker raised it, and on which batch."""
+    who = _capitalized(max(ticket.worker_id, 0), pid)
+    return f"{who} was loading {describe_ticket(ticket)}."
+
+
+def describe_end(death: Death) -> str:
+    """Say how a worker ended, in torch's words."""
+    if death.reason:
+        return f"DataLoader worker exited unexpectedly: {death.reason}. "
+    text, code = f"DataLoader worker (pid {death.pid})", death.exit_code
+    if code is None:
+        return f"{text} exited unexpectedly. "
+    if code < 0:
+        text += f" is killed by signal: {signal.strsignal(-code) or f'signal {-code}'}. "
+        return text + _SIGBUS_HINT if -code == signal.SIGBUS else text
+    return (
+        f"{text} exited unexpectedly with exit code {code}. Details are lost due to "
+        "multiprocessing. Rerunning with num_workers=0 may give better error trace. "
+    )
+
+
+def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
+    """Say how a worker ended, what it was loading, and why it was not replaced."""
+    if death.because:
+        return death.because
+    if death.exit_code == NO_GUARD_EXIT:
+        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
+    work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
+    text = f"{describe_end(death)}Worker {worker_id} {work}.{_describe_oom(death)}"
+    if ticket is not None and ticket.kill_count > 1:
+        return f"{text} This batch has killed a worker before, and is not loaded a third time."
+    if death.restart_limit and not death.is_final:
+        text += f" No restart is left in this epoch (worker_restarts={death.restart_limit})."
+    return text
+
+
+def _describe_oom(death: Death) -> str:
+    if death.oom_kills <= 0:
+        return ""
+    return (
+        f" The kernel's out-of-memory killer ended "
+        f"{counted(death.oom_kills, 'process', 'processes')} of this control group since the "
+        "loader started: lower num_workers or prefetch_factor, or allow more memory."
+    )
+
+
+def describe_hang(worker_id: int, pid: int | None, timeout_s: float, batch: str) -> str:
+    """Say that a worker was ended since a sample took too long, for the log."""
+    who = _capitalized(worker_id, pid)
+    return f"{who} took longer than {timeout_s:g} s (sample_timeout) for a sample of {batch}. "
+
+
+def describe_hung_work(worker_id: int, pid: int | None, at_work: AtWork) -> str:
+    """Say in which code a worker was ended since a sample took too long, for the error."""
+    end = "left behind" if pid is None else "killed"
+    return _with_stack(f"{_capitalized(worker_id, pid)} was {end} in it", at_work)
+
+
+def _with_stack(text: str, at_work: AtWork) -> str:
+    """Add the calls of a worker's stack that are in the user's code, or called by it."""
+    frames = itertools.takewhile(lambda frame: not _OURS.search(frame), at_work.stack.splitlines())
+    shown = list(itertools.islice(frames, _FRAMES_SHOWN))
+    return "\n".join([f"{text}, the innermost call first:", *shown]) if shown else f"{text}."
+
+
+def describe_restart(
+    worker_id: int,
+    death: Death | None,
+    seqs: list[int],
+    checkpoint: Checkpoint | None,
+    *,
+    is_seeded: bool = False,
+    hang: str = "",
+) -> str:
+    """Return the log message for a worker that was replaced.
+
+    Args:
+        worker_id: Number of the worker.
+        death: How it ended; None if it is a thread.
+        seqs: The batches that it had not finished.
+        checkpoint: Where its dataset is resumed, if it is iterable or has a state.
+        is_seeded: Whether each sample has random number generators of its own.
+        hang: Says that it was ended since a sample took too long; "" if it ended by itself.
+    """
+    again = ", ".join(map(str, seqs))
+    if death is None:
+        return f"{hang}A new thread replaces it."
+    if death.reason:
+        return f"{describe_end(death)}Batches are made again: {again or 'none'}."
+    text = hang or (f"{death.because} " if death.because else describe_end(death))
+    text += f"A new process replaces worker {worker_id}"
+    text += f" and loads its unfinished batches again: {again}." if seqs else "."
+    if checkpoint is not None and not checkpoint.has_ended:
+        batches = counted(checkpoint.at, "batch", "batches")
+        start = "beginning" if checkpoint.snapshot is None else f"state after {batches}"
+        skipped = counted(checkpoint.skip, "batch", "batches")
+        skipping = f", skipping {skipped} already delivered" if checkpoint.skip else ""
+        text += f" Its dataset resumes from its {start}{skipping}."
+    if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
+        text += " Its random number generators start over."
+    return text + _describe_oom(death)
+
+
+def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
+    """Return the log message for a dataset's state that did not fit into its slot."""
+    return (
+        f"The state of worker {worker_id}'s dataset ({nbytes} bytes) does not fit beside its batch "
+        f"in a slot of at most {slot_bytes} bytes, and is left out. No batch is lost: what resumes "
+        "starts from an older state. Raise shm_size or make the state smaller."
+    )
+
+
+_AT_WORK = {
+    Phase.STARTING: "starting",
+    Phase.GETTING_READY: "preparing (dataset, worker_init_fn)",
+    Phase.IDLE: "idle",
+    Phase.LOADING: "loading {}",
+    Phase.LEAVING_EPOCH: "finishing the previous epoch (iter(dataset))",
+}
+
+
+def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Ticket | None) -> str:
+    """Say what a worker is doing, with the frames of its stack.
+
+    Args:
+        worker_id: Number of the worker.
+        pid: Its process id; None for a thread.
+        at_work: What its status page says.
+        ticket: The ticket that it is loading, if that is in flight.
+    """
+    batch = describe_ticket(ticket) if ticket is not None else f"batch {at_work.seq}"
+    work = _AT_WORK[at_work.phase].format(batch)
+    text = f"{_capitalized(worker_id, pid)} has been {work} for {at_work.elapsed_s:.1f} s"
+    if at_work.is_stopped:
+        return f"{text}; the process is stopped (SIGSTOP)."
+    return f"{text}." if at_work.phase is Phase.IDLE else _with_stack(text, at_work)
+
+
+def describe_timeout(
+    timeout_s: float, waiting: Iterable[tuple[Ticket, int | None, int | None]], work: list[str]
+) -> str:
+    """Say what a call of ``next()`` waited for when it timed out.
+
+    Args:
+        timeout_s: The timeout in seconds.
+        waiting: Tickets, each with the number of its worker (None if no worker has it) and that
+            worker's process id (None for a thread).
+        work: What each worker is doing, from :func:`describe_work`.
+    """
+    parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
+    for ticket, worker_id, pid in waiting:
+        holder = "waits for a worker"
+        if worker_id is not None:
+            holder = f"is with {describe_worker(worker_id, pid)}"
+        parts.append(f"B{describe_ticket(ticket)[1:]} {holder}.")
+    parts.append(
+        "No batch is lost. A for loop ends here; call next() on the same iterator to go on "
+        "waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker whose "
+        "sample hangs."
+    )
+    return "\n".join([" ".join(parts), *work])
+
+
+def describe_late_start(timeout_s: float, work: list[str]) -> str:
+    """Say what a timeout at an epoch's start waited for, and what each late worker is doing."""
+    head = (
+        f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to finish the "
+        "previous epoch. The workers were ended; iter() starts new ones."
+    )
+    return "\n".join([head, *work])
