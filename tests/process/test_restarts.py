@@ -830,9 +830,7 @@ def test_the_argument_needs_workers_and_a_number() -> None:
     for value in (True, 1.0, "1", None):
         with pytest.raises(TypeError, match=f"but got worker_restarts={value!r}"):
             DataLoader(Calls(row, 4), num_workers=1, worker_restarts=value)
-    with pytest.raises(
-        ValueError, match=r"non-negative number of workers, but got worker_restarts=-1"
-    ):
+    with pytest.raises(ValueError, match=r"0 or more, but got worker_restarts=-1"):
         DataLoader(Calls(row, 4), num_workers=1, worker_restarts=-1)
     loader = DataLoader(Calls(row, 4), worker_restarts=0)
     assert loader.worker_restarts == 0

@@ -760,7 +760,7 @@ def test_what_is_no_seed_is_refused(seed, kind) -> None:
 def test_what_does_not_go_with_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="seed is mutually exclusive with generator"):
         DataLoader(range(4), seed=1, generator=torch.Generator())
-    with pytest.raises(ValueError, match=r"for a data pipe.*seed=1"):
+    with pytest.raises(ValueError, match="for a data pipe"):
         DataLoader(IterableWrapper([1, 2]), seed=1)
     assert "sample_rng" in shmloader.__all__
 
