@@ -13,6 +13,8 @@ Guarantees:
     * A loader that cannot be taken over runs on torch's iterators as before, and the report says
       why.
     * Only an iterator refers to a stand-in, so a loader is freed when it is dropped.
+
+The module is long because a third of it documents what users call and read.
 """
 
 import contextlib

@@ -15,6 +15,9 @@ Guarantees:
     * Counting the batch is the last thing that ``next()`` does before it returns.
     * An interrupted iterator delivers everything that is left, or raises ``ClosedLoaderError``.
     * If two threads call ``next()`` at once, the second raises RuntimeError; the first continues.
+
+The module is long because torch and frameworks read the iterator's attributes and methods on one
+object.
 """
 
 import functools

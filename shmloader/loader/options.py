@@ -4,6 +4,8 @@ The table says of each option what values it takes, what it needs, and what it e
 constructors and each epoch check a loader by it, ``repr`` shows what differs from its defaults, and
 :func:`shmloader.install` finds there what does not fit a loader of torch's. torch's constructor
 checks torch's own arguments.
+
+The module is long because the table and the checks of single values belong together.
 """
 
 import concurrent.futures
