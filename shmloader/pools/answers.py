@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.failures import RemoteError, SampleReport
-from shmloader.errors import InternalError
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 from shmloader.memory.codec import PickledLayout, PickledReader
-from shmloader.memory.layout import FlatLayout, FlatReader
+from shmloader.memory.layout import FlatReader
 from shmloader.messages import Unsaved
 
 
@@ -137,46 +136,24 @@ class Death:
 Reader = FlatReader | PickledReader
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableLayout:
-    """Stands for the reader of a layout that this process cannot read.
-
-    Attributes:
-        error: The error that says why. All batches with this layout fail with it.
-    """
-
-    error: RemoteError
-
-
-def make_reader(layout: object) -> Reader:
-    """Return the reader of a layout.
-
-    Raises:
-        InternalError: If the object is no layout.
-    """
-    if isinstance(layout, FlatLayout) or type(layout) is tuple:
-        return FlatReader(layout)
-    if type(layout) is PickledLayout:
-        return PickledReader(layout)
-    raise InternalError(f"a layout of unknown type: {layout!r}")
-
-
-def read_layout(data: bytes, known: Iterable[object]) -> Reader | UnreadableLayout:
-    """Read a layout that a worker has sent for its next batches.
+def read_layout(data: bytes, known: Iterable[object]) -> Reader | RemoteError:
+    """Return the reader of a layout that a worker has sent, or the error of all its batches.
 
     Args:
         data: The layout, pickled.
         known: What this function returned for the workers' last layouts. Workers with
             equal layouts share one reader.
     """
-    try:
-        layout = pickle.loads(data)
-        for reader in known:
-            if isinstance(reader, Reader) and reader.layout == layout:
-                return reader
-        return make_reader(layout)
-    except Exception as raised:
-        if is_interruption(raised):
-            raise
-        # Unpickling or comparing the user's keys may raise anything.
-        return UnreadableLayout(RemoteError.caught("while reading a batch in the main process"))
+    # Unpickling or comparing the user's keys may raise anything.
+    reader = attempt(_read_layout, data, known)
+    if isinstance(reader, Caught):
+        return RemoteError.of(reader.error, "while reading a batch in the main process")
+    return reader
+
+
+def _read_layout(data: bytes, known: Iterable[object]) -> Reader:
+    layout = pickle.loads(data)
+    for reader in known:
+        if isinstance(reader, Reader) and reader.layout == layout:
+            return reader
+    return PickledReader(layout) if type(layout) is PickledLayout else FlatReader(layout)

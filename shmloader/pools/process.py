@@ -6,6 +6,7 @@ from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
+from shmloader.batch.state_slot import free_state_slot, read_state_slot
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -26,29 +27,38 @@ from shmloader.messages import (
     BeginningPart,
     CheckpointPart,
     EpochStarted,
+    InStateSlot,
     Leave,
     Left,
     ResumeStream,
+    SentState,
     Spilled,
     StartEpoch,
     StreamEnded,
     Task,
+    TooLong,
+    Unsaved,
     pack,
     unpack,
 )
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Batch, Failure, Reader
-from shmloader.pools.slot_memory import PageLocker
-from shmloader.pools.slot_reader import SlotReader
+from shmloader.pools.answers import Answer, Batch, Empty, Failure, Reader, read_layout
+from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_channels import WorkerChannels
+from shmloader.threads.uninterruptible import uninterruptible
 
 
-class ProcessPool(SlotReader):
+class ProcessPool:
     """Worker processes, and the slots that their batches come in.
 
-    See :class:`~shmloader.pools.Pool` for what the methods do and raise.
+    See :class:`~shmloader.pools.SlotPool` for what the methods do and raise.
+
+    Attributes:
+        memory: The slots' memory.
+        dataset_epoch: The number for the dataset's ``set_epoch()`` in the present epoch; None for
+            no call.
 
     Args:
         workers: The worker processes, or the channels to workers that ranks share. The pool owns
@@ -65,7 +75,14 @@ class ProcessPool(SlotReader):
         locker: PageLocker | None = None,
         admission: MemoryAdmission | None = None,
     ) -> None:
-        super().__init__(arena, locker, admission)
+        self.dataset_epoch: int | None = None
+        self.memory = SlotMemory(arena, locker, admission)
+        self.counts = self.memory.counts
+        # The reader of each worker's last layout, or why there is none: a worker sends a layout
+        # only if it differs from its last one.
+        self._readers: dict[int, Reader | RemoteError] = {}
+        # Whether a state that did not fit was reported, which is done only once.
+        self._has_lost_state = False
         self._workers = workers
         self.readings = workers.readings
         self.has_queue = workers.queue is not None
@@ -233,29 +250,74 @@ class ProcessPool(SlotReader):
     def _take_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a message that is not a batch with a known layout."""
         message = unpack(data)
-        if type(message) is BatchDone:
-            self.take_batch(worker_id, message, events)
-        elif type(message) is BatchFailed:
-            self.take_failure(worker_id, message, events)
-        elif type(message) is BatchEmpty:
-            self.take_empty(worker_id, message, events)
-        elif type(message) is StreamEnded:
-            self._take_end(worker_id, message, events)
-        elif type(message) is EpochStarted:
+        if isinstance(message, BatchDone | BatchFailed | BatchEmpty):
+            answer = self._read_answer(worker_id, message, events)
+            events.answered(message.seq, message.epoch, worker_id, answer)
+        elif isinstance(message, StreamEnded):
+            self.memory.count_pages(message.slot_id, message.touched_bytes)
+            # Read before the slot becomes free.
+            beginning = self._read_state(worker_id, message.slot_id, message.beginning, events)
+            assert not isinstance(beginning, Unsaved)
+            events.stream_ended(message.seq, message.epoch, Checkpoint.loads(beginning))
+        elif isinstance(message, EpochStarted):
             events.epoch_entered(worker_id, message.beginning)
-        elif type(message) is BeginningPart:
+        elif isinstance(message, BeginningPart):
             events.beginning_part(worker_id, message.data)
-        elif type(message) is Left:
+        elif isinstance(message, Left):
             events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
-    def _take_end(self, worker_id: int, message: StreamEnded, events: Events) -> None:
-        slot_id = message.slot_id
-        self.memory.count_pages(slot_id, message.touched_bytes)
-        # Read before the slot becomes free.
-        beginning = self.read_state(worker_id, slot_id, message.beginning, events)
-        events.stream_ended(message.seq, message.epoch, Checkpoint.loads(beginning))
+    def _read_answer(
+        self, worker_id: int, message: BatchDone | BatchFailed | BatchEmpty, events: Events
+    ) -> Answer:
+        """Return the answer that a message is, with what lies in the slot."""
+        slot_id, report = message.slot_id, None
+        if message.report is not None:
+            report = pickle.loads(self._read(slot_id, message.report))
+        snapshot = self._read_state(worker_id, slot_id, message.snapshot, events)
+        if isinstance(message, BatchEmpty):
+            return Empty(report, snapshot)
+        if isinstance(message, BatchFailed):
+            error = pickle.loads(self._read(slot_id, message.error))
+            self.memory.count_pages(slot_id, message.touched_bytes)
+            return Failure(error, report, snapshot, message.fingerprint, message.is_final)
+        self.memory.count_batch(slot_id, message.used_bytes)
+        if message.layout is not None:
+            layout = self._read(slot_id, message.layout)
+            self._readers[worker_id] = read_layout(layout, self._readers.values())
+        reader = self._readers.get(worker_id)
+        if reader is None:
+            raise InternalError(f"worker {worker_id} sent a batch without a layout")
+        if isinstance(reader, RemoteError):
+            return Failure(reader, report)
+        answer = Batch(reader, report, message.times, message.used_bytes)
+        answer.lends, answer.fingerprint = reader.lends, message.fingerprint
+        if snapshot is not None:
+            answer.snapshot, answer.state_ns = snapshot, message.state_ns
+        if message.checksum is not None:
+            answer.check = (message.used_bytes, message.checksum)
+        return answer
+
+    def _read_state(
+        self, worker_id: int, slot_id: int, sent: SentState, events: Events
+    ) -> bytes | memoryview | Unsaved | None:
+        """Return the state of a worker's dataset, or why there is none; None if none was due."""
+        if isinstance(sent, InStateSlot):
+            return read_state_slot(self.memory.arena, worker_id, sent.nbytes, _copied)
+        if isinstance(sent, TooLong):
+            if not self._has_lost_state:
+                self._has_lost_state = True
+                events.state_lost(worker_id, sent.nbytes, self.memory.arena.slot_bytes)
+            return None
+        return self._read(slot_id, sent) if isinstance(sent, Spilled) else sent
+
+    def _read(self, slot_id: int, sent: bytes | Spilled) -> bytes:
+        """Return what a worker has sent, or has written into a slot."""
+        if isinstance(sent, bytes):
+            return sent
+        end = sent.offset + sent.nbytes
+        return bytes(self.memory.mapped(slot_id, end).memory[sent.offset : end])
 
     # Workers -----------------------------------------------------------------------------
 
@@ -278,13 +340,18 @@ class ProcessPool(SlotReader):
 
     def replace(self, worker_id: int) -> None:
         """Start a worker in place of one that died."""
-        self.forget_layout(worker_id)
+        self._forget(worker_id)
         self._workers.replace(worker_id)
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after it was retired."""
-        self.forget_layout(worker_id)
+        self._forget(worker_id)
         self._workers.start(worker_id)
+
+    def _forget(self, worker_id: int) -> None:
+        """Forget a worker's last layout: its successor sends one with its first batch."""
+        self._readers.pop(worker_id, None)
+        free_state_slot(self.memory.arena, worker_id)
 
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""
@@ -303,4 +370,9 @@ class ProcessPool(SlotReader):
         try:
             self._workers.close()
         finally:
-            self.free_memory()
+            self._readers.clear()
+            uninterruptible(self.memory.close)
+
+
+def _copied(state: memoryview) -> memoryview:
+    return memoryview(bytes(state))
