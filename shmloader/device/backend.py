@@ -205,11 +205,9 @@ class Backend:
         # The events of the user's streams, for each batch that was delivered, oldest first. The
         # user's threads add them. The next epoch still waits for them: an epoch may be short.
         self._delivered: dict[int, list[Event]] = {}
-        self._new_stream: Callable[[torch.device], Any] = torch.Stream
-        self._new_event: Callable[[torch.device], Any] = functools.partial(
-            torch.Event, enable_timing=False
-        )
-        self._current_stream: Callable[[torch.device], Any] = torch.accelerator.current_stream
+        self._new_stream: Any = torch.Stream
+        self._new_event: Any = torch.Event
+        self._current_stream: Any = torch.accelerator.current_stream
         if device.type == "cuda":
             # Waiting for a torch.Event would keep a core busy that the workers need.
             self._new_stream = torch.cuda.Stream

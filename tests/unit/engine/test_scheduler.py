@@ -751,15 +751,6 @@ def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answ
     assert [pop_next(subject).seq for _ in range(2)] == [0, 1]
 
 
-def test_with_a_queue_a_ticket_is_answered_once_and_only_if_it_was_offered():
-    subject = with_queue()
-    subject.offer([0])
-    subject.answered(0, 0, "batch", taker=1)
-    for seq, epoch in ((0, 0), (1, 0), (0, 1)):
-        with pytest.raises(InternalError, match="not in flight"):
-            subject.answered(seq, epoch, "batch", taker=1)
-
-
 def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     subject = with_queue()
     for number in range(4):
@@ -772,25 +763,6 @@ def test_with_a_queue_a_given_up_epoch_is_left_at_once():
     assert not subject.unsent
     subject.start_epoch()
     assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
-
-
-def test_with_a_queue_batches_in_any_order_come_as_they_arrive():
-    subject = with_queue(in_order=False)
-    for number in range(4):
-        subject.offer([number])
-    for seq in (2, 0, 3):
-        subject.answered(seq, 0, "batch", taker=0)
-    assert [pop_next(subject).seq for _ in range(3)] == [2, 0, 3]
-    assert pop_next(subject) is None
-
-
-def test_a_closed_scheduler_keeps_no_batches():
-    subject = with_queue(in_order=False)
-    ticket = subject.offer([0])
-    subject.answered(0, 0, "batch", taker=0)
-    subject.close()
-    assert ticket not in subject.tickets
-    assert pop_next(subject) is None
 
 
 # Samples that take too long -----------------------------------------------------------------

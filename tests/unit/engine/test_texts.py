@@ -110,16 +110,6 @@ def test_a_timeout_names_time_batch_and_worker():
     assert describe_timeout(0.25, [], []).startswith("DataLoader timed out after 0.25 seconds. No")
 
 
-def test_a_timeout_names_a_thread_and_a_ticket_that_no_thread_has():
-    taken, waiting = Ticket(41, None, 0, [7]), Ticket(42, None, 1, 8)
-    assert describe_timeout(5.0, [(taken, 0, None), (waiting, None, None)], []) == (
-        "DataLoader timed out after 5 seconds. "
-        "Batch 41 (index 7) is with worker thread 0. "
-        "Batch 42 (index 8) waits for a worker. "
-        f"{GO_ON}"
-    )
-
-
 def test_a_worker_is_told_by_its_process_or_as_a_thread():
     assert describe_worker(3, 812) == "worker 3 (pid 812)"
     assert describe_worker(3, None) == "worker thread 3"
@@ -182,14 +172,6 @@ INIT_STACK = """  File "/data/set.py", line 9 in connect
 )
 def test_what_a_worker_is_at(at_work, ticket, text):
     assert describe_work(3, 812, at_work, ticket) == text
-
-
-def test_what_a_thread_is_at():
-    at_work = AtWork(Phase.LOADING, 0, 41, 4.81, '  File "set.py", line 7 in decode')
-    assert describe_work(3, None, at_work, Ticket(41, 3, 0, [7])) == (
-        "Worker thread 3 has been loading batch 41 (index 7) for 4.8 s, the innermost call "
-        'first:\n  File "set.py", line 7 in decode'
-    )
 
 
 def test_a_deep_stack_is_cut():
