@@ -45,8 +45,9 @@ def late_batch(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTime
         if holder == UNASSIGNED:
             holder = takers.get(ticket.seq)
         waiting.append((ticket, holder, None if holder is None else pool.pid(holder)))
-    holders = {holder for _, holder, _ in waiting}
-    living.sort(key=lambda worker_id: worker_id not in holders)
+    # Workers that have an awaited ticket come first, in the order of these.
+    holders = [holder for _, holder, _ in waiting]
+    living.sort(key=lambda one: holders.index(one) if one in holders else len(holders))
     return LoaderTimeoutError(
         describe_timeout(timeout_s, waiting, _describe_all(pool, scheduler, living))
     )
