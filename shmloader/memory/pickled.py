@@ -246,12 +246,18 @@ def batch_reducers() -> dict[type, Any]:
 
 
 def reduce_data(value: Any, parts: OutOfBand) -> Any:
-    """Return the reduction of a CPU tensor or an array; NotImplemented for other values."""
+    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _reduce_tensor(value, parts)
     if kind is np.ndarray:
         return _reduce_array(value)
+    if kind is torch.UntypedStorage and value.device.type == "cpu":
+        storage = parts.storage(value)
+        storage.add(0, value.nbytes(), 1)
+        return rebuild_storage, (parts.mark(storage),)
+    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
+        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
 
 
@@ -349,6 +355,16 @@ def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) 
 def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Return the array, which pickle has built already."""
     return array
+
+
+def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
+    """Return the storage. All its bytes were needed."""
+    return partial.storage
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Make a typed storage."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
