@@ -125,10 +125,13 @@ class PageLocks:
         locked = [slot for slot in slots if slot.address in self._locked]
         if os.getpid() == self._pid and locked:
             with self._reading:
-                for backend in self._backends:
-                    backend.check()  # which a lost device refuses: it reads nothing any more
-                for slot in locked:
-                    self.unlock(slot)
+                self._wait_and_unlock(locked)
+
+    def _wait_and_unlock(self, slots: Iterable[Slot]) -> None:
+        for backend in self._backends:
+            backend.check()  # which a lost device refuses: it reads nothing any more
+        for slot in slots:
+            self.unlock(slot)
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
