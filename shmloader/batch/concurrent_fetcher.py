@@ -95,6 +95,7 @@ class _Batch:
                 try:
                     result.value = result.context.run(get, result.index)
                 except BaseException as error:  # noqa: BLE001 - it is the result
+                    end_if_forked(pid)  # with the status of this exception
                     result.error = error
                 end_if_forked(pid)
             self._end(result)

@@ -7,6 +7,7 @@ map-style dataset that fail are skipped or replaced.
 import copy
 import functools
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shmloader.batch.failures import (
 from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.errors import SampleTimeoutError
+from shmloader.forked_child import end_if_forked
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.probing import probe
@@ -129,7 +131,7 @@ class MapFetcher:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
         self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
-        self._report = SampleReport()
+        self._report, self._pid = SampleReport(), os.getpid()
         self._get = _getter(dataset)
         for load, _ in wrappers:
             self._get = functools.partial(load, self._get)
@@ -159,6 +161,8 @@ class MapFetcher:
                 if all samples of one shard did.
             BaseException: What the dataset, ``on_error`` or the collate function raises.
         """
+        if not self._is_strict:
+            self._pid = os.getpid()
         if not (self._config.may_shard and is_sharded(index)):
             return self._fetch_batch(index)
         batches = []
@@ -242,6 +246,7 @@ class MapFetcher:
         if _is_from_outside(error):
             return False
         if not self._is_strict and isinstance(error, Exception):
+            end_if_forked(self._pid)
             return True
         add_note(error, f"{what} failed.")
         return False

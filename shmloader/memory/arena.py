@@ -346,7 +346,7 @@ class Arena:
         """
         count = len(self.slots)
         return (
-            f"raise shm_size (or `ulimit -f`), which {count} slots share equally: "
+            f"raise shm_size (or `ulimit -f`), which its slots share equally, {count} in all: "
             f"{describe_shm_size(count, needed_bytes)} suffices for this"
         )
 

@@ -54,7 +54,8 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         try:
             return find_ranks()
         except EnvironmentVariableError as error:
-            raise ValueError(f"{error}; rank= and world_size= override the environment") from None
+            text = f"{error}; rank= and world_size= override the environment"
+            raise EnvironmentVariableError(text) from None
     if rank is None or world_size is None:
         raise ValueError(
             "rank and world_size should be given both or not at all, "

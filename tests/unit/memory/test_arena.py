@@ -173,7 +173,9 @@ def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
         return f"{arena.slot_bytes} {arena.describe_limit(1)}"
 
     text = in_a_child(work)
-    assert text.startswith(f"{MIB} raise shm_size (or `ulimit -f`), which 4 slots share equally: ")
+    assert text.startswith(
+        f"{MIB} raise shm_size (or `ulimit -f`), which its slots share equally, 4 in all"
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_where_files_may_not_be_long_the_slots_share_what_they_may_have():
 def test_an_shm_size_that_suffices_is_told_in_mebibytes(slot_count, needed_bytes, enough):
     arena = Arena.create(MIB, slot_count)
     text = arena.describe_limit(needed_bytes)
-    assert text.endswith(f"{slot_count} slots share equally: shm_size='{enough}' suffices for this")
+    assert text.endswith(f", {slot_count} in all: shm_size='{enough}' suffices for this")
     arena.close()
 
 
