@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.interruptions import attempt
+from shmloader.pools.executor import CHECK_S
 
 __all__ = ["DaskExecutor", "RayExecutor"]
 
@@ -95,7 +96,7 @@ class _ClusterExecutor(concurrent.futures.Executor):
         if cancel_futures:
             for future in futures:
                 future.cancel()
-        while wait and concurrent.futures.wait(futures, 2.0).not_done:
+        while wait and concurrent.futures.wait(futures, CHECK_S).not_done:
             self.check()
 
 

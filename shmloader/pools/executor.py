@@ -252,10 +252,11 @@ class ExecutorPool:
     def _receive(self, sent: _Sent, done_ns: int) -> None:
         """Report on a task that is done, or send it again with the payload."""
         future = sent.future
-        error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
-        if error is not None:
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or error is not None:
             self._reference = None  # the payload in the store may be lost with the process
-            self._report_loss(sent, "the executor lost its task", error)
+            reason = "has cancelled" if error is None else "lost"
+            self._report_loss(sent, f"the executor {reason} its task", error)
             return
         pid, refusal, *packed = future.result()
         if refusal:

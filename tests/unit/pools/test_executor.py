@@ -94,3 +94,12 @@ def test_what_is_done_is_not_waited_for() -> None:
         pool._wakeup.wait = refuse  # type: ignore[method-assign]
         assert pool.wait(None, events)
     assert len(events) == 1
+
+
+def test_a_task_that_the_executor_has_cancelled_is_lost_and_said_to_be_cancelled() -> None:
+    store, events = Store(), Lost()
+    with opened(store) as pool:
+        send(pool, 0)
+        assert store.futures[0].cancel()
+        assert pool.poll(None, events)
+    assert events == ["the executor has cancelled its task"]
