@@ -131,7 +131,7 @@ class MapFetcher:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
         self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
-        self._report, self._pid = SampleReport(), os.getpid()
+        self._report, self._pid = SampleReport(), 0
         self._get = _getter(dataset)
         for load, _ in wrappers:
             self._get = functools.partial(load, self._get)

@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -171,8 +172,6 @@ class LoaderParts:
         resumed_checkpoints: Those from which the next new iterator resumes; None to begin anew.
         loaded_generators: Names of the process's global generators that the dataset's
             ``load_state_dict()`` has set for the epoch that begins, without workers.
-        executor_key: Identifies the loader in processes of an executor.
-        task_numbers: Numbers the loader's tasks on an executor.
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
@@ -187,7 +186,6 @@ class LoaderParts:
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
         self.statistics = Statistics()
-        self.executor_key, self.task_numbers = os.urandom(16), itertools.count()
         self._lock = os.getpid(), threading.RLock()
         self._iterators: tuple[weakref.ref[Any], ...] = ()
 
@@ -199,6 +197,16 @@ class LoaderParts:
         return self._lock[1]
 
     # Made when they are needed, since a program may have very many loaders.
+
+    @functools.cached_property
+    def executor_key(self) -> bytes:
+        """Identifies the loader in processes of an executor."""
+        return os.urandom(16)
+
+    @functools.cached_property
+    def task_numbers(self) -> Iterator[int]:
+        """Numbers the loader's tasks on an executor."""
+        return itertools.count()
 
     @functools.cached_property
     def failures(self) -> FailureList[FailedSample]:

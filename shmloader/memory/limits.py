@@ -215,7 +215,9 @@ def _read(path: Path) -> str:
     """Return a file's text; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
-    except (FileNotFoundError, PermissionError, NotADirectoryError):
+    except OSError as error:  # also if no descriptor is left
+        if error.errno is None:  # a signal handler's
+            raise
         return ""
 
 

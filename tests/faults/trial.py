@@ -141,9 +141,9 @@ def simulate_pinning() -> None:
     """If torch has no accelerator, pin by copying, in the loader's real thread."""
     if torch.accelerator.is_available():
         return
-    from shmloader.loader import iterator
+    from shmloader.loader import engines
 
-    class CopyingStage(iterator.PinStage):
+    class CopyingStage(engines.PinStage):
         def start(self) -> None:
             torch.set_num_threads(1)
 
@@ -153,7 +153,7 @@ def simulate_pinning() -> None:
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
-    iterator.PinStage = CopyingStage
+    engines.PinStage = CopyingStage
 
 
 def simulate_device() -> None:
