@@ -89,6 +89,21 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def soft_limit(kind: int) -> int | None:
+    """Return a resource limit of this process; None if there is none, or it cannot be read.
+
+    Args:
+        kind: A constant of :mod:`resource`, such as ``RLIMIT_AS``.
+    """
+    try:
+        soft, _ = resource.getrlimit(kind)
+    except OSError as error:  # a sandbox refuses the call
+        if error.errno is None:  # a signal handler's
+            raise
+        return None
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def uncapped_slot_bytes() -> int:
     """Return the most bytes of a slot where the user set no cap: all memory of the machine."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -320,9 +335,9 @@ class Arena:
         Raises:
             OSError: If there is no descriptor left (EMFILE).
         """
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = soft_limit(resource.RLIMIT_FSIZE)
         count = slot_count + state_count
-        most_bytes = (sys.maxsize if limit == resource.RLIM_INFINITY else limit) // count
+        most_bytes = (sys.maxsize if limit is None else limit) // count
         slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         file = MemoryFile()
         os.ftruncate(file.fileno(), slot_bytes * count)

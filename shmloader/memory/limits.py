@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
-from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, MemoryFile, Slot, populate
+from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, MemoryFile, Slot, populate, soft_limit
 
 #: Never taken for slots, since other processes may touch memory between a check and the write.
 #: The page tables of 8 GiB of slots in one process take as much, and so do the smallest steps of
@@ -204,8 +204,8 @@ class OomKills:
 
 def describe_address_space() -> str:
     """Return the limit on this process's address space, and its use, in words."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = "no limit" if soft == resource.RLIM_INFINITY else size(soft)
+    soft = soft_limit(resource.RLIMIT_AS)
+    limit = "no limit" if soft is None else size(soft)
     pages = _read(Path("/proc/self/statm")).partition(" ")[0]
     used = f"; {size(int(pages) * mmap.PAGESIZE)} are used" if pages.isdecimal() else ""
     return f"{limit} (`ulimit -v`{used})"
@@ -237,29 +237,54 @@ def why_unsupported() -> str | None:
 
     Each system call is tried, since a sandbox may refuse any of them, with any error.
     """
-    try:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(MemoryFile())
-            os.ftruncate(file.fileno(), mmap.PAGESIZE)
-            fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
-            mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
-            pidfd = os.pidfd_open(os.getpid())
-            stack.callback(os.close, pidfd)
-            signal.pidfd_send_signal(pidfd, 0)
-            stack.callback(os.close, os.eventfd(0))
-            select.poll().poll(0)
-            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours, theirs = map(stack.enter_context, pair)
-            socket.send_fds(ours, [b"-"], [ours.fileno()])
-            for received in socket.recv_fds(theirs, 1, 1)[1]:
-                stack.callback(os.close, received)
-    except AttributeError as error:
-        return f"this Python has no such system call ({error}): it needs Linux 5.3 or newer"
-    except OSError as error:
-        # What is used up is reported when it is needed.
-        needs = "it needs Linux 5.3 or newer, and a sandbox that allows memfd_create and pidfd_open"
-        return None if error.errno in _USED_UP else f"a system call is refused ({error}): {needs}"
+    call, needs = "", "it needs Linux 5.3 or newer"
+    with contextlib.ExitStack() as stack:
+        try:
+            for call in _tried(stack):  # noqa: B007 - it is read below
+                pass
+        except AttributeError:
+            return f"{call} is missing in this Python: {needs}"
+        except OSError as error:
+            if error.errno == errno.ENOSYS:
+                sandbox = "and a sandbox that allows it"
+                return f"{call} is missing ({error.strerror}): {needs}, {sandbox}"
+            # What is used up is reported when it is needed.
+            return None if error.errno in _USED_UP else f"{call} is refused ({error.strerror})"
     return None
+
+
+def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
+    """Yield the name of each system call, and then try it. The stack closes what was opened."""
+    yield "memfd_create"
+    file = stack.enter_context(MemoryFile())
+    yield "ftruncate"
+    os.ftruncate(file.fileno(), mmap.PAGESIZE)
+    yield "fcntl(F_ADD_SEALS)"
+    fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
+    yield "mmap"
+    mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
+    yield "pidfd_open"
+    pidfd = os.pidfd_open(os.getpid())
+    stack.callback(os.close, pidfd)
+    yield "pidfd_send_signal"
+    signal.pidfd_send_signal(pidfd, 0)
+    yield "eventfd"
+    stack.callback(os.close, os.eventfd(0))
+    yield "poll"
+    select.poll().poll(0)
+    yield "socketpair"
+    ours, theirs = map(
+        stack.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
+    yield "sendto"
+    ours.send(b"-")
+    yield "recvfrom"
+    theirs.recv(1)
+    yield "sendmsg"
+    socket.send_fds(ours, [b"-"], [ours.fileno()])
+    yield "recvmsg"
+    for received in socket.recv_fds(theirs, 1, 1)[1]:
+        stack.callback(os.close, received)
 
 
 def is_supported() -> bool:

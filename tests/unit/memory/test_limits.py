@@ -1,8 +1,13 @@
 """What /proc and the control groups say, and whether a slot may grow, on made-up files."""
 
 import errno
+import fcntl
+import mmap
 import os
 import resource
+import select
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -275,6 +280,10 @@ def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):
 # What the system has to support -----------------------------------------------------------
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 @pytest.fixture
 def _asked_anew():
     why_unsupported.cache_clear()
@@ -283,20 +292,45 @@ def _asked_anew():
 
 
 @pytest.mark.usefixtures("_asked_anew")
-def test_a_call_that_is_missing_or_refused_is_told_and_leaves_no_descriptor(monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    assert is_supported()
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        (os, "memfd_create", "memfd_create"),
+        (os, "ftruncate", "ftruncate"),
+        (fcntl, "fcntl", "fcntl(F_ADD_SEALS)"),
+        (mmap, "mmap", "mmap"),
+        (os, "pidfd_open", "pidfd_open"),
+        (signal, "pidfd_send_signal", "pidfd_send_signal"),
+        (os, "eventfd", "eventfd"),
+        (select, "poll", "poll"),
+        (socket, "socketpair", "socketpair"),
+        (socket.socket, "send", "sendto"),
+        (socket.socket, "recv", "recvfrom"),
+        (socket, "send_fds", "sendmsg"),
+        (socket, "recv_fds", "recvmsg"),
+    ],
+)
+def test_what_is_refused_is_named_and_leaves_no_descriptor(module, name, call, monkeypatch):
     before = names_in("/proc/self/fd")
-    why_unsupported.cache_clear()
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    text = "a system call is refused ([Errno 13] Permission denied): it needs Linux 5.3 or newer, "
-    assert str(why_unsupported()).startswith(text)
-    why_unsupported.cache_clear()
-    monkeypatch.delattr(os, "pidfd_open")
-    assert str(why_unsupported()).startswith("this Python has no such system call (module 'os' has")
+    monkeypatch.setattr(module, name, refuse)
+    assert why_unsupported() == f"{call} is refused (Permission denied)"
+    assert not is_supported()
+    monkeypatch.undo()
     assert names_in("/proc/self/fd") == before
+
+
+@pytest.mark.usefixtures("_asked_anew")
+def test_what_is_missing_is_told_apart_from_what_is_refused(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    assert why_unsupported() == "pidfd_open is missing in this Python: it needs Linux 5.3 or newer"
+    why_unsupported.cache_clear()
+
+    def is_unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", is_unknown)
+    text = "memfd_create is missing (Function not implemented): it needs Linux 5.3 or newer, and"
+    assert why_unsupported().startswith(text)
 
 
 @pytest.mark.usefixtures("_asked_anew")
