@@ -31,6 +31,10 @@ _LEFT_RAY = "Ray was shut down, or this process has connected to another cluster
 _OPTIONS = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 
+class _ClusterGoneError(concurrent.futures.BrokenExecutor, ConnectionError):
+    """The executor has lost a call, or takes none. Not an error of the called function."""
+
+
 class _ClusterExecutor(concurrent.futures.Executor):
     """An executor whose futures fail when this process has left the cluster."""
 
@@ -58,7 +62,8 @@ class _ClusterExecutor(concurrent.futures.Executor):
             The task's future.
 
         Raises:
-            RuntimeError: After ``shutdown()``; ``BrokenExecutor`` if the cluster is gone.
+            RuntimeError: After ``shutdown()``; a ``BrokenExecutor`` that is a ``ConnectionError``,
+                too, if the cluster is gone.
         """
         with self._lock:
             if self._is_shut_down:
@@ -72,7 +77,7 @@ class _ClusterExecutor(concurrent.futures.Executor):
 
     def _fail_if_gone(self) -> None:
         if reason := self._reason_gone():
-            raise concurrent.futures.BrokenExecutor(reason)
+            raise _ClusterGoneError(reason)
 
     def check(self) -> None:
         """Fail all futures if this process has left the cluster, which leaves them pending."""
@@ -81,7 +86,7 @@ class _ClusterExecutor(concurrent.futures.Executor):
             with self._lock:
                 futures = list(self._futures)
             for future in futures:
-                _settle(future, concurrent.futures.BrokenExecutor(reason))
+                _settle(future, _ClusterGoneError(reason))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no further tasks. The cluster stays as it is.
@@ -144,7 +149,7 @@ class DaskExecutor(_ClusterExecutor):
             except Exception as error:  # noqa: BLE001 - the call's own, or its result is lost
                 if started.status != "error":
                     reason = self._reason_gone() or f"{type(error).__name__}: {error}"
-                    error = concurrent.futures.BrokenExecutor(reason)
+                    error = _ClusterGoneError(reason)
                 _settle(future, error)
             else:
                 _settle(future, None, result)

@@ -9,12 +9,12 @@ called as well.
 """
 
 import contextlib
-import warnings
 from typing import Any
 
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
 
 from shmloader.probing import probe
+from shmloader.tracebacks import warn_user
 
 _MISSING = object()
 
@@ -91,11 +91,10 @@ class DatasetEpoch:
             what = f"set_epoch() of the {name} was called"
             if not isinstance(mark, int):
                 what = f"the {name} was changed, as by its set_epoch(),"
-            warnings.warn(
+            warn_user(
                 f"{what} while workers have copies of it, which do not see that. Call set_epoch() "
                 "of the loader instead: it passes the number to the dataset, here and in all "
-                "workers.",
-                stacklevel=8,
+                "workers."
             )
         return self._is_users
 
