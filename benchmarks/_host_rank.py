@@ -234,7 +234,7 @@ def _memory(loader: Any) -> dict[str, float]:
     The process that owns the workers of a host counts as one of them.
     """
     pool = getattr(getattr(loader, "_parts", None), "host_pool", None)
-    owner_pid = None if pool is None else pool.owner_pid
+    owner_pid = None if pool is None else pool.nursery.pid
     run_id = os.environ["TORCHELASTIC_RUN_ID"]
     workers: list[int] = []
     others: list[int] = []

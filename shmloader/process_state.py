@@ -14,7 +14,6 @@ exists for the tests.
 ``meetings``            what a child closes: meetings of which this rank is the host, and
                         the connections to the nursery and to processes that own shared workers
 ``nursery``             the process that forks the workers of loaders with spawn or forkserver
-``kept_nursery``        the same, if it stays though no loader uses it (forkserver)
 ``imports_threads``     whether the program's main module starts threads when it is imported
 ``calls_on_host``       the number of calls of ``share_on_host()``: ranks tell calls apart by it
 ``pools_on_host``       the number of pools that this rank has shared with the ranks of its host:
@@ -98,7 +97,6 @@ class ProcessState:
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
         self.meetings: set[Any] = set()
         self.nursery: Callable[[], Any] = lambda: None  # a weak reference
-        self.kept_nursery: Any = None
         self.imports_threads = False
         self.calls_on_host = 0
         self.pools_on_host = 0

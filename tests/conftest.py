@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.holdings import Holdings, end_kept_nursery
+from tests.holdings import Holdings
 from tests.template import shared_template
 
 # Before the first module that uses it is imported.
@@ -143,7 +143,6 @@ def nothing_remains(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = Holdings.now()
     yield
-    end_kept_nursery()
     if not request.node.stash.get(OUTCOME, False):
         return
     deadline = time.monotonic() + GRACE_S

@@ -5,7 +5,6 @@ Read by the check of invariant I8 after each test, and inside each trial of the 
 
 import os
 import re
-import sys
 import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,12 +18,6 @@ KEPT_BY_OTHERS = re.compile(
 )
 
 _MEMFDS = re.compile(r"^.*memfd:.*shmloader.*$", re.MULTILINE)
-
-
-def end_kept_nursery() -> None:
-    """End the process that forks workers with "forkserver": it stays until this process ends."""
-    if "shmloader.process_state" in sys.modules:
-        sys.modules["shmloader.process_state"].PROCESS.kept_nursery = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -593,10 +593,6 @@ class Engine:
         """Record that a worker has finished all tasks of the previous epoch."""
         self._scheduler.left_epoch(worker_id, beginning)
 
-    def workers_wanted(self, count: int) -> None:
-        """Record how many of the host's workers there should be."""
-        self._wanted_workers = count
-
     def left(self, worker_id: int) -> None:
         """End a worker that receives no more tasks, as it was asked to."""
         self._slot_pool.retire(worker_id)

@@ -13,7 +13,7 @@ from shmloader.batch.failures import describe_indices
 from shmloader.engine.scheduler import Ticket
 from shmloader.grammar import counted, describe_worker
 from shmloader.pools.answers import Death
-from shmloader.pools.main_guard import NO_GUARD_EXIT, NO_GUARD_TEXT
+from shmloader.pools.forking import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
 
 _SIGBUS_HINT = (

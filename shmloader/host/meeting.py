@@ -18,22 +18,20 @@ behind. They must not meet those of the next launch.
   launched the other. Else it goes on to the next name.
 * A launcher, such as a shell, may launch twice within seconds. So no guest is admitted whose rank
   has come before as another process.
-* A host that is stopped, or stuck in the kernel, cannot answer. Its guests go on to the next name.
+* A host that is stopped cannot answer. Its guests go on to the next name.
 """
 
 import contextlib
 import errno
 import hashlib
-import io
+import itertools
 import logging
 import os
 import re
 import secrets
-import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,14 +62,14 @@ _CREDENTIALS = struct.Struct("3i")
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
 
+# How long a guest may take to say who it is. How long a host may take to answer before the guest
+# looks whether it is stopped, and after how many such times a warning names it.
+_GUEST_S = 1.0
+_HOST_S = 2.0
+_TIMES = 30
+
 # A number of tasks, and on how many nodes in a row there are so many.
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-# How long a process may take to end after it has closed its sockets.
-_END_MS = 1000
-
-# How long a host may take to answer before the guest looks whether it is stopped.
-_SILENCE_MS = 2000
 
 # Ranks that one launcher starts at once are started within this time of each other.
 _TOGETHER_S = 10.0
@@ -140,24 +138,14 @@ def _started_s(pid: int | str) -> float:
     return 0.0 if stat is None else int(stat[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _progress(pid: int) -> list[str]:
-    """Return the fields that show whether a stopped or waiting process has done anything.
-
-    They are its state, page faults and CPU time. The list is empty unless the process is stopped or
-    cannot be interrupted.
-    """
-    stat = _stat(pid) if pid else None
-    return [] if stat is None or stat[0] not in "TtD" else [stat[0], *stat[7:13]]
-
-
-def _has_running_child(pid: int) -> bool:
-    """Return whether a process has a child that is not stopped: it may be the one to answer."""
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, and has no running child that may answer in its place."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    states = [stat[0] for stat in map(_stat, children) if stat is not None]
-    return any(state not in "TtZ" for state in states)
+    stats = [_stat(one) for one in [str(pid), *children]]
+    return stats[0] is not None and all(stat is None or stat[0] in "TtZ" for stat in stats)
 
 
 class Hello(NamedTuple):
@@ -179,27 +167,15 @@ class Hello(NamedTuple):
     launched_s: float
     is_certain: bool
 
-    @classmethod
-    def own(cls, rank: int, *, is_certain: bool) -> "Hello":
-        """Return that of this process."""
-        launcher = _launcher()
-        launched_s = _started_s(launcher)
-        return cls(rank, os.getpid(), _started_s("self"), launcher, launched_s, is_certain)
-
     def belongs_with(self, other: "Hello") -> bool:
         """Whether both processes are ranks of one launch."""
         is_near = abs(self.started_s - other.started_s) <= _TOGETHER_S
         return (
             self.is_certain
             or (self[3:5] == other[3:5] and is_near)
-            or self[3:5] == other.process
-            or self.process == other[3:5]
+            or self[3:5] == other[1:3]
+            or self[1:3] == other[3:5]
         )
-
-    @property
-    def process(self) -> tuple[int, float]:
-        """What tells the process from all others of this host."""
-        return self.pid, self.started_s
 
 
 class Roll:
@@ -211,37 +187,25 @@ class Roll:
 
     def __init__(self, host: Hello) -> None:
         self._host = host
-        self._processes = {host.rank: host.process}
+        self._processes = {host.rank: host[1:3]}
 
-    def admits(self, guest: Hello) -> bool:
-        """Whether a guest is a rank of the same launch. Notes that it has come."""
-        if not guest.belongs_with(self._host):
-            return False
-        return self._processes.setdefault(guest.rank, guest.process) == guest.process
+    def admit(self, guest: socket.socket) -> bool:
+        """Read who a guest is, and tell it whether it may take part.
 
-
-def admit(guest: socket.socket, roll: Roll, timeout_s: float) -> bool:
-    """Read who a guest is, and tell it whether it may take part.
-
-    Args:
-        guest: The connection to the guest. It gets this timeout, and is closed if the guest is of
-            another launch or another user.
-        roll: The ranks that have come.
-        timeout_s: How long the guest may take for each message.
-
-    Returns:
-        Whether the guest may take part.
-    """
-    guest.settimeout(timeout_s)
-    with contextlib.suppress(ConnectionError, TimeoutError):  # it has gone
-        if peer_of(guest)[1] == os.geteuid():
-            data = guest.recv(_HELLO.size)
-            is_admitted = len(data) == _HELLO.size and roll.admits(Hello(*_HELLO.unpack(data)))
-            guest.send(_ADMITTED if is_admitted else _REFUSED)
-            if is_admitted:
-                return True
-    guest.close()
-    return False
+        The connection is closed if the guest is of another launch or another user.
+        """
+        guest.settimeout(_GUEST_S)
+        with contextlib.suppress(ConnectionError, TimeoutError):  # it has gone
+            if peer_of(guest)[1] == os.geteuid():
+                hello = Hello(*_HELLO.unpack(guest.recv(_HELLO.size).ljust(_HELLO.size, b"\0")))
+                is_known = self._processes.get(hello.rank, hello[1:3]) == hello[1:3]
+                if hello.belongs_with(self._host) and is_known:
+                    self._processes[hello.rank] = hello[1:3]
+                    guest.send(_ADMITTED)
+                    return True
+                guest.send(_REFUSED)
+        guest.close()
+        return False
 
 
 class Meeting:
@@ -250,16 +214,14 @@ class Meeting:
     Attributes:
         is_host: Whether this process is the host.
         hello: What this rank says of itself.
-        roll: The ranks that have come to this host.
+        socket: The host's is the one that guests connect to. A guest's is its connection to the
+            host, which has admitted it.
         name: The socket's abstract name.
-        guests: Connections that wait for what the host makes.
-        host_pid: Process id of the host; 0 if the host is in another container and not visible from
-            here.
+        host_pid: Process id of the host; 0 if it is in another container.
 
     Args:
         topic: What the ranks meet for; it distinguishes the meetings of one run.
         rank: Number of this rank.
-        patience_ms: After which time a warning names a host that does not answer.
         is_alone: Whether no other rank will come. The name is then random, so that no other process
             finds it.
 
@@ -268,199 +230,98 @@ class Meeting:
         PermissionError: If another user has bound the name.
     """
 
-    def __init__(
-        self, topic: str, rank: int = 0, *, patience_ms: int = _SILENCE_MS, is_alone: bool = False
-    ) -> None:
+    def __init__(self, topic: str, rank: int = 0, *, is_alone: bool = False) -> None:
         token = secrets.token_hex(16) if is_alone else _token_of_group()
-        self.hello = Hello.own(rank, is_certain=token is not None)
-        self.roll = Roll(self.hello)
-        self._topic = f"{token or name_of_run()}\n{topic}"
-        self._patience_ms = patience_ms
-        self._use_name(0)
+        launcher = _launcher()
+        self.hello = Hello(
+            rank, os.getpid(), _started_s("self"), launcher, _started_s(launcher), token is not None
+        )
         self.host_pid = os.getpid()
-        self.guests: list[socket.socket] = []
-        while True:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name, number, found = f"{token or name_of_run()}\n{topic}", 0, None
+        while found is None:
+            digest = hashlib.sha256(os.fsencode(f"{name}\n{number}")).hexdigest()[:32]
+            self.name = f"\0shmloader-{os.geteuid()}-{digest}"
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                self.is_host = self._begin()
-                if self.is_host or self._introduce():
-                    break
-                self.close()
+                self.socket.settimeout(_HOST_S)
+                found = self._try_name()
             except (BlockingIOError, ConnectionError):
-                self.close()
                 time.sleep(_RETRY_S)
-            except BaseException:
-                self.close()
-                raise
-        if self.is_host:
-            PROCESS.meetings.add(self)
+            else:
+                number += found is None
+            finally:
+                if found is None:
+                    self.socket.close()
+        self.is_host = found == "host"
+        self.socket.settimeout(None)
+        PROCESS.meetings.add(self.socket)
 
-    def _use_name(self, number: int) -> None:
-        """Use the run's name of this number. The others' hosts belong to other launches."""
-        self._number = number
-        digest = hashlib.sha256(os.fsencode(f"{self._topic}\n{number}")).hexdigest()[:32]
-        self.name = f"\0shmloader-{os.geteuid()}-{digest}"
-
-    def _begin(self) -> bool:
-        """Connect to the host, or become the host.
+    def _try_name(self) -> str | None:
+        """Become the host or a guest. Returns None if the name belongs to another launch.
 
         Raises:
-            BlockingIOError: If neither is possible at this moment.
+            BlockingIOError, ConnectionError: If neither is possible at this moment.
         """
-        # Overrides what the user has set by socket.setdefaulttimeout().
-        self._socket.settimeout(None)
         try:
-            self._connect()
+            self.socket.connect(self.name)
         except ConnectionRefusedError:
-            return self._bind()
-        return False
-
-    def _connect(self) -> None:
-        self._socket.connect(self.name)
-        self.host_pid, user = peer_of(self._socket)
+            try:
+                self.socket.bind(self.name)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise BlockingIOError from error  # another rank has bound it meanwhile
+            self.socket.listen(socket.SOMAXCONN)
+            return "host"
+        self.host_pid, user = peer_of(self.socket)
         if user != os.geteuid():
             raise PermissionError(
                 f"user {user} has taken the name by which the ranks of this run find each other; "
                 "give the run another id or port"
             )
+        self.socket.send(_HELLO.pack(*self.hello))
+        answer = self._await_answer()
+        if answer == _ADMITTED:
+            return "guest"
+        why = "belongs to another launch" if answer == _REFUSED else "is stopped"
+        text = "has the name of this run on this host, but %s. Rank %d does not use its data"
+        self._warn(text, why, self.hello.rank)
+        return None
 
-    def _bind(self) -> bool:
-        try:
-            self._socket.bind(self.name)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise BlockingIOError from error  # another rank has bound it meanwhile
-        self._socket.listen(socket.SOMAXCONN)
-        return True
-
-    def _introduce(self) -> bool:
-        """Tell the host who this is. Returns whether it admits this rank.
+    def _await_answer(self) -> bytes:
+        """Return the host's answer; b"stopped" if the host is stopped and has not answered.
 
         Raises:
             ConnectionError: If the host has ended, or has closed the meeting.
         """
-        self._socket.send(_HELLO.pack(*self.hello))
-        before, silent_ms = _progress(self.host_pid), 0
-        while not self._wait(_SILENCE_MS):
-            now, silent_ms = _progress(self.host_pid), silent_ms + _SILENCE_MS
-            if now and now == before and not _has_running_child(self.host_pid):
-                return self._leave_host("is stopped or stuck")
-            if silent_ms == self._patience_ms:
-                _log.warning(
-                    "Process %d, for which rank %d waits, has not answered for %d s. If an earlier "
-                    "run left it behind, end it: kill -9 %d",
-                    self.host_pid, self.hello.rank, silent_ms // 1000, self.host_pid,
-                )  # fmt: skip
-            before = now
-        answer = self._socket.recv(len(_ADMITTED))
+        for times in itertools.count(1):
+            try:
+                answer = self.socket.recv(len(_ADMITTED))
+            except TimeoutError:
+                if _is_stopped(self.host_pid):
+                    return b"stopped"
+                if times == _TIMES:
+                    self._warn("has not answered rank %d for a minute", self.hello.rank)
+            else:
+                break
         if not answer:
             raise ConnectionResetError("the meeting was closed")
-        return answer == _ADMITTED or self._leave_host("belongs to another launch")
+        return answer
 
-    def _leave_host(self, why: str) -> bool:
-        """Tell of a host that is not met, and use the next name. Returns False."""
+    def _warn(self, text: str, *arguments: object) -> None:
         _log.warning(
-            "Process %d has the name of this run on this host, but %s. Rank %d does not use its "
-            "data. If an earlier run left it behind, end it: kill -9 %d",
-            self.host_pid, why, self.hello.rank, self.host_pid,
+            f"Process %d {text}. If an earlier run left it behind, end it: kill -9 %d",
+            self.host_pid, *arguments, self.host_pid,
         )  # fmt: skip
-        self._use_name(self._number + 1)
-        return False
-
-    # The host ----------------------------------------------------------------------------
-
-    def next_guest(self, wakeup: socket.socket | None = None) -> socket.socket | None:
-        """Wait for a guest, and return the connection to it.
-
-        Args:
-            wakeup: The wait ends, and None is returned, when this can be read.
-        """
-        if wakeup is not None and wakeup.fileno() in _readable(
-            self._socket.fileno(), wakeup.fileno()
-        ):
-            return None
-        return self._socket.accept()[0]
-
-    # A guest -----------------------------------------------------------------------------
-
-    def wait_for_host(self) -> socket.socket:
-        """Wait until the host has sent something; return the connection to it.
-
-        The connection alone does not show that the host has ended if a child that the host forked
-        still has a copy of the socket. So this also watches the host's process.
-
-        Raises:
-            ConnectionResetError: If the host has ended.
-        """
-        self._wait(None)
-        return self._socket
-
-    def _wait(self, timeout_ms: int | None) -> bool:
-        """Wait until the host has sent something. Returns False if it has not in this time.
-
-        Raises:
-            ConnectionResetError: If the host has ended.
-        """
-        with self._host_process() as pidfd:
-            ready = _readable(self._socket.fileno(), pidfd, timeout_ms=timeout_ms)
-        if ready and self._socket.fileno() not in ready:
-            raise ConnectionResetError("the host has ended")
-        return bool(ready)
-
-    @property
-    def has_lost_host(self) -> bool:
-        """Whether the host's process has ended, rather than closed the meeting.
-
-        A process closes its sockets a moment before it has ended, so this waits up to 1 s for its
-        end. A host that is not visible from here counts as lost.
-        """
-        with self._host_process() as pidfd:
-            return pidfd is None or bool(_readable(pidfd, timeout_ms=_END_MS))
-
-    @contextlib.contextmanager
-    def _host_process(self) -> Iterator[int | None]:
-        """Yield a descriptor that is readable once the host has ended.
-
-        Yields None if the host has ended already, or is not visible from here.
-        """
-        pids = (self.host_pid,) if self.host_pid else ()
-        process = None
-        with contextlib.suppress(ProcessLookupError):
-            # An interruption comes after both calls or before them, so no descriptor is lost.
-            process = next(map(io.FileIO, map(os.pidfd_open, pids)), None)
-        if process is None:
-            yield None
-            return
-        with process:
-            yield process.fileno()
-
-    # Both --------------------------------------------------------------------------------
 
     def detach(self) -> socket.socket:
-        """Return the socket, which the caller owns from now on.
-
-        A guest's socket is its connection to the host. The host's is the one that guests connect
-        to.
-        """
-        PROCESS.meetings.discard(self)
-        return self._socket
+        """Return the socket, which the caller owns from now on."""
+        PROCESS.meetings.discard(self.socket)
+        return self.socket
 
     def close(self) -> None:
         """End the meeting here. May be called again."""
-        PROCESS.meetings.discard(self)
-        self._socket.close()
-        for guest in self.guests:
-            guest.close()
-
-
-def _readable(*descriptors: int | None, timeout_ms: int | None = None) -> set[int]:
-    """Wait until one of these can be read, or has hung up. Returns those."""
-    poll = select.poll()  # select.select() takes no descriptor above 1023
-    for descriptor in descriptors:
-        if descriptor is not None:
-            poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+        self.detach().close()
 
 
 def ranks_of_host(world_size: int) -> int:

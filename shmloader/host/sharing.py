@@ -14,6 +14,7 @@
 import logging
 import os
 import pickle
+import select
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
 from shmloader.batch.payload_digest import mark_common
 from shmloader.grammar import described_type
-from shmloader.host.meeting import Meeting, admit, ranks_of_host
+from shmloader.host.meeting import Meeting, Roll, ranks_of_host
 from shmloader.interruptions import Suppressed, is_interruption
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
@@ -39,7 +40,8 @@ _log = logging.getLogger("shmloader")
 
 # How the first message to a guest begins. After "built", the payload follows in further messages.
 # After "failed", the rest of this message is the error.
-_BUILT, _FAILED = b"built", b"failed"
+# "again" says that another rank has to build.
+_BUILT, _FAILED, _AGAIN = b"built", b"failed", b"again"
 
 # What a guest sends when it has received everything.
 _RECEIVED = b"received"
@@ -48,11 +50,6 @@ _RECEIVED = b"received"
 # first message, which has to fit into the socket's buffer of about 212 KB.
 _ERROR_CHARACTERS = 20_000
 _ANSWER_BYTES = 128 * 1024
-
-# How long the host waits for a guest, while others wait for their turn. A guest receives at once
-# unless it is stopped or has gone. A stopped guest that goes on later finds what was sent in its
-# socket.
-_ANSWER_S = 1.0
 
 # How long a guest waits for the rest of a payload.
 _REST_S = 30.0
@@ -137,23 +134,13 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             return _build(meeting, build, ranks - 1, writable=writable)
         try:
             answer = _receive(meeting)
-        except (ConnectionError, TimeoutError) as error:
-            if is_interruption(error):
-                raise
-            if meeting.has_lost_host:
-                raise RuntimeError(
-                    f"{_describe(meeting.host_pid)}, the rank that was building the object for "
-                    "this host, ended before sharing it. Its own output says why; if it was "
-                    "killed, there may have been too little memory."
-                ) from error
-            # The host's build() was interrupted, or it had answered as many ranks as it expected.
-            # So try again.
-        else:
+        finally:
+            meeting.close()
+        if answer is not None:
             found: _T = _open(answer, meeting.host_pid)
             mark_common(found)
             return found
-        finally:
-            meeting.close()
+        # The host's build() was interrupted, or it had answered as many ranks as it expected.
 
 
 def _find_ranks() -> tuple[int, int]:
@@ -184,15 +171,12 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
         shared = share(_call(build), writable)
         server.finish(_pickled(shared), shared)
         mark_common(shared)
-    except Exception as error:
-        if is_interruption(error):
-            server.give_up()
-        else:
+    except BaseException as error:
+        answer: bytes | None = None
+        if not is_interruption(error):
             remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
-            server.finish(_FAILED + pickle.dumps(remote.shortened(_ERROR_CHARACTERS)))
-        raise
-    except BaseException:
-        server.give_up()
+            answer = _FAILED + pickle.dumps(remote.shortened(_ERROR_CHARACTERS))
+        server.finish(answer)  # without an answer, another rank builds
         raise
     return shared
 
@@ -226,9 +210,9 @@ _OPEN_LATER = "Set it to None in build(), and create it when it is first used."
 
 
 class _Server(BackgroundThread):
-    """Answers the other ranks, until all have come or the process ends.
+    """Admits the other ranks, and answers them when the object is built.
 
-    It tells ranks that come during the build that they may wait.
+    Runs until all have come or the process ends.
 
     Args:
         meeting: The meeting that the ranks come to. The server closes it.
@@ -237,54 +221,48 @@ class _Server(BackgroundThread):
 
     def __init__(self, meeting: Meeting, guests: int) -> None:
         super().__init__("shmloader_host")
-        self._meeting = meeting
-        self._left = guests
+        self._meeting, self._left = meeting, guests
+        self._roll = Roll(meeting.hello)
+        self._guests: list[socket.socket] = []
         self._answer: Payload | bytes | None = None
         self._shared: object = None  # owns descriptors of the payload
+        self._is_finished = False
         self._ours, self._theirs = socket.socketpair()
 
-    def finish(self, answer: Payload | bytes, shared: object = None) -> None:
-        """Give all ranks this answer: the pickled object, or the message of an error."""
-        self._answer, self._shared = answer, shared
-        self._wake()
-
-    def give_up(self) -> None:
-        """Let another rank build, unless there is an answer already."""
-        if self._answer is None:
-            self._left = 0
-        self._wake()
+    def finish(self, answer: Payload | bytes | None, shared: object = None) -> None:
+        """Give all ranks the pickled object, or the message of an error; None: they try again."""
+        if not self._is_finished:
+            self._answer, self._shared, self._is_finished = answer, shared, True
+        with Suppressed(OSError):  # the thread has ended
+            self._ours.send(b".")
         if self._thread.ident is None:
             self._close()
 
-    def _wake(self) -> None:
-        with Suppressed(OSError):  # the thread has ended
-            self._ours.send(b".")
-
     def work(self) -> None:
-        """Answer ranks as they come. Runs on the server's thread."""
+        """Admit ranks as they come, and answer them. Runs on the server's thread."""
+        poll = select.poll()
+        for each in (self._meeting.socket, self._theirs):
+            poll.register(each, select.POLLIN)
         try:
-            while self._meet(self._theirs):
-                pass
-            while self._left:
-                if self._meeting.guests:
-                    self._send_answer(self._meeting.guests.pop())
-                else:
-                    self._meet(None)
+            while self._left and not (self._is_finished and self._answer is None):
+                with self.resting():
+                    ready = [fd for fd, _ in poll.poll()]
+                if self._theirs.fileno() in ready:
+                    poll.unregister(self._theirs)
+                if self._meeting.socket.fileno() in ready:
+                    guest = self._meeting.socket.accept()[0]
+                    if self._roll.admit(guest):
+                        self._guests.append(guest)
+                        PROCESS.meetings.add(guest)
+                while self._is_finished and self._answer is not None and self._guests:
+                    guest = self._guests.pop()
+                    self._send(self._answer, guest)
+                    PROCESS.meetings.discard(guest)
         finally:
             self._close()
 
-    def _meet(self, wakeup: socket.socket | None) -> bool:
-        """Wait for a guest. Returns whether to wait for the next one, rather than to answer."""
-        with self.resting():
-            guest = self._meeting.next_guest(wakeup)
-        if guest is not None and admit(guest, self._meeting.roll, _ANSWER_S):
-            self._meeting.guests.append(guest)
-        return guest is not None
-
-    def _send_answer(self, guest: socket.socket) -> None:
+    def _send(self, answer: Payload | bytes, guest: socket.socket) -> None:
         """Answer a rank. It is not counted if it goes before it has received everything."""
-        answer = self._answer
-        assert answer is not None
         with guest:
             try:
                 if isinstance(answer, bytes):
@@ -292,21 +270,21 @@ class _Server(BackgroundThread):
                 else:
                     guest.send(_BUILT)
                     answer.send(guest)
-                if guest.recv(_ANSWER_BYTES) != _RECEIVED:
-                    return
+                if guest.recv(_ANSWER_BYTES) == _RECEIVED:
+                    self._left -= 1
             except OSError as error:
                 if is_interruption(error):
                     raise
                 _log.warning("could not send the shared object to a rank of this host: %s", error)
-                return
-        self._left -= 1
 
     def _close(self) -> None:
         for end in (self._ours, self._theirs):
             end.close()
-        for guest in self._meeting.guests:
-            with Suppressed(OSError):  # a forked child may have a copy
-                guest.shutdown(socket.SHUT_RDWR)
+        for guest in self._guests:
+            with Suppressed(OSError):
+                guest.send(_AGAIN)
+            PROCESS.meetings.discard(guest)
+            guest.close()
         self._meeting.close()
         if isinstance(self._answer, Payload):
             self._answer.close()
@@ -316,23 +294,34 @@ class _Server(BackgroundThread):
 # The others ----------------------------------------------------------------------------------
 
 
-def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload:
-    """Wait for the object that the host builds, or for the error that it raised.
+def _receive(meeting: Meeting) -> RemoteError | ReceivedPayload | None:
+    """Wait for the object that the host builds, or its error; None if this rank has to try again.
 
     Raises:
-        ConnectionError, TimeoutError: If the host has ended, or has closed the meeting.
+        RuntimeError: If the host has ended.
     """
     _log.info("%s builds an object for the ranks of this host", _describe(meeting.host_pid))
-    channel = meeting.wait_for_host()
-    data = channel.recv(_ANSWER_BYTES)
-    answer: RemoteError | ReceivedPayload
-    if data.startswith(_FAILED):
-        answer = pickle.loads(data.removeprefix(_FAILED))
-    elif data == _BUILT:
-        channel.settimeout(_REST_S)
-        answer = receive_payload(channel)
-    else:
-        raise ConnectionResetError("the meeting was closed")
+    channel = meeting.socket
+    try:
+        data = channel.recv(_ANSWER_BYTES)
+        if data == _AGAIN:
+            return None
+        answer: RemoteError | ReceivedPayload
+        if data.startswith(_FAILED):
+            answer = pickle.loads(data.removeprefix(_FAILED))
+        elif data == _BUILT:
+            channel.settimeout(_REST_S)
+            answer = receive_payload(channel)
+        else:
+            raise ConnectionResetError("the connection was closed")
+    except (ConnectionError, TimeoutError) as error:
+        if is_interruption(error):
+            raise
+        raise RuntimeError(
+            f"{_describe(meeting.host_pid)}, the rank that was building the object for this host, "
+            "ended before sharing it. Its own output says why; if it was killed, there may have "
+            "been too little memory."
+        ) from error
     with Suppressed(OSError):  # the host may have ended meanwhile, and is needed no more
         channel.send(_RECEIVED)
     return answer

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmloader.batch.arrays import LocalArrays
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
@@ -20,7 +20,7 @@ from shmloader.device.thread import StagedEngine
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
-from shmloader.interruptions import Caught, attempt
+from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import Opened
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
@@ -28,19 +28,15 @@ from shmloader.memory.layout import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.executor import ExecutorPool
-from shmloader.pools.host_demand import DemandReporter
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.pools.worker_channels import WorkerChannels
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.tracebacks import warn_user
-
-if TYPE_CHECKING:  # few loaders share workers
-    from shmloader.pools.host_workers import HostWorkers
 
 
 def open_workers(
@@ -198,28 +194,42 @@ def _open_processes(
 ) -> Opened:
     """Start worker processes, or attach to those that the ranks of this host share."""
     _warn_of_many_objects(config, parts)
-    adapting: Any = None
+    adapter = parts.adapter
     with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
-        workers: WorkerChannels[Any]
+        starter: Any
         if config.worker_scope == "host":
-            config, tasks, joined = _join_host(config, parts, base_seed)
-            stack.callback(tasks.close)
-            workers = joined
-            if parts.adapter is not None:
-                adapting = DemandReporter(joined.report)
+            # Few loaders share workers.
+            from shmloader.pools import host_pool  # noqa: PLC0415
+
+            pool_of_host = parts.host_pool = host_pool.open_host_pool(
+                config.dataset,
+                config.worker_init_fn,
+                config.most_workers,
+                base_seed,
+                None if adapter is None else config.num_workers,
+                rank=config.rank,
+                is_alone=config.host_ranks == 1,
+            )
+            if adapter is not None:
+                # The rank that began the pool decides the maximum; the pool adapts the number.
+                adapter = host_pool.SharedAdapter(pool_of_host)
+                config = config.replace(num_workers=adapter.count, most_workers=adapter.most)
+            tasks = _make_tasks(config)
+            functions = (config.collate_fn, config.on_error)
+            starter = host_pool.SharedWorkers(pool_of_host, functions, tasks)
         else:
             tasks = _make_tasks(config)
-            stack.callback(tasks.close)
-            workers = own = WorkerProcesses(
+            starter = OwnWorkers(
                 config.multiprocessing_context,
                 config.most_workers,
-                (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error),
+                (config.dataset, config.worker_init_fn, config.collate_fn, config.on_error),
                 tasks,
                 base_seed,
-                may_replace=config.may_replace_workers,
-                started=config.num_workers,
             )
-            parts.nursery = own.nursery
+        stack.callback(tasks.close)
+        may_replace = config.may_replace_workers or config.worker_scope == "host"
+        workers = WorkerProcesses(starter, tasks, config.num_workers, may_replace=may_replace)
+        parts.nursery = workers.nursery
         stack.callback(workers.close)
         assert tasks.memory is not None
         pool = ProcessPool(workers, tasks.arena, locker, MemoryAdmission(tasks.memory))
@@ -238,8 +248,7 @@ def _open_processes(
         engine.counts.share_bytes = config.slot_bytes or 0
         engine.resume()
         stack.pop_all()
-    if adapting is None and parts.adapter is not None:
-        adapting = _Adapting(parts.adapter, engine)
+    adapting = None if adapter is None else _Adapting(adapter, engine)
     begin = _telling_epoch(pool, parts)
     return Opened(engine, engine, pool.close, begin, pool=pool, adapting=adapting)
 
@@ -279,48 +288,12 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
 
 
-def _join_host(
-    config: LoaderConfig, parts: LoaderParts, base_seed: int
-) -> tuple[LoaderConfig, TaskConfig, "HostWorkers"]:
-    """Attach to the workers that the ranks of this host share."""
-    # Few loaders share workers.
-    from shmloader.pools.host_pool import open_host_pool  # noqa: PLC0415
-    from shmloader.pools.host_workers import HostWorkers  # noqa: PLC0415
-
-    while True:
-        pool = parts.host_pool = open_host_pool(
-            config.dataset,
-            config.worker_init_fn,
-            config.most_workers,
-            base_seed,
-            None if parts.adapter is None else config.num_workers,
-            rank=config.rank,
-            is_alone=config.host_ranks == 1,
-        )
-        pool.note_kept()
-        wanted = pool.wanted_count  # another iterator's thread may change it
-        if wanted is not None:
-            # The rank that began the pool decides the maximum; the pool adapts the number.
-            config = config.replace(num_workers=wanted, most_workers=pool.worker_count)
-        with contextlib.ExitStack() as stack:
-            tasks = _make_tasks(config)
-            stack.callback(tasks.close)
-            try:
-                functions = (config.collate_fn, config.on_error)
-                workers = HostWorkers(pool, functions, tasks, config.num_workers)
-            except ConnectionError:
-                pool.close()  # its owner has just ended; a new one takes its place
-                continue
-            stack.pop_all()
-            return config, tasks, workers
-
-
 def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
     """Warn once of the memory that a dataset of very many Python objects takes in workers."""
     if not parts.has_counted_objects:
         parts.has_counted_objects = True
         text = None
-        with contextlib.suppress(Exception):  # for example if another thread changes the objects
+        with Suppressed(Exception):  # for example if another thread changes the objects
             text = describe_many(estimate_objects(config.dataset), config.num_workers)
         if text is not None:
             warn_user(text)

@@ -41,6 +41,7 @@ from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
+from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
@@ -123,14 +124,21 @@ class ProcessExecutor(BackgroundThread):
         memory = MemoryConfig(stage.concurrency, window + lend_limit)
         arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
-        workers = WorkerProcesses(
+        tasks = TaskConfig(config, arena, TaskQueue(), memory, is_debugging())
+        starter = OwnWorkers(
             None,
             stage.concurrency,
-            (OpItems(op, stage.setup, stage.title), unchanged, None, "raise"),
-            TaskConfig(config, arena, TaskQueue(), memory, is_debugging()),
+            (OpItems(op, stage.setup, stage.title), None, unchanged, "raise"),
+            tasks,
             int(torch.empty((), dtype=torch.int64).random_()),
-            grace_s=_GRACE_S / executor_count,
             names=(stage.title,),
+        )
+        workers = WorkerProcesses(
+            starter,
+            tasks,
+            stage.concurrency,
+            may_replace=False,
+            grace_s=_GRACE_S / executor_count,
         )
         self._pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
         scheduler = Scheduler(stage.concurrency, window, lend_limit, in_order=False, has_queue=True)

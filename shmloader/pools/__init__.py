@@ -108,9 +108,6 @@ class Events(Protocol):
     def left(self, worker_id: int) -> None:
         """Note that a worker has answered its last task, after :meth:`SlotPool.leave`."""
 
-    def workers_wanted(self, count: int) -> None:
-        """Note how many workers there should be, by a decision for all ranks of this host."""
-
     def lost(
         self,
         worker_id: int,

@@ -1,13 +1,23 @@
 """The program of a worker process.
 
-It loops: it receives a message, makes the batch, and answers. A worker shares no lock with its
-siblings, and once it is ready, it waits only for its own socket and, where any worker may make any
-batch, for the queue of tasks. It ends when its socket is closed or shut down, and at once when the
-main process dies.
+It loops: it receives a message, makes the batch, and answers. Whose batches it makes is a client: a
+socket and, where any worker may make any batch, a queue of tasks. A worker that serves one process
+has one client, and ends when the client's socket is closed. A worker that the ranks of a host share
+has one for each iterator of each rank, with the rank's own slots, functions and seed. The nursery
+passes their sockets, and the worker ends when the nursery closes the socket that brings them.
+
+Clients are served in turns: the next message is that of the client that was served longest ago, of
+those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
+whose batches take long, and which therefore waits, gets more of the workers' time. Nor is a rank
+served that takes no answers, such as a stopped one: sending would keep the worker from the others.
+
+A worker shares no lock with its siblings. It ends at once when the process that owns it dies.
+
+The module is long because a worker of one process and one that ranks share are the same program.
 """
 
 import contextlib
-import functools
+import faulthandler
 import gc
 import os
 import select
@@ -18,24 +28,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data._utils import signal_handling
 
 from shmloader.batch.failures import RemoteError, add_note
+from shmloader.batch.payload import ForkedPayload, receive_payload
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
+from shmloader.host.meeting import peer_of
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.generator_locks import report_unlocked, unlock_numpy
-from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
+from shmloader.pools.forking import ignore_sigint
+from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import (
     MEMORY_IDLE_MS,
     NO_TASK,
     RECEIVING,
+    STACK_SIGNAL,
     Line,
-    StatusPage,
-    WorkerStatusPage,
+    Memory,
 )
 from shmloader.pools.task_queue import LOOK_S, watch_queue
 from shmloader.pools.task_server import TaskConfig, TaskServer
@@ -51,18 +64,17 @@ class WorkerStart:
         worker_id: Number of the worker, from 0.
         worker_count: The most workers there may be.
         base_seed: Seeds the worker's random generators, together with its number.
-        tasks: How tasks are served.
-        parent_death: Ends this process with the main process.
-        status_page: Where the worker writes what it is doing.
+        parent_death: Ends this process with the one that owns it.
+        client: How the tasks of its only client are served, and the client's status page; None if
+            ranks share the worker.
         reports: Whether the worker first reports that torch's generator is not locked.
     """
 
     worker_id: int
     worker_count: int
     base_seed: int
-    tasks: TaskConfig
-    parent_death: ParentDeathPipe | WorkerParentDeathPipe
-    status_page: StatusPage | WorkerStatusPage
+    parent_death: ParentDeathPipe
+    client: tuple[TaskConfig, Any] | None = None
     reports: bool = False
 
 
@@ -70,172 +82,338 @@ def worker_main(
     payload: Any,
     channel: socket.socket,
     start: WorkerStart,
-    close_inherited: Callable[[], None] | None,
+    close_inherited: Callable[[], None] | None = None,
 ) -> None:
     """Run a worker. The target of its process.
 
     Args:
-        payload: Its ``load()`` returns (dataset, collate_fn, worker_init_fn, on_error).
-        channel: The worker's end of its socket pair.
+        payload: Its ``load()`` returns (dataset, worker_init_fn), and the only client's functions.
+        channel: The worker's end of a socket pair: that of the only client, or the one that brings
+            clients.
         start: What the worker gets.
-        close_inherited: In a forked worker, closes what other workers and loaders use; else None.
+        close_inherited: In a worker that was forked from the user's process, closes what other
+            workers and loaders use; else None.
     """
-    channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
-    # Before inherited queues are closed.
-    queue = None if start.tasks.queue is None else start.tasks.queue.receiver()
-    line = enter_worker(start.worker_id, start.parent_death, start.status_page, close_inherited)
-    if close_inherited is not None:
-        unlock_numpy()
-    if start.reports:
-        try:
-            report_unlocked(channel)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the main process no longer waits
-    run_until_closed(channel, functools.partial(_Worker(channel, queue, start, line).run, payload))
-
-
-def enter_worker(
-    worker_id: int,
-    parent_death: ParentDeathPipe | WorkerParentDeathPipe,
-    status_page: StatusPage | WorkerStatusPage,
-    close_inherited: Callable[[], None] | None,
-) -> Line:
-    """Make this process a worker. Returns its line of the status page."""
-    if os.getpid() == parent_death.main_pid:  # a context's Process may be anything
+    if os.getpid() == start.parent_death.main_pid:  # a context's Process may be anything
         raise InternalError("the code of a worker process was called in the main process")
     # The garbage collector writes into the headers of objects. The first full collection would
-    # write to the pages of all containers that this process shares with the main process, or with
-    # the fork server, and the kernel would copy these pages. The collector leaves frozen objects
-    # alone; garbage among them stays. The main process does not freeze before the fork, since
-    # unfreezing there would also unfreeze what the user, or Python 3.12, has frozen.
+    # write to the pages of all containers that this process shares with the one that forked it,
+    # and the kernel would copy these pages. The collector leaves frozen objects alone; garbage
+    # among them stays. The main process does not freeze before the fork, since unfreezing there
+    # would also unfreeze what the user, or Python 3.12, has frozen.
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    ignore_sigint()
     if FAULTS is not None:
-        FAULTS.worker_id = worker_id
+        FAULTS.worker_id = start.worker_id
         FAULTS.reach("worker.start")
-    parent_death.hold()
-    line = status_page.open_line(worker_id)
+    channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
+    start.parent_death.hold()
+    memory = Memory()
+    if start.client is not None:  # before what this process has inherited is closed
+        config, page = start.client
+        queue, line = config.receiver(), page.open_line(start.worker_id, memory)
     if close_inherited is not None:
         close_inherited()
+        # A thread that this process does not have may hold the lock of NumPy's generator.
+        lock: Any = np.random.mtrand._rand._bit_generator.lock
+        lock._at_fork_reinit()
+    client = (
+        None if start.client is None else _Client(channel, queue, config, line, start.worker_id)
+    )
     # Writing to a closed socket must raise, whatever the user's process does about SIGPIPE.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
-    return line
+    try:
+        if start.reports:
+            report_unlocked(channel)
+        _Worker(start, channel, client, memory).run(payload)
+    except ConnectionError:
+        return  # the main process is gone, or has closed the loader
+    except BaseException:  # noqa: BLE001 - a worker's outermost line
+        # At once, whatever threads the user's code has: the main process waits for this end.
+        traceback.print_exc()
+        os._exit(1)
 
 
-def run_until_closed(channel: socket.socket, run: Callable[[], None]) -> None:
-    """Run a worker until its channel is closed. An exception ends the process."""
-    # These two mean that the main process is gone or has closed the loader.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError), channel:
-        try:
-            run()
-        except (BrokenPipeError, ConnectionResetError):
-            raise
-        except BaseException:  # noqa: BLE001 - a worker's outermost line
-            # At once, whatever threads the user's code has: the main process waits for this end.
-            traceback.print_exc()
-            os._exit(1)
+def report_unlocked(channel: socket.socket) -> None:
+    """Tell the main process that torch's generator is not locked in this process."""
+    torch.default_generator.get_state()  # waits for ever if it is
+    channel.send(b"-")
 
 
-class _Worker:
-    """State of a worker between its messages."""
+class _Client:
+    """One client of this worker: its channel, its queue and the server of its tasks.
+
+    Attributes:
+        channel: The socket to the client.
+        is_full: Whether the channel may not take a further answer, so that no task is received.
+        line: Where the worker shows the client what it is doing.
+        tasks: Serves the client's tasks.
+    """
 
     def __init__(
         self,
         channel: socket.socket,
         queue: socket.socket | None,
-        start: WorkerStart,
+        config: TaskConfig,
         line: Line,
+        worker_id: int,
     ) -> None:
-        self._channel = channel
-        self._start = start
-        self._line = line
-        self._tasks = TaskServer(channel, start.worker_id, start.tasks, line)
+        self.channel, self._queue, self.line = channel, queue, line
+        self.tasks = TaskServer(channel, worker_id, config, line)
+        self.is_full = self._watches_queue = False
+        self._writable = select.poll()
+        self._writable.register(channel, select.POLLOUT)
+
+    def receive(self, looks: int) -> bytes | None:
+        """Return the next message: b"" if the client has closed its end, None if there is none.
+
+        Args:
+            looks: How often to look before the message counts as missing.
+        """
+        line, channel = self.line, self.channel
+        queue = self._queue if self.tasks.uses_queue else None
+        # With a queue, the channel is read when the queue is empty, and sometimes while it is not.
+        sockets = (channel,) if queue is None else (queue, channel)
+        if queue is not None and line.usage_is_due:
+            sockets = (channel, queue)
+        for _ in range(looks):
+            for each in sockets:
+                line.held[0] = RECEIVING if each is queue else NO_TASK
+                try:
+                    return each.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    line.held[0] = NO_TASK
+                except ConnectionError:
+                    return b""
+            if looks > 1:
+                let_others_run()
+        return None
+
+    def watch(self, poll: select.epoll, *, is_shared: bool) -> None:
+        """Have tasks of the queue wake this worker, or not, as things are now.
+
+        The kernel reports that a channel can be written to while a quarter of it is used at most,
+        which leaves room for one answer of any size.
+        """
+        uses_queue = self.tasks.uses_queue
+        is_full = uses_queue and is_shared and not self._writable.poll(0)
+        if is_full is not self.is_full:
+            self.is_full = is_full
+            poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+        uses_queue = uses_queue and not is_full
+        if uses_queue is not self._watches_queue:
+            assert self._queue is not None
+            self._watches_queue = uses_queue
+            if uses_queue:
+                watch_queue(poll, self._queue)
+            else:
+                poll.unregister(self._queue)
+
+    def close(self, poll: select.epoll) -> None:
+        """Close the channel and the queue, and unmap the client's slots and status page."""
+        self.tasks.uses_queue = False
+        self.watch(poll, is_shared=True)
+        poll.unregister(self.channel)
+        self.channel.close()
+        if self._queue is not None:
+            self._queue.close()
+        self.tasks.close()
+        self.line.close()
+
+
+class _Worker:
+    """State of a worker between its messages.
+
+    Args:
+        start: What the worker gets.
+        channel: See :func:`worker_main`.
+        client: The only client; None if ``channel`` brings clients.
+        memory: The last measurement of this process's memory.
+    """
+
+    def __init__(
+        self, start: WorkerStart, channel: socket.socket, client: _Client | None, memory: Memory
+    ) -> None:
+        self._start, self._channel, self._memory = start, channel, memory
+        self._where = f"in DataLoader worker process {start.worker_id}"
+        self._is_shared = client is None
+        # The one that was served longest ago comes first.
+        self._clients = [] if client is None else [client]
+        # The client that was served last: the dataset is in its epoch.
+        self._served: _Client | None = None
+        self._dataset: Any = None
+        self._by_value = False
+        self._error: RemoteError | None = None
         self._poll = select.epoll()
         self._poll.register(channel, select.EPOLLIN)
-        self._queue, self._watches_queue = queue, False
 
     def run(self, payload: Any) -> None:
-        """Get ready, then serve until the socket is closed."""
+        """Get ready, then serve until the channel is closed."""
         pid = os.getpid()
-        self._prepare(payload)
-        del payload
-        line, tasks, queue = self._line, self._tasks, self._queue
+        for client in self._clients:
+            client.tasks.install()
+            self._served = client
+        functions = ForkedPayload(self._prepare(payload))
+        for client in self._clients:
+            self._open(client, functions)
+        del payload, functions
         while True:
             if os.getpid() != pid:
                 end_if_forked(pid)
-            line.idle()
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
-            receive, data = self._channel.recv, None
-            if queue is not None and tasks.uses_queue:
-                if line.usage_is_due:  # sometimes, so that the channel is read in a busy worker
-                    with contextlib.suppress(BlockingIOError):
-                        data = receive(RECEIVE_BYTES, socket.MSG_DONTWAIT)
-                receive = queue.recv
-            line.held[0] = RECEIVING
-            for _ in range(LOOKS if data is None else 0):
-                try:
-                    data = receive(RECEIVE_BYTES, socket.MSG_DONTWAIT)
-                    break
-                except BlockingIOError:
-                    let_others_run()
-            if line.usage_is_due:
-                line.note_use(has_task=data is not None)
-            if data is None:
-                data = self._wait()
-            if not data:
-                line.note_usage()
+            found = self._look()
+            if (found is None or self._is_shared) and not self._follow_events(found is None):
+                return
+            if found is None:
+                continue
+            client, data = found
+            if data:
+                self._serve(client, data)
+            elif self._is_shared:
+                self._drop(client)
+            else:
+                client.line.note_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
-            tasks.take(data)
-            if tasks.uses_queue is not self._watches_queue:
-                self._watch_queue(is_on=tasks.uses_queue)
 
-    def _watch_queue(self, *, is_on: bool) -> None:
-        """Receive tasks from the queue from now on, or no longer."""
-        assert self._queue is not None
-        self._watches_queue = is_on
-        if is_on:
-            watch_queue(self._poll, self._queue)
-        else:
-            self._poll.unregister(self._queue)
+    def _look(self) -> tuple[_Client, bytes] | None:
+        """Return the next message with its client; None if none is about to arrive."""
+        if not self._is_shared:
+            (client,) = self._clients
+            data = client.receive(LOOKS)
+            return None if data is None else (client, data)
+        for _ in range(LOOKS):
+            for client in self._clients:
+                if client.is_full:
+                    client.watch(self._poll, is_shared=True)
+                data = None if client.is_full else client.receive(1)
+                if data is not None:
+                    return client, data
+            let_others_run()
+        return None
 
-    def _wait(self) -> bytes:
-        """Wait for the next message."""
-        line, queue = self._line, self._queue
-        line.held[0] = NO_TASK
-        if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
-            line.note_memory()
-        while True:
-            ready = self._poll.poll(LOOK_S)
-            if queue is not None and self._watches_queue:
-                line.held[0] = RECEIVING
-                with contextlib.suppress(BlockingIOError):
-                    return queue.recv(RECEIVE_BYTES)
-                line.held[0] = NO_TASK
-            if any(fd == self._channel.fileno() for fd, _ in ready):
-                return self._channel.recv(RECEIVE_BYTES)
+    def _serve(self, client: _Client, data: bytes) -> None:
+        if client is not self._served:
+            self._turn_to(client)
+        try:
+            client.tasks.take(data)
+        except ConnectionError:
+            if not self._is_shared:
+                raise
+            self._drop(client)
+            return
+        line = client.line
+        line.idle()
+        if line.usage_is_due:
+            line.note_use(has_task=True)
+        if self._is_shared or client.tasks.uses_queue:
+            client.watch(self._poll, is_shared=self._is_shared)
+        if len(self._clients) > 1:
+            self._clients.remove(client)
+            self._clients.append(client)
 
-    def _prepare(self, payload: Any) -> None:
-        """Load the dataset and the functions, and call ``worker_init_fn``."""
+    def _turn_to(self, client: _Client) -> None:
+        """Serve another client than before, with its epoch and its slots."""
+        self._served = client
+        client.tasks.tell_epoch_again()
+        client.tasks.install()
+        client.line.show_stack()
+
+    def _follow_events(self, is_idle: bool) -> bool:
+        """Add a client that has come. If idle, first wait for an event.
+
+        Returns:
+            False if this worker is to end.
+        """
+        for client in self._clients[:1] if is_idle else ():
+            line = client.line
+            line.note_use(has_task=False)
+            if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
+                line.note_memory()
+        ready = self._poll.poll(LOOK_S if is_idle else 0)
+        if self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready):
+            return self._add_client()
+        return True
+
+    # Getting ready ------------------------------------------------------------------------
+
+    def _prepare(self, payload: Any) -> list[Any]:
+        """Load the dataset, and call ``worker_init_fn``. Returns the only client's functions."""
         start, pid = self._start, os.getpid()
-        self._tasks.install()
+        functions: list[Any] = []
         try:
             try:
-                dataset, collate_fn, init_fn, on_error = load(payload)
+                self._dataset, init_fn, *functions = load(payload)
             finally:
                 # After loading, since modules that it imports may seed the generators or draw.
                 seed = seed_worker(start.base_seed, start.worker_id)
-            introduce(start.worker_id, start.worker_count, seed, dataset, init_fn)
-            self._tasks.open(dataset, collate_fn, on_error, by_value=payload.by_value)
+            introduce(start.worker_id, start.worker_count, seed, self._dataset, init_fn)
+            self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
             end_if_forked(pid)
-            self._tasks.fail(RemoteError.caught(self._tasks.where))
+            self._error = RemoteError.caught(self._where)
+        return functions
+
+    def _open(self, client: _Client, functions: Any) -> None:
+        """Give the dataset and the client's functions to the server of the client's tasks."""
+        pid = os.getpid()
+        if self._error is not None:
+            client.tasks.fail(self._error)
+        else:
+            try:
+                collate_fn, on_error = load(functions)
+                by_value = self._by_value or functions.by_value
+                client.tasks.open(self._dataset, collate_fn, on_error, by_value=by_value)
+            except BaseException:  # noqa: BLE001 - it answers every task of the client
+                end_if_forked(pid)
+                client.tasks.fail(RemoteError.caught(self._where))
+        client.line.idle()
+
+    # Clients that come and go -------------------------------------------------------------
+
+    def _add_client(self) -> bool:
+        """Receive a rank's channel. Returns False if this worker is to end."""
+        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
+        if not data:
+            return False
+        # If no descriptor came, this process has none left. The kernel has then closed the rank's
+        # channel, and this process ends, since the rank would wait for it.
+        (fd,) = descriptors
+        channel = socket.socket(fileno=fd)
+        channel.setblocking(True)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # A launcher may bind each rank to other cores.
+            cores = os.sched_getaffinity(peer_of(channel)[0])
+            os.sched_setaffinity(0, cores | os.sched_getaffinity(0))
+        try:
+            # The rank has sent both before it sent the channel.
+            config, page = receive_payload(channel).load()
+            functions = receive_payload(channel)
+        except ConnectionError:
+            channel.close()
+            return True
+        line = page.open_line(self._start.worker_id, self._memory)
+        client = _Client(channel, config.receiver(), config, line, self._start.worker_id)
+        self._poll.register(channel, select.EPOLLIN)
+        self._clients.insert(0, client)
+        self._turn_to(client)
+        self._open(client, functions)
+        return True
+
+    def _drop(self, client: _Client) -> None:
+        """Forget a rank that has closed its channel."""
+        self._clients.remove(client)
+        self._served = None
+        client.close(self._poll)
+        if self._clients:
+            self._turn_to(self._clients[0])
+        else:
+            faulthandler.unregister(STACK_SIGNAL)
 
 
 def load(payload: Any) -> Any:

@@ -1,29 +1,23 @@
-"""One worker in the main process: its socket and, if this process started it, its process."""
+"""One worker in the main process: its socket, and a descriptor of its process."""
 
 import collections
-import errno
 import multiprocessing.process
 import os
 import select
+import signal
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.nursery import Forked
-
-# For a user without privileges, Linux limits the descriptors that are on their way between all
-# processes to the number that one process may have open (unix(7), ETOOMANYREFS). No event reports
-# when a further one may be sent, so sending is tried again after this time, up to this limit.
-_RETRY_S = 0.001
-_RETRY_LIMIT_S = 10.0
+from shmloader.pools.forking import ForkedProcess, is_readable
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
 KILL_S = 5.0
-
-_PEER_IS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
 class WorkerChannel:
@@ -31,62 +25,25 @@ class WorkerChannel:
 
     Attributes:
         channel: The socket.
-        outbox: Messages, each with its descriptors, that the socket did not take yet.
+        outbox: Messages that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
     """
 
-    __slots__ = ("_refused_at", "channel", "is_lost", "outbox")
-
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.outbox: collections.deque[tuple[bytes, tuple[int, ...]]] = collections.deque()
+        self.outbox: collections.deque[bytes] = collections.deque()
         self.is_lost = False
-        # When the kernel first refused the descriptors of the message; None if it took those of the
-        # last message.
-        self._refused_at: float | None = None
-
-    def try_send(self, data: bytes, descriptors: tuple[int, ...]) -> bool:
-        """Send a message without blocking.
-
-        Returns:
-            Whether it was sent. A message to a dead worker counts as sent, and is lost.
-        """
-        try:
-            if descriptors:
-                socket.send_fds(self.channel, [data], descriptors)
-            else:
-                self.channel.send(data)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:
-                self._pause_before_retry(error)
-                return False
-            if error.errno not in _PEER_IS_GONE:
-                raise
-            # The worker is dying, which its pidfd will report.
-        self._refused_at = None
-        return True
-
-    def _pause_before_retry(self, error: OSError) -> None:
-        now = time.monotonic()
-        if self._refused_at is None:
-            self._refused_at = now
-        if now - self._refused_at > _RETRY_LIMIT_S:
-            text = (
-                "more file descriptors are on their way between this user's processes than one "
-                "process may have open, and no process takes them; raise `ulimit -n`"
-            )
-            raise OSError(error.errno, text) from error
-        time.sleep(_RETRY_S)
 
     def flush(self) -> bool:
         """Send the messages in ``outbox``. Returns whether all of them were sent."""
-        while self.outbox:
-            data, descriptors = self.outbox[0]
-            if not self.try_send(data, descriptors):
-                return False
-            self.outbox.popleft()
+        try:
+            while self.outbox:
+                self.channel.send(self.outbox[0])
+                self.outbox.popleft()
+        except BlockingIOError:
+            return False
+        except ConnectionError:  # the worker is dying, which its process will show
+            self.outbox.clear()
         return True
 
     def receive(self) -> bytes | None:
@@ -94,7 +51,7 @@ class WorkerChannel:
         try:
             return self.channel.recv(RECEIVE_BYTES) or None
         except (BlockingIOError, ConnectionError):
-            return None  # if the socket has failed, the pidfd will show why
+            return None  # if the socket has failed, the process will show why
 
     @property
     def has_ended(self) -> bool:
@@ -111,43 +68,69 @@ class WorkerChannel:
 
 
 class WorkerHandle(WorkerChannel):
-    """A worker's process, socket and pidfd. Owns the socket and the pidfd.
+    """A worker's socket and process. Owns the socket and the descriptor of the process.
 
     Attributes:
-        process: The ``multiprocessing`` process.
+        pid: The worker's process id.
         pidfd: Readable when the process has ended; -1 once closed.
+        process: The process of multiprocessing's; None if other ranks share the worker.
+
+    Args:
+        channel: The socket.
+        process: The process, which was started.
+        shared: Instead of a process: its id, its descriptor, and what returns its exit code.
     """
 
-    __slots__ = ("_forked", "pidfd", "process")
+    process: Any = None
 
-    def __init__(self, process: BaseProcess, channel: socket.socket) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        process: BaseProcess | None = None,
+        shared: tuple[int, int, Callable[[int], int | None]] | None = None,
+    ) -> None:
         super().__init__(channel)
-        self.process = process
-        # What the nursery has forked is not a child of this process: it may be reaped already.
+        self._close: Callable[[], object] | None = None
+        if shared is not None:
+            self.pid, self.pidfd, self._exit_code = shared
+            return
+        assert process is not None
+        self.process, self.pid = process, process.pid or 0
         popen = process._popen  # type: ignore[attr-defined]
-        self._forked = popen if isinstance(popen, Forked) else None
-        self.pidfd = process.sentinel if self._forked else os.pidfd_open(process.pid or 0)
+        if isinstance(popen, ForkedProcess):
+            self.pidfd, self._close = popen.sentinel, popen.close
+        else:
+            self.pidfd = os.pidfd_open(self.pid)
 
-    def close_pidfd(self) -> None:
-        """Close the pidfd. May be called again."""
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0 and self._forked is None:
-            os.close(pidfd)
-        elif self._forked is not None:
-            self._forked.close()
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of a worker that has ended, negative for a signal; None if not known."""
+        if self.process is not None:
+            code: int | None = self.process.exitcode
+            return code
+        return self._exit_code(self.pid)
 
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended, reaped or not."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return is_readable(self.pidfd)
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+        with Suppressed(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def close_pidfd(self) -> None:
+        """Close the descriptor of the process. May be called again."""
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            if self._close is None:
+                os.close(pidfd)
+            else:
+                self._close()
 
     def reap(self, deadline: float) -> bool:
-        """Wait for the worker's end, and reap it.
-
-        Waits on the pidfd, since multiprocessing's sentinel is not readable while a child process
-        of the worker lives.
+        """Wait for the worker's end, and reap it unless other ranks share it.
 
         Args:
             deadline: Time of the monotonic clock until which to wait.
@@ -155,46 +138,39 @@ class WorkerHandle(WorkerChannel):
         Returns:
             Whether the worker has ended.
         """
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not is_readable(self.pidfd, deadline - time.monotonic()):
             return False
-        if self.process.exitcode is None:
-            # A forkserver reaps the worker and tells this process, which takes a moment more.
+        if self.process is not None:
+            # A fork server reaps the worker and tells this process, which takes a moment more.
             self.process.join(1.0)
-        if self.process.exitcode is None:
-            # A SIGCHLD handler, or SIG_IGN, has reaped it. multiprocessing would keep it, with its
-            # pipes, and at exit send a signal to its pid, which may be another process's by then.
-            multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
-        self.process.join(0)  # makes multiprocessing forget it
+            if self.process.exitcode is None:
+                # Other code has reaped it. At exit, multiprocessing would send a signal to its
+                # pid, which may be another process's by then.
+                children = multiprocessing.process._children  # type: ignore[attr-defined]
+                children.discard(self.process)
         return True
 
 
 def end_all(workers: list[WorkerHandle], grace_s: float) -> None:
-    """Wait for workers to end, reap them, and close their pidfds. May be called again.
+    """Wait for workers to end, reap them, and close their descriptors. May be called again.
 
     Args:
         workers: Workers that have been told to end.
         grace_s: Seconds in which they may end by themselves. Then they get SIGTERM, and SIGKILL.
     """
-    for wait_s, then in (
-        (grace_s, BaseProcess.terminate),
-        (_TERMINATE_S, BaseProcess.kill),
-        (KILL_S, None),
-    ):
+    steps = ((grace_s, signal.SIGTERM), (_TERMINATE_S, signal.SIGKILL), (KILL_S, None))
+    for wait_s, then in steps:
         deadline = time.monotonic() + wait_s
-        workers = [worker for worker in workers if worker.pidfd >= 0]
         for worker in workers:
-            if worker.reap(deadline):
+            if worker.pidfd >= 0 and worker.reap(deadline):
                 worker.close_pidfd()
-        if then is not None:
-            for worker in workers:
-                if worker.pidfd >= 0:
-                    then(worker.process)
+        for worker in workers:
+            if worker.pidfd >= 0 and then is not None:
+                worker.send_signal(then)
 
 
 def end_unused(worker: WorkerHandle) -> None:
     """Kill a worker that was sent no task, and reap it."""
-    worker.process.kill()
+    worker.send_signal(signal.SIGKILL)
     worker.hang_up()
     end_all([worker], 0.0)

@@ -1,54 +1,66 @@
-"""One rank's part in the workers of its host: joins the pool, connects to its owner, leaves it.
+"""Workers that all ranks of a host share, as one rank uses them (``worker_scope="host"``).
 
-The owner is the process that owns the workers (:mod:`shmloader.pools.host_service`). The ranks find
-each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank that comes
-first starts the owner; after that, all ranks are equal.
+::
+
+    rank 0 ─┐ HostPool: one connection, held while a loader uses the pool   ┌─ nursery
+    rank 1 ─┤ ──────────────────────────────────────────────────────────────┤   starts and reaps
+    …       │                                                               └──┬──────┬──────
+            ├── one queue for each iterator ── tasks ────────────────────────▶ any worker
+            └── one socket pair for each iterator and worker ◀── batches ───── worker 0, worker 1, …
+
+The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank
+that comes first starts the nursery (:mod:`shmloader.pools.nursery`); after that, all ranks are
+equal. Each rank has a descriptor of each worker's process, so it sees a worker's death as that of a
+worker of its own.
 """
 
 import contextlib
-import dataclasses
-import multiprocessing
-import multiprocessing.process
 import os
-import select
 import socket
-import weakref
+import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 
-from shmloader.batch.payload import unimportable_main_hidden
+from shmloader.batch.payload import Payload
 from shmloader.batch.payload_digest import digests_of
+from shmloader.errors import WorkerDiedError
 from shmloader.host.meeting import Meeting
-from shmloader.interruptions import Suppressed, is_interruption
-from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.handle import KILL_S
-from shmloader.pools.host_messages import Connect, Contents, Left, Welcome, pack, unpack
-from shmloader.pools.host_service import ServiceStart, serve_host
-from shmloader.pools.main_guard import (
-    NO_GUARD_EXIT,
-    NO_GUARD_TEXT,
-    name_of,
-    refuse_during_import,
-    sigint_held_back,
-)
+from shmloader.interruptions import is_interruption
+from shmloader.pools.adapting import Adapter
+from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.nursery import Nursery, start_nursery
+from shmloader.pools.nursery_process import Attach, Demand, Detach, Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
+from shmloader.pools.status_page import StatusPage
+from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
-from shmloader.threads.uninterruptible import uninterruptible
 
-# How long the owner may take to answer a rank that leaves, and then to end if no rank is left.
-_END_S = 10.0
-
-
-# How long the owner may take to start and to answer before a warning names the peer.
-_PATIENCE_MS = 60_000
+#: How often an iterator reports how long it waits. A decision takes reports of half a second.
+REPORT_NS = 100_000_000
 
 
-def describe_dataset(dataset: object) -> str:
-    """Describe a dataset by type and length."""
-    length = ""
-    with contextlib.suppress(TypeError, NotImplementedError):
-        length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
-    return f"{type(dataset).__qualname__}{length}"
+class HostPool:
+    """This rank's part in a pool, which lasts while a loader refers to this object.
+
+    Attributes:
+        nursery: The process that owns the workers.
+        number: Tells the pools of a run apart, and is the same in all ranks.
+        worker_count: The most workers of the host.
+        name: The name at which the ranks meet.
+
+    Args:
+        nursery: The nursery.
+        number: The number.
+        facts: What the nursery says of itself.
+        name: The name.
+        objects: What tells this process's pools apart. It is kept alive.
+    """
+
+    def __init__(
+        self, nursery: Nursery, number: int, facts: Facts, name: str, objects: object
+    ) -> None:
+        self.nursery, self.number, self.name = nursery, number, name
+        self.worker_count = facts.worker_count
+        self._objects = objects
 
 
 def open_host_pool(
@@ -60,17 +72,15 @@ def open_host_pool(
     *,
     rank: int = 0,
     is_alone: bool = False,
-) -> "HostPool":
+) -> HostPool:
     """Return this process's pool for a dataset: the one in use, or a new one.
-
-    The caller calls :meth:`HostPool.note_kept` once it has stored the pool.
 
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with the worker's number.
         worker_count: The most workers of the host. With an automatic number, the value of the rank
             that begins the pool counts.
-        base_seed: Seeds the workers' random generators, if this rank starts the owner.
+        base_seed: Seeds the workers' random generators, if this rank starts the nursery.
         first_count: How many workers there are at first; None if their number is fixed.
         rank: Number of this rank.
         is_alone: Whether this host has no other rank.
@@ -78,258 +88,215 @@ def open_host_pool(
     Raises:
         ValueError: If another rank has begun the pool with other arguments, or has a dataset with
             other contents.
-        RuntimeError: If the owner has ended right after its start, or this process is importing the
-            program's main file.
+        RuntimeError: If the nursery has ended right after its start, or this process is importing
+            the program's main file.
         Exception: What pickling the dataset or starting a process raises.
     """
-    key = (id(dataset), id(worker_init_fn), worker_count if first_count is None else "auto")
-    pool: HostPool | None = PROCESS.host_pools.get(key)
-    if pool is None or not pool.is_alive:
-        # A pool whose owner has ended is replaced under the same number, so that this rank meets
-        # the other ranks that have lost the pool, and those that have not opened it yet.
-        number = PROCESS.pools_on_host if pool is None else pool.number
-        digests = () if is_alone else digests_of(dataset, worker_init_fn)
-        contents = Contents(rank, os.getpid(), digests)
-        described = describe_dataset(dataset)
-        start = ServiceStart(worker_count, first_count, base_seed, described, contents)
-        pool = HostPool(dataset, worker_init_fn, start, number, is_alone=is_alone)
-        PROCESS.host_pools[key] = pool
+    number_of_workers = worker_count if first_count is None else "auto"
+    key = (id(dataset), id(worker_init_fn), number_of_workers)
+    old: HostPool | None = PROCESS.host_pools.get(key)
+    if old is not None and old.nursery.is_alive:
+        return old
+    # A pool whose nursery has ended is replaced under the same number, so that this rank meets the
+    # other ranks that have lost the pool, and those that have not opened it yet.
+    number = PROCESS.pools_on_host if old is None else old.number
+    length = ""
+    with contextlib.suppress(TypeError, NotImplementedError):
+        length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
+    digests = () if is_alone else digests_of(dataset, worker_init_fn)
+    facts = Facts(
+        worker_count=worker_count,
+        wanted_count=first_count,
+        rank=f"rank {rank} (process {os.getpid()})",
+        common=(
+            ("num_workers", number_of_workers),
+            ("the dataset", f"{type(dataset).__qualname__}{length}"),
+            *digests,
+        ),
+    )
+    objects = (dataset, worker_init_fn)
+    while True:
+        meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
+        nursery = _start(meeting, objects, base_seed, facts) if meeting.is_host else None
+        nursery = nursery or Nursery(meeting.detach())
+        try:
+            found = nursery.await_facts()
+        except ConnectionError as error:
+            if is_interruption(error):
+                raise
+            # The rank that should have started the nursery has failed with an error. This one
+            # tries.
+            continue
+        break
+    _check(facts, found)
+    pool = PROCESS.host_pools[key] = HostPool(nursery, number, found, meeting.name, objects)
+    if old is None and not is_alone:
+        PROCESS.pools_on_host = number + 1
     return pool
 
 
-class HostPool:
-    """This rank's part in a pool, which lasts while a loader refers to this object.
-
-    Attributes:
-        worker_count: The most workers of the host.
-        wanted_count: How many workers should be used, as far as is known; None if their number is
-            fixed.
-        owner_pid: Process id of the owner.
-        number: Tells the pools of a run apart, and is the same in all ranks.
-
-    Args:
-        dataset, worker_init_fn: See :func:`open_host_pool`.
-        start: What the owner gets, if this rank starts it.
-        number: The pool's number.
-        is_alone: Whether this host has no other rank.
-    """
-
-    def __init__(
-        self,
-        dataset: object,
-        worker_init_fn: Callable[[int], None] | None,
-        start: ServiceStart,
-        number: int,
-        *,
-        is_alone: bool = False,
-    ) -> None:
-        self.number = number
-        self._is_alone = is_alone
-        self._objects = (dataset, worker_init_fn)  # kept alive, since their ids tell pools apart
-        while True:
-            meeting = Meeting(
-                f"workers {number}",
-                start.contents.rank,
-                patience_ms=_PATIENCE_MS,
-                is_alone=is_alone,
-            )
-            self._name = meeting.name
-            process: BaseProcess | None = None
-            try:
-                if meeting.is_host:
-                    start = dataclasses.replace(start, first=meeting.hello)
-                    process, connection = _start_owner(meeting, self._objects, start)
-                else:
-                    connection = meeting.detach()
-                welcome = receive_welcome(connection)
-            except BaseException:
-                meeting.close()
-                if process is not None:  # not killed, since other ranks may use it already
-                    uninterruptible(_Leaver(connection, process).run)
-                raise
-            if welcome is not None:
-                break
-            connection.close()
-            if process is not None:
-                process.join(KILL_S)
-                raise RuntimeError(_describe_failed_start(process))
-            # The rank that should have started the owner has failed with an error. This one tries.
-        self._connection, self.owner_pid = connection, welcome.pid
-        self.worker_count, self.wanted_count = welcome.worker_count, welcome.wanted_count
-        in_child = _InChild(connection)
-        PROCESS.meetings.add(in_child)
-        self._closer = weakref.finalize(self, _close, os.getpid(), in_child, connection, process)
-        try:
-            _check(welcome, start)
-        except BaseException:
-            self.close()
-            raise
-
-    def note_kept(self) -> None:
-        """Note that the caller keeps the pool. The next pool of this process gets the next number.
-
-        If an interruption comes before this call, the pool is dropped. The pool that is opened in
-        its place gets the same number, by which this rank meets the others.
-        """
-        if not self._is_alone:
-            PROCESS.pools_on_host = max(PROCESS.pools_on_host, self.number + 1)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the owner runs, as far as is known."""
-        if not self._closer.alive:
-            return False
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        return not poll.poll(0)
-
-    def connect(self) -> socket.socket:
-        """Return one more connection to the owner. The caller owns it.
-
-        Raises:
-            OSError: If the owner has ended, or no descriptor is left.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                theirs.setblocking(True)
-                socket.send_fds(self._connection, [pack(Connect())], [theirs.fileno()])
-        except BaseException:
-            ours.close()
-            raise
-        return ours
-
-    def close(self) -> None:
-        """Leave the pool. May be called again."""
-        self._closer()
-
-
-class _InChild:
-    """Closes the connection in a forked child, whose copy would keep the owner from ending."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _start_owner(
-    meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
-) -> tuple[BaseProcess, socket.socket]:
-    """Start the owner. Returns its process, and a connection to it."""
-    refuse_during_import()
-    payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve_host,
-        name=name_of("host"),
-        args=(meeting.detach(), theirs, payload, start),
-    )
+def _start(meeting: Meeting, objects: tuple[object, ...], base_seed: int, facts: Facts) -> Nursery:
+    """Start the nursery, at which the other ranks will arrive."""
     try:
-        with sigint_held_back(is_fresh=True), unimportable_main_hidden():
-            process.start()
-    except BaseException as error:
-        ours.close()
-        if isinstance(error, OSError):
-            raise_with_remedy(error)
+        payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
+        try:
+            return start_nursery(
+                HostStart(meeting.detach(), meeting.hello, payload, base_seed, facts)
+            )
+        finally:
+            payload.close()
+    except OSError as error:
+        raise_with_remedy(error)
         raise
     finally:
-        theirs.close()
-        payload.close()
         meeting.close()
-    # At this process's exit, multiprocessing would wait for the owner, while other ranks use it.
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    return process, ours
 
 
-def receive_welcome(connection: socket.socket) -> Welcome | None:
-    """Wait for the owner's first message; return None if the owner has ended."""
-    connection.settimeout(None)
-    try:
-        data = connection.recv(RECEIVE_BYTES)
-    except ConnectionError as error:
-        if is_interruption(error):
-            raise
-        return None
-    message = unpack(data) if data else None
-    return message if isinstance(message, Welcome) else None
-
-
-def _describe_failed_start(process: BaseProcess) -> str:
-    if process.exitcode == NO_GUARD_EXIT:
-        return NO_GUARD_TEXT
-    return (
-        f"the process that should start the workers of this host (pid {process.pid}) ended with "
-        f"exit code {process.exitcode}; its output says why"
-    )
-
-
-def _check(welcome: Welcome, start: ServiceStart) -> None:
+def _check(ours: Facts, theirs: Facts) -> None:
     """Check that this rank has the arguments of the rank that began the pool."""
-    ours = start.worker_count if start.first_count is None else "auto"
-    theirs = welcome.worker_count if welcome.wanted_count is None else "auto"
-    if ours != theirs:
-        raise ValueError(
-            "num_workers should be the same on all ranks of a host with worker_scope='host', but "
-            f"got num_workers={ours!r}, and another rank has {theirs!r}"
-        )
-    mine, other = start.contents, welcome.contents
-    if welcome.dataset != start.dataset:
-        raise ValueError(
-            "ranks that share workers (worker_scope='host') should have the same dataset, and make "
-            f"their loaders in the same order, but {mine.name} has {start.dataset}, and "
-            f"{other.name} has {welcome.dataset}"
-        )
-    differing = {name for name, _ in {*mine.digests} ^ {*other.digests}}
+    mine, other = dict(ours.common), dict(theirs.common)
+    differing = []
+    for name in sorted({*mine, *other}):
+        if mine.get(name) != other.get(name):
+            values = f" ({mine.get(name)}, and {other.get(name)} there)"
+            differing.append(name if isinstance(mine.get(name), bytes | None) else name + values)
     if differing:
         raise ValueError(
-            "ranks that share workers (worker_scope='host') should have the same dataset, but "
-            f"{', '.join(sorted(differing))} of {mine.name} and {other.name} differ. All ranks "
-            "would get samples of one rank's dataset. Build it once with share_on_host(), leave "
-            "what depends on the rank out of pickling (__getstate__), or use worker_scope='rank'"
+            "ranks that share workers (worker_scope='host') should have the same dataset and "
+            f"num_workers, and make their loaders in the same order. {ours.rank} differs from "
+            f"{theirs.rank} in {', '.join(differing)}. All ranks would get samples of one rank's "
+            "dataset. Build it once with share_on_host(), leave what depends on the rank out of "
+            "pickling (__getstate__), or use worker_scope='rank'"
         )
 
 
-def _close(
-    pid: int, in_child: _InChild, connection: socket.socket, process: BaseProcess | None
-) -> None:
-    """Leave the pool, and reap the owner if this rank has started it and is the last one."""
-    PROCESS.meetings.discard(in_child)
-    if os.getpid() != pid:
-        connection.close()
-        return
-    uninterruptible(_Leaver(connection, process).run)
+class SharedWorkers:
+    """Attaches an iterator to the workers of a host, and leaves them.
 
-
-class _Leaver:
-    """Leaves a pool. ``run`` can be run again after an interruption.
+    Has the methods of :class:`~shmloader.pools.starting.OwnWorkers`.
 
     Args:
-        connection: The connection to the owner. It is closed.
-        process: The owner's process if this rank has started it; else None. It is reaped if this
-            rank is the last one.
+        pool: The pool of the host.
+        functions: (collate_fn, on_error).
+        tasks: How tasks are served.
     """
 
-    def __init__(self, connection: socket.socket, process: BaseProcess | None) -> None:
-        self._connection = connection
-        self._process = process
+    is_shared = True
+    page: StatusPage | None = None
 
-    def run(self) -> None:
-        """Leave the pool."""
-        with Suppressed(OSError):  # the owner has ended, or does not answer
-            self._connection.settimeout(_END_S)
-            self._connection.shutdown(socket.SHUT_WR)
-            # The answer stays in the socket: after an interruption it is read again.
-            while self._process is not None and (
-                data := self._connection.recv(RECEIVE_BYTES, socket.MSG_PEEK)
-            ):
-                message = unpack(data)
-                if isinstance(message, Left):
-                    if not message.is_last:
-                        self._process = None
-                    break
-                self._connection.recv(RECEIVE_BYTES)
-        self._connection.close()
-        if self._process is not None:
-            self._process.join(_END_S)
+    def __init__(self, pool: HostPool, functions: tuple[object, object], tasks: TaskConfig) -> None:
+        self._pool: HostPool | None = pool
+        self._functions, self._tasks = functions, tasks
+        self._payloads: list[Payload] = []
+        self._channel: socket.socket | None = None
+        self._pid = os.getpid()
+
+    @property
+    def nursery(self) -> Nursery:
+        """The process that owns the workers."""
+        assert self._pool is not None
+        return self._pool.nursery
+
+    @property
+    def lost(self) -> str:
+        """Why all workers have ended at once; "" unless they have."""
+        if self._pool is None or self.nursery.is_alive:
+            return ""
+        return (
+            f"Process {self.nursery.pid}, which owns the workers of this host "
+            "(worker_scope='host'), has ended, and all workers with it. The next epoch starts new "
+            "ones."
+        )
+
+    def open(self) -> None:
+        """Make what the workers get.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: If the functions cannot be pickled.
+            OSError: If there are no descriptors left.
+        """
+        assert self._pool is not None
+        self.page = StatusPage(self._pool.worker_count)
+        self._payloads.append(Payload((self._tasks, self.page)))
+        names = ("collate_fn", "on_error")
+        self._payloads.append(pickle_for_workers(self._functions, names, "spawn"))
+
+    def start(self, worker_id: int) -> WorkerHandle:
+        """Attach to a worker, which is started unless it runs.
+
+        Raises:
+            OSError: If there are no descriptors or processes left.
+            RuntimeError: If the nursery has ended.
+        """
+        assert self.page is not None
+        self.page.clear(worker_id)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = ours
+        try:
+            with theirs:
+                for payload in self._payloads:
+                    payload.send(ours)
+                pid, pidfd = self.nursery.attach(Attach(worker_id), theirs.fileno())
+            ours.setblocking(False)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, ConnectionError | WorkerDiedError):
+                raise RuntimeError(self.lost) from error
+            raise
+        finally:
+            self._channel = None
+        return WorkerHandle(ours, shared=(pid, pidfd, self.nursery.exit_code))
+
+    def end(self, workers: list[WorkerHandle], grace_s: float) -> None:  # noqa: ARG002 - not ours
+        """Leave workers whose sockets were closed."""
+        pids = [worker.pid for worker in workers if worker.pidfd >= 0]
+        if pids and os.getpid() == self._pid:
+            self.nursery.tell(Detach(pids))
+        for worker in workers:
+            worker.close_pidfd()
+
+    def finish(self) -> None:
+        """Do nothing: a worker that another rank loses is replaced here, too."""
+
+    def close(self) -> None:
+        """Close everything. May be called again, and in a forked child."""
+        if self._channel is not None:
+            self._channel.close()
+        for payload in self._payloads:
+            payload.close()
+        if self.page is not None:
+            self.page.close()
+        self._pool = None
+
+
+class SharedAdapter(Adapter):
+    """Has the nursery choose the worker count from the times that all iterators see.
+
+    Used on the user's thread.
+
+    Args:
+        pool: The pool.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        super().__init__(pool.nursery.wanted() or pool.worker_count, pool.worker_count)
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._pool.nursery.tell(Demand(id(self)))
+        self._clear(time.monotonic_ns())
+
+    def _clear(self, now_ns: int) -> None:
+        self._reported_ns = now_ns
+        self._sums = [0, 0, 0]
+
+    def note(self, now_ns: int, wait_ns: int, busy_ns: int, **_: object) -> int:
+        """Note that the user took a batch. Returns how many workers there should be."""
+        self._sums = [old + new for old, new in zip(self._sums, (1, wait_ns, busy_ns), strict=True)]
+        if now_ns - self._reported_ns >= REPORT_NS and self._pool.nursery.tell(
+            Demand(id(self), *self._sums)
+        ):
+            self._clear(now_ns)
+        self.count = self._pool.nursery.wanted() or self.count
+        return self.count

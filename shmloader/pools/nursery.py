@@ -8,38 +8,33 @@ too. It loads no dataset: each worker loads its own, so what opens while it is u
 
 ::
 
-    main process                                  nursery
-    ────────────                                  ───────
-    starts it as soon as workers are wanted ────▶ imports the program's main module, and torch
+    main process, or a rank                       nursery
+    ───────────────────────                       ───────
+    starts it, or meets it ─────────────────────▶ imports the program's main module, and torch
     pickles the dataset                           ready ─────────────────────────────────┐
     waits for it ◀───────────────────────────────────────────────────────────────────────┘
-    a pickled Process, with its descriptors ────▶ forks it
+    a pickled process, or the socket of a rank ─▶ forks the worker, unless it runs for other ranks
     its pid, with a descriptor of it ◀─────────── and reaps it
     its exit code ◀──────────────────────────────
 
-**Which one is used.** Loaders share the nursery of this process, as long as the environment and the
+**For one process.** Loaders share the nursery of this process, as long as the environment and the
 other things named above are as they were when it started; else a new one is started. It ends with
-the last loader that uses it. With "forkserver" it stays, and keeps its environment, as
-multiprocessing's own server does.
+the last loader that uses it, or with the main process. If it dies, its workers go on, and their
+exit codes are not known.
+
+**For the ranks of a host** (:mod:`shmloader.pools.host_pool`). The rank that comes first starts it,
+and the others connect to it. It passes their sockets to the workers. It ends, with its workers,
+when no rank is connected any more, however the ranks ended.
 
 **Threads.** A process with several threads must not fork: another thread may hold a lock. If the
 program has started threads when it has been imported, "spawn" starts each worker afresh. (A fork
 ends the threads of OpenBLAS, which expects forks, so they are counted after a first one.) Device
 drivers have threads, so a program that uses a device when it is imported is among these.
-
-**Guarantees.**
-
-* The nursery ends with the main process, at once, however that ends (``parent_death``).
-* If the nursery dies, its workers go on. Their exit codes are not known then.
 """
 
-import atexit
 import contextlib
 import errno
-import functools
-import gc
-import importlib
-import multiprocessing.forkserver
+import multiprocessing
 import multiprocessing.process
 import os
 import pickle
@@ -50,49 +45,32 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from multiprocessing import popen_fork, spawn, util
+from collections.abc import Callable
+from multiprocessing import forkserver, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
 
-from shmloader.batch.payload import (
-    Payload,
-    ReceivedPayload,
-    receive_payload,
-    unimportable_main_hidden,
-)
+from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
+from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.main_guard import (
+from shmloader.pools.forking import (
     NO_GUARD_EXIT,
     NO_GUARD_TEXT,
+    is_readable,
     name_of,
-    sigint_held_back,
+    refuse_during_import,
+    sigint_blocked,
 )
-from shmloader.pools.parent_death import ParentDeathPipe, WorkerParentDeathPipe
+from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
+from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import SIGNAL_S
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it
-# may take to end after SIGKILL.
+# may take to end.
 _REPORT_S = 1.0
-_KILL_S = 5.0
-
-
-class _Report(NamedTuple):
-    """Nursery → main process.
-
-    Attributes:
-        kind: "ready": everything is imported. "forked": a process was forked; a descriptor of it
-            comes with the message. "ended": a process has ended.
-        pid: The process; 0 if it could not be forked.
-        value: "ready": whether there are other threads. "forked": the number of the error. "ended":
-            the exit code, negative for a signal.
-    """
-
-    kind: str
-    pid: int = 0
-    value: int = 0
+_END_S = 10.0
 
 
 class _Surroundings(NamedTuple):
@@ -105,72 +83,90 @@ class _Surroundings(NamedTuple):
     executable: object
     modules: list[str]
 
+    @classmethod
+    def current(cls) -> "_Surroundings":
+        """Return those of this process."""
+        folder = ""
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.getcwd()  # noqa: PTH109 - compared only
+        # Only this private attribute shows which modules the user has a fork server import.
+        server = getattr(forkserver, "_forkserver", None)
+        modules = [*getattr(server, "_preload_modules", ())]
+        return cls(
+            dict(os.environ), folder, [*sys.path], [*sys.argv], spawn.get_executable(), modules
+        )
 
-def _surroundings() -> _Surroundings:
-    folder = ""
-    with contextlib.suppress(FileNotFoundError):
-        folder = os.getcwd()  # noqa: PTH109 - compared only
-    # Only this private attribute shows which modules the user has a fork server import.
-    server = getattr(multiprocessing.forkserver, "_forkserver", None)
-    modules = [*getattr(server, "_preload_modules", ())]
-    return _Surroundings(
-        dict(os.environ), folder, [*sys.path], [*sys.argv], spawn.get_executable(), modules
-    )
 
-
-def nursery_of_process(*, keep: bool) -> "Nursery":
+def nursery_of_process() -> "Nursery":
     """Return the nursery of this process. It is started unless one runs that will do.
-
-    Args:
-        keep: Whether it stays when no loader uses it.
 
     Raises:
         OSError: If there are no descriptors or processes left.
+        RuntimeError: If this process is importing the program's main file.
     """
-    wanted = _surroundings()
-    nursery: Nursery | None = PROCESS.kept_nursery if keep else PROCESS.nursery()
-    if nursery is not None and not nursery.is_alive:
-        nursery.close()
-        nursery = None
-    found = None if nursery is None else nursery.surroundings
-    if found is not None and keep:
-        found = found._replace(environment=wanted.environment)
-    if nursery is None or found != wanted:
-        nursery = Nursery(wanted)
+    wanted = _Surroundings.current()
+    nursery: Nursery | None = PROCESS.nursery()
+    if nursery is None or not nursery.is_alive or nursery.surroundings != wanted:
+        nursery = start_nursery(None)
+        nursery.surroundings = wanted
         PROCESS.nursery = weakref.ref(nursery)
-        if keep:
-            PROCESS.kept_nursery = nursery
+    return nursery
+
+
+def start_nursery(start: HostStart | None) -> "Nursery":
+    """Start a nursery.
+
+    Args:
+        start: Describes the workers that ranks share; None for this process's own workers.
+
+    Raises:
+        OSError: If there are no descriptors or processes left.
+        RuntimeError: If this process is importing the program's main file.
+    """
+    refuse_during_import()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve,
+        name=name_of("nursery"),
+        args=(theirs, _Surroundings.current().modules, start),
+    )
+    nursery = Nursery(ours, process, is_own=start is None)
+    with theirs, sigint_blocked(), unimportable_main_hidden():
+        process.start()
+    # At this process's exit, multiprocessing would wait for it.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     return nursery
 
 
 class Nursery:
-    """The main process's end of a nursery. Several threads may use it.
+    """A connection to a nursery. Several threads may use it.
 
     Attributes:
-        surroundings: What the nursery has taken over from this process.
+        surroundings: What the nursery has taken over from this process; None if it was met.
+        close: Leaves the nursery. May be called again.
+        pid: Process id of the nursery; 0 before :meth:`await_facts`.
+
+    Args:
+        channel: The connection.
+        process: The nursery's process, if this process starts it.
+        is_own: Whether the nursery is killed when it is left, since no other process uses it.
     """
 
-    def __init__(self, surroundings: _Surroundings) -> None:
-        self.surroundings = surroundings
+    surroundings: _Surroundings | None = None
+    pid = 0
+
+    def __init__(
+        self, channel: socket.socket, process: Any = None, *, is_own: bool = False
+    ) -> None:
         self._lock = threading.Lock()
-        self._has_threads: int | None = None
-        self._forked: tuple[_Report, list[int]] | None = None
-        self._codes: dict[int, int] = {}
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        tie = ParentDeathPipe()
-        theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
-        self._channel.setblocking(True)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=serve, name=name_of("nursery"), args=(theirs, tie, surroundings.modules)
-        )
-        self.close = weakref.finalize(self, _close, os.getpid(), self._channel, tie, self._process)
-        PROCESS.meetings.add(self._channel)
-        with theirs, sigint_held_back(is_fresh=True), unimportable_main_hidden():
-            self._process.start()
-        # At this process's exit, multiprocessing would wait for it.
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
-        tie.tie(self._process.pid or 0)
-        tie.close_read()
+        self._channel, self._process = channel, process
+        self._facts: Facts | None = None
+        self._forked: tuple[Report, list[int]] | None = None
+        self._codes: dict[int, int | None] = {}
+        self._wanted_count: int | None = None
+        channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
+        self.close = weakref.finalize(self, _close, os.getpid(), channel, process, is_own)
+        PROCESS.meetings.add(channel)
 
     @property
     def is_alive(self) -> bool:
@@ -181,37 +177,38 @@ class Nursery:
         poll.register(self._channel, 0)  # hanging up is always reported
         return not poll.poll(0)
 
-    def await_threads(self) -> bool:
-        """Wait until everything is imported. Returns whether the nursery has other threads.
+    def await_facts(self) -> Facts:
+        """Wait until everything is imported. Returns what the nursery says of itself.
 
         Raises:
             WorkerDiedError: If the nursery has ended, since the program cannot be imported.
+            ConnectionError: The same, if another rank has started it.
         """
         with self._lock:
             try:
-                while self._has_threads is None:
-                    self._take(SIGNAL_S)
-            except ConnectionError:
-                raise WorkerDiedError(self._describe_end()) from None
-            return bool(self._has_threads)
+                while self._facts is None:
+                    self._receive(SIGNAL_S)
+            except ConnectionError as error:
+                self._raise_end(error)
+            return self._facts
 
-    def _describe_end(self) -> str:
-        self._process.join(_KILL_S)
-        pid, code = self._process.pid, self._process.exitcode
-        if code == NO_GUARD_EXIT:
-            return f"DataLoader worker (pid {pid}) exited unexpectedly. {NO_GUARD_TEXT}"
+    def _raise_end(self, error: ConnectionError) -> NoReturn:
+        """Raise an error that says how the nursery has ended."""
+        if self._process is None:
+            raise error
+        self._process.join(_END_S)
+        code = self._process.exitcode
+        text = f"exited unexpectedly with exit code {code}"
         if code is not None and code < 0:
-            return (
-                f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}. It "
-                "imported the program, and forked the workers."
-            )
-        return (
-            f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. It imports "
-            "the program and forks the workers, and its output says why."
-        )
+            text = f"is killed by signal: {signal.strsignal(-code)}"
+        what = "It imports the program and forks the workers, and its output says why."
+        if code == NO_GUARD_EXIT:
+            text, what = "exited unexpectedly", NO_GUARD_TEXT
+        pid = self._process.pid
+        raise WorkerDiedError(f"DataLoader worker (pid {pid}) {text}. {what}") from None
 
     def fork(self, process: BaseProcess) -> tuple[int, int]:
-        """Start a process of multiprocessing's. Returns its pid, and a descriptor of it.
+        """Have a process of multiprocessing's forked. Returns its pid, and a descriptor of it.
 
         Raises:
             OSError: If there are no descriptors or processes left.
@@ -219,189 +216,105 @@ class Nursery:
         """
         payload = Payload(process)
         try:
+            return self._ask_for_worker(payload.send)
+        finally:
+            payload.close()
+
+    def attach(self, message: object, descriptor: int) -> tuple[int, int]:
+        """Send a rank's message with a descriptor. Returns and raises as :meth:`fork`."""
+        data = pickle.dumps(message)
+        return self._ask_for_worker(lambda channel: socket.send_fds(channel, [data], [descriptor]))
+
+    def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, int]:
+        try:
             with self._lock:
-                payload.send(self._channel)
+                if self._channel.fileno() < 0:
+                    raise ConnectionResetError("the nursery has ended")
+                send(self._channel)
                 while self._forked is None:
-                    self._take(SIGNAL_S)
+                    self._receive(SIGNAL_S)
                 (_, pid, number), descriptors = self._forked
                 self._forked = None
         except BaseException as error:
             self.close()  # an answer that comes later would be taken for another one's
             if isinstance(error, ConnectionError):
-                raise WorkerDiedError(self._describe_end()) from None
+                self._raise_end(error)
             raise
-        finally:
-            payload.close()
         if not descriptors:
             raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
         return pid, descriptors[0]
 
-    def exit_code(self, pid: int, wait_s: float) -> int | None:
-        """Return the exit code of a process that has ended; None if it is not reported in time."""
-        deadline = time.monotonic() + wait_s
+    def tell(self, message: object) -> bool:
+        """Send a rank's message, unless there are too many unread ones. Returns whether it was."""
+        with self._lock, Suppressed(OSError):
+            self._channel.send(pickle.dumps(message), socket.MSG_DONTWAIT)
+            return True
+        return False
+
+    def wanted(self) -> int | None:
+        """Return how many workers ranks should use; None if their number is fixed."""
+        with self._lock, Suppressed(ConnectionError):
+            while self._receive(0):
+                pass
+        return self._wanted_count
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of a worker that has ended; None if it is not reported in time."""
+        deadline = time.monotonic() + _REPORT_S
         with self._lock:
             with contextlib.suppress(ConnectionError):
-                while pid not in self._codes:
-                    left_s = deadline - time.monotonic()
-                    if not self._take(max(0.0, min(left_s, SIGNAL_S))) and left_s <= 0:
-                        break
+                while pid not in self._codes and self._receive(deadline - time.monotonic()):
+                    pass
             return self._codes.pop(pid, None)
 
-    def _take(self, wait_s: float) -> bool:
-        """Take one report, if one comes in this time. Returns whether one came.
+    def _receive(self, wait_s: float) -> bool:
+        """Receive one report, if one comes in this time. Returns whether one came.
 
         Raises:
             ConnectionError: If the nursery has ended.
         """
         if self._channel.fileno() < 0:
             raise ConnectionResetError("the nursery was closed")
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        if not poll.poll(wait_s * 1000):
+        if not is_readable(self._channel.fileno(), wait_s):
             return False
-        data: bytes = b""
-        descriptors: list[int] = []
-        with contextlib.suppress(ConnectionError):
-            data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
         if not data:
             self.close()
-            if PROCESS.kept_nursery is self:
-                PROCESS.kept_nursery = None
             raise ConnectionResetError("the nursery has ended")
-        report: _Report = pickle.loads(data)
+        report: Report = pickle.loads(data)
         if report.kind == "ready":
-            self._has_threads = report.value
+            self.pid, self._facts = report.pid, report.value
+            self._wanted_count = report.value.wanted_count
         elif report.kind == "forked":
             self._forked = report, descriptors
+        elif report.kind == "wanted":
+            self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True
 
 
-def _close(pid: int, channel: socket.socket, tie: ParentDeathPipe, process: Any) -> None:
-    """End a nursery: the kernel kills it when its pipe is closed. In a forked child, leave it."""
+def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None:
+    """Leave a nursery, and wait for its end if this process has started it and is the last client.
+
+    In a forked child, this only closes what the child has.
+    """
     PROCESS.meetings.discard(channel)
-    channel.close()
-    tie.close()
-    if os.getpid() == pid and process.pid is not None:
-        process.join(_KILL_S)
 
+    def leave() -> None:
+        has_ended = process is not None and process.pid is not None
+        if is_own and has_ended:
+            process.kill()
+        with Suppressed(OSError):  # it has ended, or does not answer
+            channel.settimeout(_END_S)
+            channel.shutdown(socket.SHUT_WR)
+            while not is_own and (data := channel.recv(RECEIVE_BYTES)):
+                has_ended = has_ended and pickle.loads(data).kind != "left"
+        channel.close()
+        if has_ended:
+            process.join(_END_S)
 
-class Forked(popen_fork.Popen):
-    """What ``multiprocessing`` needs of a process that the nursery has forked.
-
-    Attributes:
-        sentinel: A descriptor of the process.
-    """
-
-    finalizer: "util.Finalize[Any]"
-
-    def __init__(self, nursery: Nursery, process: Any) -> None:
-        self._nursery = nursery
-        super().__init__(process)
-
-    def _launch(self, process: Any) -> None:
-        del process._Popen  # which is not for the process itself
-        self.pid, self.sentinel = self._nursery.fork(process)
-        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code; None while the process runs, and if its code is not known."""
-        if self.returncode is None and self.finalizer.still_active():
-            poll = select.poll()
-            poll.register(self.sentinel, select.POLLIN)
-            if poll.poll(0 if flag else None):
-                self.returncode = self._nursery.exit_code(self.pid, _REPORT_S)
-        return self.returncode
-
-    def _send_signal(self, number: int) -> None:
-        if self.returncode is None and self.finalizer.still_active():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.sentinel, number)
-
-
-def start_in(nursery: Nursery, process: Any) -> None:
-    """Start a process of multiprocessing's in the nursery."""
-    process._Popen = functools.partial(Forked, nursery)
-    process.start()
-
-
-# The nursery itself ----------------------------------------------------------------------------
-
-
-def serve(channel: socket.socket, _tie: WorkerParentDeathPipe, modules: Sequence[str]) -> None:
-    """Fork processes until the main process ends this one. The target of its process.
-
-    Args:
-        channel: Brings the processes, and takes the reports.
-        _tie: Has the pipe's reading end, whose owner the kernel ends with the main process.
-        modules: Modules that the user has a fork server import.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    heard = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel might reap the workers
-    for name in ("shmloader.pools.child", *modules):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.freeze()
-    _send(channel, _Report("ready", value=_has_threads()))
-    children: dict[int, int] = {}  # pids by their descriptors
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    while True:
-        for fd, _ in poll.poll():
-            if fd in children:
-                poll.unregister(fd)
-                pid = children.pop(fd)
-                os.close(fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                _send(channel, _Report("ended", pid, code))
-                continue
-            try:
-                payload = receive_payload(channel)
-                pid = os.fork()
-            except ConnectionError:
-                return
-            except OSError as error:  # there are too few descriptors or processes
-                _send(channel, _Report("forked", value=error.errno or 0))
-                continue
-            if pid == 0:
-                signal.signal(signal.SIGCHLD, heard)
-                channel.close()
-                for other in children:
-                    os.close(other)
-                _run(payload)
-            payload.close()
-            pidfd = os.pidfd_open(pid)
-            children[pidfd] = pid
-            poll.register(pidfd, select.POLLIN)
-            _send(channel, _Report("forked", pid), pidfd)
-
-
-def _has_threads() -> bool:
-    """Whether this process has other threads, besides those that a fork ends."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208 - counted only
-
-
-def _send(channel: socket.socket, report: _Report, *descriptors: int) -> None:
-    with contextlib.suppress(ConnectionError):  # the next receive reports it
-        socket.send_fds(channel, [pickle.dumps(report)], descriptors)
-
-
-def _run(payload: ReceivedPayload) -> NoReturn:
-    """Run a process of multiprocessing's, as its own "spawn" runs one. Ends this process."""
-    code = 1
-    try:
-        process = payload.load()
-        code = process._bootstrap(parent_sentinel=os.pidfd_open(process._parent_pid))
-        atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - the process ends
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(Exception):
-            util._flush_std_streams()  # type: ignore[attr-defined]
-        os._exit(code)
+    if os.getpid() == pid:
+        uninterruptible(leave)
+    else:
+        channel.close()

@@ -86,8 +86,6 @@ class ProcessPool:
         self._workers = workers
         self.readings = workers.readings
         self.has_queue = workers.queue is not None
-        # The worker count that was reported last.
-        self._told_count: int | None = None
 
     @property
     def waiter(self) -> WorkerChannels[Any]:
@@ -173,8 +171,7 @@ class ProcessPool:
     def poll(self, worker_id: int, events: Events) -> bool:
         """Report what was answered, if a message is here or about to arrive."""
         if worker_id < 0:
-            happened = self._report_all(self._workers.look(), events)
-            return self._tell_count(events) or happened
+            return self._report_all(self._workers.look(), events)
         receive = self._workers.channels[worker_id].channel.recv
         for _ in range(LOOKS):
             try:
@@ -208,8 +205,7 @@ class ProcessPool:
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until something happens, and report it."""
-        happened = self._report_all(self._workers.wait(timeout_s), events)
-        return self._tell_count(events) or happened
+        return self._report_all(self._workers.wait(timeout_s), events)
 
     def _report_all(self, happened: list[tuple[int, bytes | None]], events: Events) -> bool:
         """Report messages, and then deaths. Returns whether there are any."""
@@ -227,15 +223,6 @@ class ProcessPool:
             death, was_at = self._workers.death(worker_id), self.was_at(worker_id)
             events.lost(worker_id, death, was_at, recalled, held)
         return bool(happened)
-
-    def _tell_count(self, events: Events) -> bool:
-        """Report how many workers the ranks of the host want, if that has changed."""
-        count = self._workers.wanted_count
-        if count is None or count == self._told_count:
-            return False
-        self._told_count = count
-        events.workers_wanted(count)
-        return True
 
     def enable_wake(self) -> None:
         """Enable :meth:`wake`."""

@@ -1,16 +1,14 @@
-"""Starts worker processes, and keeps what starting another one needs. Runs in the main process.
+"""Starts a loader's own worker processes, and keeps what starting another one needs.
 
 With "fork" this process forks each worker. With "spawn" and "forkserver" the nursery does it, if it
 may (:mod:`shmloader.pools.nursery`).
-
-A start for which there are too few descriptors fails before it opens any.
 """
 
 import dataclasses
 import errno
 import functools
 import logging
-import os
+import multiprocessing
 import socket
 import threading
 import warnings
@@ -18,7 +16,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from multiprocessing import context
 from multiprocessing.context import BaseContext
-from typing import Any, NoReturn
+from typing import Any
+
+import torch
 
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
@@ -26,10 +26,15 @@ from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Arena
 from shmloader.pools.child import WorkerStart, worker_main
-from shmloader.pools.generator_locks import FIRST_WAIT_S, TRIES, await_torch, has_reported
-from shmloader.pools.handle import WorkerHandle, end_unused
-from shmloader.pools.main_guard import name_of, refuse_during_import, sigint_held_back
-from shmloader.pools.nursery import Nursery, nursery_of_process, start_in
+from shmloader.pools.forking import (
+    ForkedProcess,
+    is_readable,
+    name_of,
+    refuse_during_import,
+    sigint_blocked,
+)
+from shmloader.pools.handle import WorkerHandle, end_all, end_unused
+from shmloader.pools.nursery import Nursery, nursery_of_process
 from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.task_server import TaskConfig
@@ -38,20 +43,28 @@ from shmloader.threads.background import all_parked
 
 _log = logging.getLogger("shmloader")
 
+# How the processes of multiprocessing's own contexts are started.
+_POPENS = (
+    context.ForkProcess._Popen,
+    context.SpawnProcess._Popen,
+    context.ForkServerProcess._Popen,
+)
+
+#: What the user calls the objects that the workers of a loader get.
+OBJECT_NAMES = ("dataset", "worker_init_fn", "collate_fn", "on_error")
+
+# torch's generator has a lock, which cannot be reached from Python. A thread that draws holds it
+# without the GIL. In a child that is forked meanwhile it stays locked, and the child waits for ever
+# as soon as it seeds the generator. So a worker that is forked from a process with several threads
+# first takes the lock, and reports that. One that does not report in this time, which is doubled
+# for each further try, since the machine may be busy, is killed, and another one is forked.
+_FIRST_WAIT_S = 1.0
+_TRIES = 7
+
 _LOCKED = (
     "no worker could be forked: another thread draws from torch's random generator all the time, "
     "so its lock is held in each child; give multiprocessing_context='forkserver'"
 )
-
-# How many descriptors a start needs. multiprocessing opens up to six for a moment: two pipes, and a
-# pipe or a socket to the process that forks. The seventh is the worker's pidfd.
-_START_DESCRIPTORS = 7
-
-# How the processes of multiprocessing's own contexts are started.
-_POPENS = (context.SpawnProcess._Popen, context.ForkServerProcess._Popen)
-
-#: What the user calls the objects that the workers of a loader get.
-OBJECT_NAMES = ("dataset", "collate_fn", "worker_init_fn", "on_error")
 
 # It begins with torch's own text, but leaves out torch's advice to use fork.
 _PICKLE_WARNING = (
@@ -60,138 +73,127 @@ _PICKLE_WARNING = (
     "The error that follows says which part is not."
 )
 
+_OPEN_IN_WORKER = (
+    "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
+    "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
+)
 
-class WorkerStarter:
-    """Starts the workers of one pool, and owns the objects that all of them get.
+
+class OwnWorkers:
+    """Starts and ends the workers of one pool, and owns the objects that all of them get.
 
     Attributes:
-        method: The start method: "fork", "spawn" or "forkserver".
-        payload: The pickled dataset and functions, or the objects themselves under fork; None
-            before :meth:`make_payload` and after :meth:`finish`.
-        status_page: Tells what each worker is doing; made by :meth:`open`.
+        page: Shows what each worker is doing.
         nursery: The process that forks the workers; None if this process starts each of them.
+        lost: Why all workers have ended at once. Always "" here.
 
     Args:
-        chosen: The multiprocessing context.
+        chosen: The user's multiprocessing context; None for the default one.
+        worker_count: The most workers there may be.
+        objects: (dataset, worker_init_fn, collate_fn, on_error).
+        tasks: How tasks are served.
+        base_seed: Seeds the workers' random generators.
+        names: What the user calls each of the objects, for the text of an error.
     """
 
-    status_page: StatusPage
-    _parent_death: ParentDeathPipe
-    _start: WorkerStart
+    page: StatusPage | None = None
+    nursery: Nursery | None = None
+    is_shared, lost = False, ""
 
-    def __init__(self, chosen: BaseContext) -> None:
-        self._context: Any = chosen
-        self.method: str = chosen.get_start_method()
-        self.payload: Payload | ForkedPayload | None = None
-        self.nursery: Nursery | None = None
-        # What close() closes.
-        self._resources: list[Any] = []
-        # The main process's end of the socket pair of the worker that is being started.
-        self._channel: socket.socket | None = None
-
-    def open(
+    def __init__(
         self,
+        chosen: BaseContext | None,
         worker_count: int,
+        objects: tuple[object, ...],
         tasks: TaskConfig,
         base_seed: int,
+        names: Sequence[str] = OBJECT_NAMES,
     ) -> None:
-        """Make what the workers share, before the first of them is started.
+        self._context: Any = chosen or multiprocessing.get_context()
+        self._method: str = self._context.get_start_method()
+        self._objects, self._names = objects, names
+        self._arguments = worker_count, base_seed, tasks
+        self._payload: Payload | ForkedPayload | None = None
+        # The main process's end of the socket pair of the worker that is being started.
+        self._channel: socket.socket | None = None
+        self._parent_death: ParentDeathPipe | None = None
+
+    def open(self) -> None:
+        """Make what the workers get, before the first of them is started.
 
         Raises:
-            OSError: If there are no descriptors left.
+            TypeError, AttributeError, pickle.PicklingError: If an object cannot be pickled for a
+                start method that needs it. The text says which part of it.
+            OSError: If there are no descriptors or processes left.
             RuntimeError: If this process is importing the program's main file.
         """
-        if self.method != "fork":
-            # It imports torch while the dataset is pickled.
-            self.nursery = self._find_nursery()
-        self._parent_death = ParentDeathPipe()
-        self._resources.append(self._parent_death)
-        self.status_page = StatusPage(worker_count)
-        self._resources.append(self.status_page)
-        self._start = WorkerStart(
-            0, worker_count, base_seed, tasks, self._parent_death, self.status_page,
-        )  # fmt: skip
-
-    def make_payload(self, objects: tuple[object, ...], names: Sequence[str]) -> None:
-        """Pickle what the workers get, unless they are forked.
-
-        Args:
-            objects: What the workers get.
-            names: What the user calls each of the objects.
-
-        Raises:
-            TypeError, AttributeError, pickle.PicklingError: If an object cannot be pickled. The
-                text says which part of it.
-            Exception: What the objects' own methods raise.
-        """
-        if self.method == "fork":
-            self.payload = ForkedPayload(objects)
-            return
-        payload = self.payload = pickle_for_workers(objects, names, self.method)
-        self._resources.append(payload)
+        worker_count, base_seed, tasks = self._arguments
+        pipe = self._parent_death = ParentDeathPipe()
+        self.page = StatusPage(worker_count)
+        self._start = WorkerStart(0, worker_count, base_seed, pipe, (tasks, self.page))
+        if self._method == "fork":
+            self._payload = ForkedPayload(self._objects)
+        else:
+            self.nursery = self._find_nursery()  # it imports torch while the dataset is pickled
+            self._payload = pickle_for_workers(self._objects, self._names, self._method)
+        self._objects = ()
 
     def start(self, worker_id: int) -> WorkerHandle:
-        """Start a worker. Without a payload, the worker waits for one.
+        """Start a worker.
 
         Raises:
             OSError: If there are no descriptors or processes left.
             RuntimeError: If torch's random generator is locked in each worker that is forked.
         """
-        if self.method != "fork" or threading.active_count() == 1:
+        if self._method != "fork" or threading.active_count() == 1:
             return self._start_one(worker_id)
-        for tries in range(TRIES):
+        for tries in range(_TRIES):
             worker = self._start_one(worker_id, reports=True)
-            self._channel = worker.channel  # a child that another thread forks closes it
             try:
-                if has_reported(worker, FIRST_WAIT_S * 2**tries):
+                if is_readable(worker.channel.fileno(), _FIRST_WAIT_S * 2**tries):
+                    worker.receive()
                     return worker
-                _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
             except BaseException:
                 end_unused(worker)
                 raise
-            finally:
-                self._channel = None
+            _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
             end_unused(worker)
         raise RuntimeError(_LOCKED)
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
         """Start a worker. With ``reports``, it first reports that torch's generator is free."""
-        self.status_page.clear(worker_id)
+        assert self.page is not None
+        self.page.clear(worker_id)
+        is_fork = self._method == "fork"
+        if not is_fork:
+            self.nursery = self._find_nursery(is_awaited=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.setblocking(True)  # whatever socket.setdefaulttimeout() says
+        self._channel = ours
         start = dataclasses.replace(self._start, worker_id=worker_id, reports=reports)
-        closer = None
-        if self.method == "fork":
-            closer = functools.partial(close_inherited, start.tasks.arena)
+        assert start.client is not None
+        closer = functools.partial(close_inherited, start.client[0].arena) if is_fork else None
         process = self._context.Process(
             target=worker_main,
             name=name_of(worker_id),
-            args=(self.payload, theirs, start, closer),
+            args=(self._payload, theirs, start, closer),
             daemon=True,
         )
-        if self.method != "fork":
-            self.nursery = self._find_nursery(is_awaited=True)
-        self._channel = ours
+        if getattr(self._context.Process, "_Popen", None) in _POPENS and (is_fork or self.nursery):
+            process._Popen = functools.partial(ForkedProcess, nursery=self.nursery)
         try:
             with (
                 theirs,
-                sigint_held_back(is_fresh=self.method != "fork"),
-                # The other methods copy no threads.
-                all_parked() if self.method == "fork" else nullcontext(),
+                sigint_blocked(),
+                all_parked() if is_fork else nullcontext(),  # the other methods copy no threads
                 unimportable_main_hidden(),
             ):
-                _check_descriptors(ours)
                 if reports:
-                    await_torch()
-                if self.nursery is None:
-                    process.start()
-                else:
-                    start_in(self.nursery, process)
-            self._parent_death.tie(process.pid or 0)
+                    torch.default_generator.get_state()  # waits while it is locked
+                process.start()
             if FAULTS is not None:
                 FAULTS.reach("main.start")
             ours.setblocking(False)
-            return WorkerHandle(process, ours)
+            return WorkerHandle(ours, process)
         except BaseException:
             ours.close()
             if process.pid is not None:
@@ -205,72 +207,61 @@ class WorkerStarter:
         """Return the nursery; None if it must not fork, or if the user's class starts processes."""
         refuse_during_import()
         has_own = getattr(self._context.Process, "_Popen", None) not in _POPENS
-        if has_own or (self.method == "spawn" and PROCESS.imports_threads):
+        if has_own or (self._method == "spawn" and PROCESS.imports_threads):
             return None
-        nursery = nursery_of_process(keep=self.method == "forkserver")
-        if is_awaited and nursery.await_threads() and self.method == "spawn":
+        nursery = nursery_of_process()
+        if is_awaited and nursery.await_facts().has_threads and self._method == "spawn":
             PROCESS.imports_threads = True
             return None
         return nursery
 
+    def end(self, workers: list[WorkerHandle], grace_s: float) -> None:
+        """Wait for workers that have been told to end, end those that do not, and reap them."""
+        end_all(workers, grace_s)
+
     def finish(self) -> None:
         """Close what only new workers need. No worker may be started afterwards."""
-        if self.payload is not None:
-            self.payload.close()
-        self.payload = None
-        self._parent_death.close_read()
-        self.status_page.close_for_start()
+        if self._payload is not None:
+            self._payload.close()
+        self._payload = None
+        if self._parent_death is not None:
+            self._parent_death.close_read()
+        if self.page is not None:
+            self.page.close_for_start()
 
     def close(self) -> None:
-        """Close everything. May be called again."""
+        """Close everything. May be called again, and in a forked child."""
         self.nursery = None
-        for resource in self._resources:
-            resource.close()
-
-    def abandon(self) -> None:
-        """Close everything in a forked child, which another thread may have forked at any time."""
-        if self._channel is not None:
-            self._channel.close()
-        self.close()
-
-
-_OPEN_IN_WORKER = (
-    "Open it in the worker: set it to None in __init__, and create it when it is first used, or in "
-    "worker_init_fn (torch.utils.data.get_worker_info().dataset is the worker's own copy)."
-)
+        self.finish()
+        for resource in (self._channel, self._parent_death, self.page):
+            if resource is not None:
+                resource.close()
 
 
 def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method: str) -> Payload:
-    """Pickle the objects for workers that ``method`` starts; see ``make_payload``."""
+    """Pickle objects for workers.
+
+    Args:
+        objects: The objects.
+        names: What the user calls each of them.
+        method: How the workers are started.
+
+    Raises:
+        Exception: Of the class of the error. Its text names the part that cannot be pickled.
+    """
     try:
         return Payload(objects)
     except Exception as error:
         if is_interruption(error):
             raise
-        _raise_explained(error, objects, names, method)
-
-
-def _raise_explained(
-    error: Exception, objects: tuple[object, ...], names: Sequence[str], method: str
-) -> NoReturn:
-    """Raise an error of pickling again, with a text that names the part that cannot be pickled.
-
-    Raises:
-        Exception: An exception of the same class as ``error``.
-    """
-    receiver = f"worker processes that are started by {method!r}"
-    explained = explain_unpicklable(
-        error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER
-    )
-    if explained is error:
-        raise error
-    try:
-        raise explained from error
-    except Exception:
-        warnings.warn(_PICKLE_WARNING, stacklevel=2)
+        receiver = f"worker processes that are started by {method!r}"
+        explained = explain_unpicklable(
+            error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER
+        )
+        if explained is not error:
+            warnings.warn(_PICKLE_WARNING, stacklevel=2)
+            raise explained from error
         raise
-    finally:
-        del error, explained  # their tracebacks hold this frame
 
 
 def close_inherited(own: Arena | None = None) -> None:
@@ -282,26 +273,6 @@ def close_inherited(own: Arena | None = None) -> None:
             arena.close()
     if own is not None:
         own.leave_to_parent()
-
-
-def _check_descriptors(any_socket: socket.socket) -> None:
-    """Make sure that a start does not fail halfway for want of descriptors.
-
-    multiprocessing leaves its first pipe open when there is no descriptor for the second.
-
-    Args:
-        any_socket: A socket whose descriptor is duplicated as a trial.
-
-    Raises:
-        OSError: EMFILE or ENFILE, if there are too few descriptors left.
-    """
-    spare: list[int] = []
-    try:
-        while len(spare) < _START_DESCRIPTORS:
-            spare.append(os.dup(any_socket.fileno()))
-    finally:
-        for descriptor in spare:
-            os.close(descriptor)
 
 
 def raise_with_remedy(error: OSError) -> None:

@@ -114,6 +114,7 @@ class StatusPage:
         self._used_before: dict[int, tuple[int, int]] = {}
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
         self._stack_read = self._stack_write = -1
+        self._held: list[memoryview] = []
         try:
             os.ftruncate(self._fd, nbytes)
             self._mapping = memoryview(map_range(self._fd, 0, nbytes)).cast("B")
@@ -158,11 +159,11 @@ class StatusPage:
         """Return which task of the queue a worker has: its number plus FIRST_TASK, or a state."""
         return self._held[worker_id][0]
 
-    def open_line(self, worker_id: int) -> "Line":
+    def open_line(self, worker_id: int, memory: "Memory | None" = None) -> "Line":
         """Return a worker's line. Called in a forked worker, which inherited the page."""
         mapping, self._mapping = self._mapping, memoryview(b"")
         stack, self._stack_write = self._stack_write, -1
-        return Line(mapping, stack, worker_id)
+        return Line(mapping, stack, worker_id, memory)
 
     def read(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died."""

@@ -64,6 +64,10 @@ class TaskConfig:
         """The queue, in the process that made it."""
         return self.queue if isinstance(self.queue, TaskQueue) else None
 
+    def receiver(self) -> socket.socket | None:
+        """Return the receiving end of the queue, in a worker, which owns it."""
+        return None if self.queue is None else self.queue.receiver()
+
     def close(self) -> None:
         """Close the slots and the queue, in the process that made them."""
         self.arena.close()

@@ -1,8 +1,7 @@
 """The sockets of a pool's workers, and their queue of tasks, as the main process uses them.
 
 One selector waits for all of them. This module only moves bytes: it knows neither batches nor how
-workers start. ``worker_processes`` adds workers that this process started, and ``host_workers``
-those that it shares with the other ranks of its host.
+workers start, which ``worker_processes`` adds.
 
 Guarantees:
     * A send never blocks. What a socket refuses waits here, in order.
@@ -56,7 +55,6 @@ class WorkerChannels(Generic[_Channel]):
         is_inherited: Whether this is a forked child of the process that uses the workers.
         is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
             state every message that was taken from a worker has been returned.
-        wanted_count: How many workers there should be, if that is decided for all ranks of a host.
         channels: The workers, by number.
         looks: How often :meth:`look` looks.
         queue: The queue from which the workers receive their tasks; None if each task is sent to
@@ -66,7 +64,6 @@ class WorkerChannels(Generic[_Channel]):
         queue: The queue, or None.
     """
 
-    wanted_count: int | None = None
     looks = LOOKS
 
     def __init__(self, queue: TaskQueue | None) -> None:
@@ -155,19 +152,12 @@ class WorkerChannels(Generic[_Channel]):
 
     # Messages ----------------------------------------------------------------------------
 
-    def send(self, worker_id: int, data: bytes, *descriptors: int) -> None:
-        """Send a message to a worker, without blocking. A message to a dead worker is dropped.
-
-        Args:
-            worker_id: Number of the worker.
-            data: The packed message.
-            descriptors: Sent with the message. They must stay open until it is sent, which may
-                take as long as the worker lives.
-        """
+    def send(self, worker_id: int, data: bytes) -> None:
+        """Send a message to a worker, without blocking. A message to a dead worker is dropped."""
         worker = self._workers[worker_id]
         if worker.is_lost:
             return
-        if not (worker.outbox or descriptors):
+        if not worker.outbox:
             try:
                 worker.channel.send(data)
             except BlockingIOError:
@@ -176,9 +166,8 @@ class WorkerChannels(Generic[_Channel]):
                 return  # the worker is dying, as its pidfd will show
             else:
                 return
-        if worker.outbox or not worker.try_send(data, descriptors):
-            worker.outbox.append((data, descriptors))
-            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
+        worker.outbox.append(data)
+        self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
     def put(self, data: bytes) -> None:
         """Send a task to the queue, without blocking."""

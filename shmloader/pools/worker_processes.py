@@ -1,36 +1,37 @@
 """The worker processes of a pool, as the main process sees them.
 
-Owns the processes, one ``SOCK_SEQPACKET`` socket pair for each, and their pidfds.
-``worker_channels`` sends and receives.
+Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process. What
+starts and ends the workers is :class:`~shmloader.pools.starting.OwnWorkers`, or, if the ranks of a
+host share them, :class:`~shmloader.pools.host_pool.SharedWorkers`. ``worker_channels`` sends and
+receives.
 
 Guarantees:
     * ``close`` ends every worker within a bounded time, even a stopped or hung one, reaps it,
-      and leaves no descriptor. Called again, or in a forked child, it ends no process.
+      and leaves no descriptor. It only leaves workers that other ranks share. Called again, or in
+      a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods, except ``close``.
 """
 
 import contextlib
-import multiprocessing
 import multiprocessing.process
-import multiprocessing.util
-import os
 import select
+import signal
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.context import BaseContext
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.memory.limits import OomKills
 from shmloader.pools.answers import Death
-from shmloader.pools.handle import KILL_S, WorkerHandle, end_all, end_unused
-from shmloader.pools.nursery import Nursery
-from shmloader.pools.starting import OBJECT_NAMES, WorkerStarter, raise_with_remedy
-from shmloader.pools.status_page import StatusPage
+from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
+from shmloader.pools.starting import raise_with_remedy
+from shmloader.pools.status_page import Phase, StatusPage
 from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.waker import SHARED_LOOKS
 from shmloader.pools.worker_channels import WorkerChannels
 
 # How long close() waits for a worker to end by itself: the worker may be loading a sample.
@@ -38,52 +39,45 @@ _GRACE_S = 1.0
 
 
 class WorkerProcesses(WorkerChannels[WorkerHandle]):
-    """Worker processes that this process starts, at most ``worker_count`` at a time."""
+    """Worker processes, of which the first ``count`` are started at once.
+
+    Args:
+        starter: Starts and ends the workers. This object owns it from now on.
+        tasks: How tasks are served.
+        count: How many workers are started now; ``start`` starts the others.
+        may_replace: Whether ``start`` or ``replace`` will be called. If so, everything that
+            starting a worker needs is kept.
+        grace_s: How long ``close`` waits for workers to end by themselves.
+
+    Raises:
+        Exception: What ``starter.open()`` and ``starter.start()`` raise.
+    """
 
     def __init__(
         self,
-        context: BaseContext | None,
-        worker_count: int,
-        objects: tuple[object, ...],
+        starter: Any,
         tasks: TaskConfig,
-        base_seed: int,
+        count: int,
         *,
-        may_replace: bool = False,
+        may_replace: bool = True,
         grace_s: float = _GRACE_S,
-        started: int | None = None,
-        names: Sequence[str] = OBJECT_NAMES,
     ) -> None:
-        """Start the workers.
-
-        Args:
-            context: The user's multiprocessing context; None for the default one.
-            worker_count: The most workers there may be.
-            objects: (dataset, collate_fn, worker_init_fn, on_error).
-            tasks: How tasks are served.
-            base_seed: Seeds the workers' random generators.
-            may_replace: Whether ``start`` or ``replace`` will be called. If so, everything that
-                starting a worker needs is kept.
-            grace_s: How long ``close`` waits for workers to end by themselves.
-            started: How many workers are started now; ``start`` starts the others. None for all.
-            names: What the user calls each of the objects, for the text of an error.
-
-        Raises:
-            TypeError, AttributeError, pickle.PicklingError: If ``objects`` cannot be pickled for
-                a start method that needs it.
-            OSError: If there are no descriptors or processes left.
-            RuntimeError: If this process is importing the program's main file, or torch's random
-                generator is locked in each worker that is forked.
-        """
-        self._starter = WorkerStarter(context or multiprocessing.get_context())
+        self._starter = starter
+        if starter.is_shared:
+            self.looks = SHARED_LOOKS
         self._grace_s = grace_s
         self._oom_kills = OomKills(Path("/" if tasks.memory is None else tasks.memory.root))
-        # Worker numbers by pidfd, which is readable when the worker has ended.
+        # Worker numbers by the descriptors of their processes.
         self._by_pidfd: dict[int, int] = {}
-        # Last: from here on, a child that another thread forks abandons this.
+        # From here on, a child that another thread forks abandons this.
         super().__init__(tasks.own_queue)
         try:
-            self._starter.open(worker_count, tasks, base_seed)
-            self._start_first(worker_count if started is None else started, objects, names)
+            starter.open()
+            if self._is_closed:  # at the interpreter's exit
+                starter.close()
+            for worker_id in range(count):
+                self._check_open()
+                self._workers.append(self._start_worker(worker_id))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -91,35 +85,27 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             raise
         self._open_readings()
         if not may_replace:
-            self._starter.finish()
+            starter.finish()
 
     @property
     def _status_page(self) -> StatusPage:
-        return self._starter.status_page
+        page: StatusPage = self._starter.page
+        return page
 
     @property
-    def nursery(self) -> Nursery | None:
+    def nursery(self) -> Any:
         """The process that forks the workers; None if this process starts each of them."""
         return self._starter.nursery
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The worker processes, by number."""
-        return [worker.process for worker in self._workers]
+        """The worker processes that this process has started, by number."""
+        return [worker.process for worker in self._workers if worker.process is not None]
 
     # Start -------------------------------------------------------------------------------
 
-    def _start_first(self, count: int, objects: tuple[object, ...], names: Sequence[str]) -> None:
-        """Pickle the objects for the workers, and start the first ``count`` of them."""
-        self._starter.make_payload(objects, names)
-        if self._is_closed:  # at the interpreter's exit
-            self._starter.close()
-            self._check_open()
-        for worker_id in range(count):
-            self._workers.append(self._start_worker(worker_id))
-
     def _start_worker(self, worker_id: int) -> WorkerHandle:
-        worker = self._starter.start(worker_id)
+        worker: WorkerHandle = self._starter.start(worker_id)
         self._by_fd[worker.channel.fileno()] = self._by_pidfd[worker.pidfd] = worker_id
         for fd in (worker.channel.fileno(), worker.pidfd):
             self._poll.register(fd, select.POLLIN)
@@ -130,11 +116,13 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
 
         Raises:
             OSError: If there are no descriptors or processes left.
-            RuntimeError: If torch's random generator is locked in each worker that is forked.
+            RuntimeError: If torch's random generator is locked in each worker that is forked, or
+                if the process that owns shared workers has ended.
             ClosedLoaderError: If another thread closes this meanwhile.
         """
-        if worker_id < len(self._workers):
-            self._forget(worker_id)
+        for old in self._workers[worker_id : worker_id + 1]:
+            old.channel.close()
+            old.close_pidfd()
         try:
             self._check_open()
             new = self._start_worker(worker_id)
@@ -155,52 +143,39 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         if self._is_closed:
             raise ClosedLoaderError("the workers have been ended") from cause
 
-    def _forget(self, worker_id: int) -> None:
-        """Close what is left of a lost worker."""
-        old = self._workers[worker_id]
-        assert old.is_lost
-        self._by_fd.pop(old.channel.fileno(), None)
-        self._by_pidfd.pop(old.pidfd, None)
-        old.channel.close()
-        old.close_pidfd()
-
     def kill(self, worker_id: int) -> None:
         """Kill a worker. ``wait`` will report its death."""
         worker = self._workers[worker_id]
         if not worker.is_lost:
-            worker.process.kill()
+            worker.send_signal(signal.SIGKILL)
 
     def retire(self, worker_id: int) -> None:
-        """End an idle worker, and reap it. ``start`` can start it again."""
-        self._end(worker_id, self._grace_s)
-
-    def _end(self, worker_id: int, grace_s: float) -> None:
+        """End or leave an idle worker. ``start`` can start it again."""
         worker = self._workers[worker_id]
-        if worker.is_lost or self._is_closed:
-            return
-        self._note_lost(worker)
-        self._by_fd.pop(worker.channel.fileno(), None)
-        self._by_pidfd.pop(worker.pidfd, None)
-        worker.hang_up()
-        end_all([worker], grace_s)
+        if not (worker.is_lost or self._is_closed):
+            self._lose(worker)
+            worker.hang_up()
+            self._starter.end([worker], self._grace_s)
 
-    def _note_lost(self, worker: WorkerHandle) -> None:
+    def _lose(self, worker: WorkerHandle) -> None:
         """Stop using a worker."""
         worker.is_lost = True
         worker.outbox.clear()
+        self._by_fd.pop(worker.channel.fileno(), None)
+        self._by_pidfd.pop(worker.pidfd, None)
         for fd in (worker.channel.fileno(), worker.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._poll.unregister(fd)
 
     def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield a dead worker's last messages, reap it, and yield None for its loss."""
-        worker_id = self._by_pidfd[fd]
-        worker = self._workers[worker_id]
-        if worker.is_lost:
+        worker_id = self._by_pidfd.get(fd)
+        if worker_id is None:  # it was lost meanwhile
             return
+        worker = self._workers[worker_id]
         while (data := worker.receive()) is not None:
             yield worker_id, data
-        self._note_lost(worker)
+        self._lose(worker)
         worker.reap(time.monotonic() + KILL_S)
         yield worker_id, None
 
@@ -211,12 +186,21 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
 
         Its exit code is not known if, for instance, a SIGCHLD handler of the user's has reaped it.
         """
-        code = self._workers[worker_id].process.exitcode
-        return Death(self.pid(worker_id), code, self._oom_kills.since(code))
+        worker, starter = self._workers[worker_id], self._starter
+        code = worker.exit_code
+        # One that was idle for this rank was loading a batch of another one, or was ended outside.
+        was_elsewhere = starter.is_shared and self.was_at(worker_id).phase is Phase.IDLE
+        return Death(
+            worker.pid,
+            code,
+            self._oom_kills.since(code),
+            was_elsewhere=was_elsewhere,
+            because=starter.lost,
+        )
 
     def pid(self, worker_id: int) -> int:
         """Return the process id of a worker."""
-        return self._workers[worker_id].process.pid or 0
+        return self._workers[worker_id].pid
 
     # End ---------------------------------------------------------------------------------
 
@@ -232,7 +216,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             worker.hang_up()
         if FAULTS is not None:
             FAULTS.reach("main.close")
-        end_all(self._workers, grace_s)
+        self._starter.end(self._workers, grace_s)
         self.readings.close()
         self._waker = None
         if self.queue is not None:
@@ -243,10 +227,13 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         """Forget the workers in a forked child, which is not their parent.
 
         ``multiprocessing`` takes them for children of this child, and would end them at its exit.
+        Shared workers would take the child's copies of the sockets for living ranks.
         """
         super().leave_to_parent()
         for worker in self._workers:
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
+            if self._starter.is_shared:
+                worker.channel.close()
 
     def abandon(self) -> None:
         """Close this object's descriptors in a forked child, which is not the workers' parent."""
@@ -257,8 +244,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         for worker in self._workers:
             worker.channel.close()
             with contextlib.suppress(OSError):
-                os.close(worker.pidfd)
+                worker.close_pidfd()
         self._waker = None
         if self.queue is not None:
             self.queue.close()
-        self._starter.abandon()
+        self._starter.close()

@@ -1,11 +1,5 @@
 """The base class of background threads: starts, parks, ends and joins one.
 
-Two kinds of threads of the package are not derived from it:
-
-* the thread that calls Ray Client (:mod:`shmloader.cluster`), since a call may not return;
-* in a worker, the thread that ends the worker with the main process
-  (:mod:`shmloader.pools.parent_death`).
-
 **Parking.** A fork copies only the forking thread, and all locks as they are. If a thread is inside
 torch or the GPU's driver at that moment, the locks that it holds stay locked for ever in the child.
 So while a worker is forked, our threads wait at points where they hold no lock: they are parked.
@@ -15,7 +9,8 @@ is ended wherever it is, even inside torch's C++ code, which aborts the process.
 includes threads that run the user's code, such as those of :mod:`shmloader.pools.thread`. A fork
 does not wait for these (``parks_for_forks``).
 
-Every other thread of the package keeps these rules:
+The thread that calls Ray Client (:mod:`shmloader.cluster`) is not derived from it, since a call may
+not return. Every other thread of the package keeps these rules:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
 * No thread waits for a thread that is parked for good. Neither a background thread nor a thread

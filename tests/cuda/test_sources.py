@@ -119,7 +119,7 @@ _RANK = """
             del batch
             found.append(torch.stack((copied.amin(), copied.amax())))
             if len(found) == 50:
-                owner = psutil.Process(loader._parts.host_pool.owner_pid)
+                owner = psutil.Process(loader._parts.host_pool.nursery.pid)
                 for process in (psutil.Process(), owner, *owner.children()):
                     opened = []
                     for file in Path(f"/proc/{{process.pid}}/fd").iterdir():

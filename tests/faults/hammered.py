@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tests.faults import actions
-from tests.holdings import Holdings, end_kept_nursery
+from tests.holdings import Holdings
 
 BATCH_SIZE = 4
 _SAMPLE_BYTES = 20_000
@@ -219,7 +219,6 @@ class Hammered:
         return first // BATCH_SIZE
 
     def _judge_what_is_left(self, before: Holdings) -> None:
-        end_kept_nursery()
         deadline = time.monotonic() + LEFT_S
         while True:
             gc.collect()

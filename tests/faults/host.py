@@ -62,7 +62,7 @@ _VICTIMS = (
     *("worker", "rank", "owner", "starting worker", "starting owner", "stopped rank"),
     *("builder", "taking rank"),
 )
-_OWNER_ERRORS = ("owns the workers", "should start the workers")
+_OWNER_ERRORS = ("owns the workers", "forks the workers")
 _BUILDER_ERRORS = ("the rank that was building the object for this host, ended before sharing it",)
 # What is counted for each victim, and its heading. A problem's text begins with its sort.
 _COUNTED = (

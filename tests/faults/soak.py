@@ -35,7 +35,6 @@ import torch
 from tests.faults import actions
 from tests.faults.hammered import BATCH_SIZE, Hammered, Samples, make_sample
 from tests.faults.harness import is_server
-from tests.holdings import end_kept_nursery
 
 # Without a step for so long, it hangs. A worker that is spawned imports torch first.
 _STALL_S = 120.0
@@ -191,7 +190,6 @@ class Soak(Hammered):
 
     def _settle(self) -> None:
         """Wait until no worker of the last mix is left."""
-        end_kept_nursery()
         deadline = time.monotonic() + _LEFT_S
         while left := self._workers():
             if time.monotonic() > deadline:

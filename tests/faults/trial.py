@@ -31,7 +31,7 @@ import torch
 
 from tests.faults import actions, hammered
 from tests.faults.cells import BATCH_SIZE, BATCHES, WORKERS, Cell, Effect, Place, cell_of
-from tests.holdings import Holdings, end_kept_nursery
+from tests.holdings import Holdings
 
 # Seconds within which a death must be told, close() must return, and nothing may be left.
 TOLD_S = 2.0
@@ -735,7 +735,6 @@ class Trial:
             self._expect_whole()
 
     def _judge_what_is_left(self, before: Holdings, after: str) -> None:
-        end_kept_nursery()
         deadline = time.monotonic() + TOLD_S
         while True:
             gc.collect()

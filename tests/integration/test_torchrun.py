@@ -654,7 +654,7 @@ ONE_POOL = """
                 batches.append([indices.tolist(), drawn.tolist()])
                 makers |= set(pids.tolist())
                 if what == "killed" and restarts + rank == 0 and len(batches) == 1:
-                    owner = psutil.Process(loader._parts.host_pool.owner_pid)
+                    owner = psutil.Process(loader._parts.host_pool.nursery.pid)
                     workers = owner.children()
                     owner.kill()
                     psutil.wait_procs(workers, timeout=60)  # else they may make the whole epoch

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -30,16 +29,16 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.payload import ForkedPayload, PortablePayload
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
-from shmloader.errors import ClosedLoaderError, LoaderTimeoutError, WorkerDiedError
-from shmloader.host.meeting import Meeting
+from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
-from shmloader.pools import Pool
+from shmloader.pools import Pool, host_pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.executor import ExecutorPool
-from shmloader.pools.host_pool import HostPool
-from shmloader.pools.host_service import ServiceStart, serve_host
-from shmloader.pools.host_workers import HostWorkers
+from shmloader.pools.host_pool import HostPool, SharedWorkers, open_host_pool
+from shmloader.pools.nursery import Nursery
+from shmloader.pools.nursery_process import HostStart, serve
 from shmloader.pools.process import ProcessPool
+from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.task_server import TaskConfig
@@ -63,14 +62,9 @@ def processes(
     make: Callable[[Any], Any], worker_count: int, queue: TaskQueue | None = None
 ) -> Pool:
     tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), queue)
-    workers = WorkerProcesses(
-        None,
-        worker_count,
-        (Calls(make, 1 << 20), as_it_is, None, "raise"),
-        tasks,
-        base_seed=1,
-        may_replace=True,
-    )
+    objects = Calls(make, 1 << 20), None, as_it_is, "raise"
+    starter = OwnWorkers(None, worker_count, objects, tasks, base_seed=1)
+    workers = WorkerProcesses(starter, tasks, worker_count)
     return started(ProcessPool(workers, tasks.arena), worker_count)
 
 
@@ -89,42 +83,32 @@ POOLS_OF_HOST: list[HostPool] = []
 
 def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
-    start = ServiceStart(worker_count, None, 1, "squares")
-    pool = HostPool(Calls(make, 1 << 20), None, start, 0, is_alone=True)
-    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), TaskQueue())
-    try:
-        workers = HostWorkers(pool, (as_it_is, "raise"), tasks, worker_count)
-        # The owner's notices end a wait early, and without them the pids are not known.
-        while not all(map(workers.pid, range(worker_count))):
-            assert not workers.wait(1)
-    except BaseException:
-        pool.close()
-        raise
+    pool = open_host_pool(Calls(make, 1 << 20), None, worker_count, 1, is_alone=True)
     POOLS_OF_HOST.append(pool)
+    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), TaskQueue())
+    starter = SharedWorkers(pool, (as_it_is, "raise"), tasks)
+    workers = WorkerProcesses(starter, tasks, worker_count)
     return started(ProcessPool(workers, tasks.arena), worker_count)
 
 
-def fork_owner(
-    meeting: Meeting, objects: tuple[object, ...], start: ServiceStart
-) -> tuple[BaseProcess, socket.socket]:
-    """Fork the owner, which is spawned elsewhere, so that its workers have the gates of a test."""
+def fork_nursery(start: HostStart) -> Nursery:
+    """Fork the nursery, which is spawned elsewhere, so that its workers have a test's gates."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def serve() -> None:
+    def run() -> None:
         ours.close()
-        serve_host(listener, theirs, ForkedPayload(objects), start)  # type: ignore[arg-type]
+        serve(theirs, (), start)
 
-    listener = meeting.detach()
-    with theirs, listener, all_parked():
-        process = multiprocessing.get_context("fork").Process(target=serve)
+    with theirs, all_parked():
+        process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    return process, ours
+    return Nursery(ours, process)
 
 
 def leave_host() -> None:
     while POOLS_OF_HOST:
-        POOLS_OF_HOST.pop().close()
+        POOLS_OF_HOST.pop().nursery.close()
 
 
 CONFIGS = []
@@ -168,7 +152,15 @@ def end_executors() -> None:
 
 @pytest.fixture(autouse=True)
 def _owners_are_forked(monkeypatch) -> None:
-    monkeypatch.setattr("shmloader.pools.host_pool._start_owner", fork_owner)
+    monkeypatch.setattr(host_pool, "start_nursery", fork_nursery)
+    pickled = host_pool.pickle_for_workers
+
+    def unpickled_dataset(objects: tuple[object, ...], names: Any, method: str) -> Any:
+        if names[0] == "dataset":
+            return ForkedPayload(objects)
+        return pickled(objects, names, method)
+
+    monkeypatch.setattr(host_pool, "pickle_for_workers", unpickled_dataset)
 
 
 @pytest.fixture(autouse=True)
@@ -637,13 +629,13 @@ def test_a_closed_engine_says_so(kind) -> None:
                 next_of(engine)
 
 
-def test_an_owner_that_cannot_start_a_worker_says_why(monkeypatch) -> None:
+def test_a_nursery_that_cannot_start_a_worker_says_why(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("shmloader.pools.host_service._HostService._start_worker", refuse)
+    monkeypatch.setattr("shmloader.pools.nursery_process._Server._start_worker", refuse)
     with (
         ShardedDataLoader(range(4), num_workers=1, worker_scope="host") as loader,
-        pytest.raises(WorkerDiedError, match=r"could not start worker 0: .*Too many open files"),
+        pytest.raises(OSError, match="Too many open files: no worker process could be started"),
     ):
         next(iter(loader))

@@ -57,7 +57,7 @@ def expected(rank: int, ranks: int = 2, epochs: int = 1, **options: Any) -> list
 def owner_of(one: ShardedDataLoader[Any]) -> int:
     pool = one._parts.host_pool
     assert pool is not None
-    return pool.owner_pid
+    return pool.nursery.pid
 
 
 def has_ended(pid: int) -> bool:

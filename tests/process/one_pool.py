@@ -58,13 +58,13 @@ class Report:
         """Note the processes, while all ranks have begun and none has ended."""
         self.meet("begun")
         pool = loader._parts.host_pool
-        workers = [each.pid for each in psutil.Process(pool.owner_pid).children()]
+        workers = [each.pid for each in psutil.Process(pool.nursery.pid).children()]
         self.found |= {
-            "owner": pool.owner_pid,
+            "owner": pool.nursery.pid,
             "workers": sorted(workers),
             "cores": [sorted(os.sched_getaffinity(pid)) for pid in workers],
-            "socket": pool._name[1:],
-            "shm": [line for pid in (pool.owner_pid, *workers) for line in _in_dev_shm(pid)],
+            "socket": pool.name[1:],
+            "shm": [line for pid in (pool.nursery.pid, *workers) for line in _in_dev_shm(pid)],
         }
         self.meet("seen")
 

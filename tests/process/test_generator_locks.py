@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader, WorkerDiedError
-from shmloader.pools.generator_locks import report_unlocked
+from shmloader.pools.child import report_unlocked
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,14 @@ def test_another_worker_is_forked_for_one_that_finds_torchs_lock_held(
         report_unlocked(channel)
 
     monkeypatch.setattr("shmloader.pools.child.report_unlocked", report)
-    monkeypatch.setattr("shmloader.pools.starting.FIRST_WAIT_S", 2.0)
+    monkeypatch.setattr("shmloader.pools.starting._FIRST_WAIT_S", 2.0)
     assert batches() == [0, 1, 2, 3]
     assert caplog.messages[0] == "worker 0 cannot seed torch's generator, and is replaced"
 
 
 def test_that_is_given_up_if_it_never_helps(monkeypatch) -> None:
     monkeypatch.setattr("shmloader.pools.child.report_unlocked", lambda _: signal.pause())
-    monkeypatch.setattr("shmloader.pools.starting.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("shmloader.pools.starting._FIRST_WAIT_S", 0.01)
     with pytest.raises(RuntimeError, match="give multiprocessing_context='forkserver'"):
         batches()
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from shmloader import LoaderTimeoutError, WorkerDiedError
-from shmloader.pools import host_pool
+from shmloader.pools.nursery import Nursery
 from tests.process.host_loaders import (
+    BATCH,
     COUNT,
     WORKERS,
     Samples,
@@ -217,12 +218,15 @@ def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path
 
 
 @pytest.mark.slow
-def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_workers(run, tmp_path):
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_workers(
+    run, tmp_path, restarts
+):
     told = tmp_path / "told"
 
     def epochs() -> Any:
         waits = {index: Waiting(told) for index in range(COUNT)}
-        with loader(Samples(at=waits)) as one:
+        with loader(Samples(at=waits), worker_restarts=restarts) as one:
             iterator = iter(one)
             (tmp_path / f"begun {os.environ['RANK']}").touch()
             # Or else a slow rank would find, and kill, the owner that comes next.
@@ -230,7 +234,7 @@ def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_worke
             with contextlib.suppress(ProcessLookupError):  # the other rank was faster
                 os.kill(owner_of(one), signal.SIGKILL)
             killed_s = time.monotonic()
-            with pytest.raises(WorkerDiedError) as caught:
+            with pytest.raises(RuntimeError if restarts else WorkerDiedError) as caught:
                 next(iterator)
             told_s = time.monotonic() - killed_s
             told.touch()
@@ -300,22 +304,6 @@ def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, t
     assert ranks[0].result() == Texts.BATCHES - 1
 
 
-@pytest.mark.slow
-def test_an_owner_that_ends_while_an_epoch_begins_is_replaced(run):
-    def epochs() -> Any:
-        with loader() as one:
-            next(iter(one))
-            owner = owner_of(one)
-            os.kill(owner, signal.SIGKILL)
-            wait_until(functools.partial(has_ended, owner), LONG_S)
-            looks = iter([True])  # the first look was before its end
-            host_pool.HostPool.is_alive = property(lambda _: next(looks, False))
-            one.set_epoch(0)
-            return contents(one)
-
-    assert run.start(epochs, 0, 1).result() == expected(0, 1)[0]
-
-
 def rank_of_index(index: int, ranks: int = 2) -> int:
     """The rank that gets a sample in epoch 0."""
     return next(
@@ -323,6 +311,36 @@ def rank_of_index(index: int, ranks: int = 2) -> int:
         for rank in range(ranks)
         if any(index in indices for indices, _ in expected(rank, ranks)[0])
     )
+
+
+def note(index: int, log: Path, opened: Path) -> None:
+    wait_until(opened.exists, LONG_S)
+    with log.open("a") as file:
+        file.write(f"{index}\n")
+
+
+def test_ranks_whose_batches_wait_are_served_in_turns(run, tmp_path):
+    """The worker makes one rank's first batch when the other rank comes."""
+    opened, log, each = tmp_path / "opened", tmp_path / "log", 4
+    log.touch()
+
+    def begin() -> Any:
+        at = {n: functools.partial(note, n, log, opened) for n in range(COUNT)}
+        with loader(Samples(at=at), num_workers=1, prefetch_factor=2 * each) as one:
+            iterator = iter(one)
+            (tmp_path / f"begun {os.environ['RANK']}").touch()
+            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
+            opened.touch()
+            # Nothing is taken meanwhile, so no rank's queue has more tasks than the other's.
+            wait_until(lambda: log.read_text().count("\n") >= 2 * each * BATCH, LONG_S)
+            made = log.read_text().splitlines()[: 2 * each * BATCH]
+            return contents(iterator), [int(index) for index in made[::BATCH]]
+
+    found = run.results(begin, 2)
+    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
+    ranks = [rank_of_index(index) for index in found[0][1]]
+    assert ranks[0::2] == [ranks[0]] * each
+    assert ranks[1::2] == [1 - ranks[0]] * each
 
 
 @pytest.mark.slow
@@ -554,8 +572,8 @@ def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp
         main = threading.main_thread().ident
 
         def stop_when_it_waits() -> None:
-            waits = host_pool.receive_welcome.__name__
-            wait_until(lambda: stack_of(main)[0] == waits, LONG_S)
+            waits = Nursery.await_facts.__name__
+            wait_until(lambda: waits in stack_of(main), LONG_S)
             os.kill(os.getpid(), signal.SIGSTOP)
 
         thread = threading.Thread(target=stop_when_it_waits)

@@ -257,7 +257,7 @@ def test_another_user_cannot_attach_to_the_owner(run, tmp_path):
             iterator = iter(one)
             first = next(iterator)
             part = tmp_path / f"name of {os.getpid()}"  # each rank writes one
-            part.write_text(one._parts.host_pool._name[1:])
+            part.write_text(one._parts.host_pool.name[1:])
             part.rename(tmp_path / "name")
             wait_until(tried.exists, LONG_S)
             return contents([first, *iterator]), owner_of(one)

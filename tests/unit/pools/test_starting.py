@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shmloader.pools.main_guard import sigint_held_back
+from shmloader.pools.forking import sigint_blocked
 
 
 @pytest.mark.parametrize("was_blocked", [False, True])
@@ -14,7 +14,7 @@ def test_ctrl_c_is_blocked_after_a_start_only_if_it_was_before(was_blocked: bool
     how = signal.SIG_BLOCK if was_blocked else signal.SIG_UNBLOCK
     before = signal.pthread_sigmask(how, [signal.SIGINT])
     try:
-        with sigint_held_back(is_fresh=False):
+        with sigint_blocked():
             assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:

@@ -1,0 +1,371 @@
+"""What runs in the nursery (:mod:`shmloader.pools.nursery`): forks workers and reports their ends.
+
+The nursery of a host's ranks also decides which workers run. One that has died is forked again when
+a rank asks for it. With ``num_workers="auto"``, one that is not wanted is told to end when no
+iterator of any rank uses it.
+"""
+
+import contextlib
+import errno
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from shmloader.batch.payload import receive_payload
+from shmloader.host.meeting import Hello, Roll
+from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.adapting import Adapter
+from shmloader.pools.child import WorkerStart, worker_main
+from shmloader.pools.forking import (
+    exit_code_of_child,
+    fork,
+    ignore_sigint,
+    is_readable,
+    name_of,
+    run_process,
+)
+from shmloader.pools.parent_death import ParentDeathPipe
+
+# How long the workers may take to end by themselves when no rank is left.
+_GRACE_S = 1.0
+
+
+class Facts(NamedTuple):
+    """What a nursery tells a new client.
+
+    Attributes:
+        has_threads: Whether the nursery has other threads.
+        worker_count: The most workers that the ranks of a host share.
+        wanted_count: How many of them ranks should use at present; None if the number is fixed.
+        rank: The rank that has started the nursery, in words.
+        common: What all ranks should have in common, by name.
+    """
+
+    has_threads: bool = False
+    worker_count: int = 0
+    wanted_count: int | None = None
+    rank: str = ""
+    common: tuple[tuple[str, object], ...] = ()
+
+
+class Report(NamedTuple):
+    """Nursery → client.
+
+    Attributes:
+        kind: "ready": everything is imported. "forked": a worker runs; a descriptor of its process
+            comes with the message. "ended": a worker has ended. "wanted": how many workers should
+            be used. "left": the nursery goes on without this client.
+        pid: The worker, or the nursery; 0 if no worker could be forked.
+        value: "ready": :class:`Facts`. "forked": the number of the error. "ended": the exit code,
+            negative for a signal, or None. "wanted": the number.
+    """
+
+    kind: str
+    pid: int = 0
+    value: Any = 0
+
+
+class Attach(NamedTuple):
+    """Rank → nursery, with a worker's end of a socket pair: pass it to this worker."""
+
+    worker_id: int
+
+
+class Detach(NamedTuple):
+    """Rank → nursery: an iterator no longer uses the workers with these process ids."""
+
+    pids: list[int]
+
+
+class Demand(NamedTuple):
+    """Rank → nursery, with an automatic count: batches since the iterator's last report.
+
+    Attributes:
+        iterator: Tells the iterators of a rank apart.
+        batches: The number of batches; 0 at the beginning of an epoch.
+        wait_ns: How long the rank waited for these batches.
+        busy_ns: How long workers were busy with these batches.
+    """
+
+    iterator: int
+    batches: int = 0
+    wait_ns: int = 0
+    busy_ns: int = 0
+
+
+@dataclass
+class HostStart:
+    """The values that the nursery of a host's ranks gets when it starts.
+
+    Attributes:
+        listener: The socket to which the other ranks connect.
+        first: The rank that starts the nursery.
+        payload: What the workers get: (dataset, worker_init_fn).
+        base_seed: Seeds the workers' random generators.
+        facts: What ranks are told.
+    """
+
+    listener: socket.socket
+    first: Hello
+    payload: Any
+    base_seed: int
+    facts: Facts
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A worker that ranks share.
+
+    Attributes:
+        pid: Its process id.
+        pidfd: A descriptor of its process.
+        channel: Takes the sockets of ranks to the worker, which ends when this is closed.
+        users: The connection of each iterator that uses the worker, by its descriptor.
+    """
+
+    pid: int
+    pidfd: int
+    channel: socket.socket
+    users: list[int] = field(default_factory=list)
+
+
+def serve(channel: socket.socket, modules: Sequence[str], start: HostStart | None = None) -> None:
+    """Fork workers until no client is left. The target of the nursery's process.
+
+    Args:
+        channel: The connection to the process that has started this one.
+        modules: Modules that the user has a fork server import.
+        start: Describes the workers that ranks share; None for one process's own workers.
+    """
+    ignore_sigint()
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel may reap the workers
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
+    _Server(start, handler).run(channel)
+
+
+def _has_threads() -> bool:
+    """Whether this process has other threads, besides those that a fork ends."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) > 1  # noqa: PTH208 - counted only
+
+
+class _Server:
+    """State of the nursery between two events."""
+
+    def __init__(self, start: HostStart | None, child_handler: Any) -> None:
+        self._start = start
+        self._child_handler = child_handler
+        self._poll = select.poll()
+        self._clients: dict[int, socket.socket] = {}
+        self._children: dict[int, int] = {}  # process ids by their descriptors
+        self._workers: dict[int, _Shared] = {}
+        self._adapter: Adapter | None = None
+        if start is None:
+            self._facts = Facts(_has_threads())
+        else:
+            self._parent_death = ParentDeathPipe()
+            self._facts = start.facts
+            self._roll = Roll(start.first)
+            if start.facts.wanted_count is not None:
+                self._adapter = Adapter(start.facts.wanted_count, start.facts.worker_count)
+            self._poll.register(start.listener, select.POLLIN)
+
+    def run(self, channel: socket.socket) -> None:
+        """Serve until no client is left."""
+        self._add(channel)
+        while self._clients:
+            for fd, _ in self._poll.poll():
+                if fd in self._children:
+                    self._reap(fd)
+                elif fd in self._clients:
+                    self._follow(self._clients[fd])
+                elif self._start is not None and fd == self._start.listener.fileno():
+                    client = self._start.listener.accept()[0]
+                    if self._roll.admit(client):
+                        self._add(client)
+        if self._start is not None:
+            self._end_workers(self._start.listener)
+
+    # Clients -----------------------------------------------------------------------------
+
+    def _add(self, client: socket.socket) -> None:
+        client.setblocking(True)
+        self._clients[client.fileno()] = client
+        self._poll.register(client, select.POLLIN)
+        if self._adapter is not None:
+            self._facts = self._facts._replace(wanted_count=self._adapter.count)
+        self._send(client, Report("ready", os.getpid(), self._facts))
+
+    def _send(self, client: socket.socket, report: Report, *descriptors: int) -> None:
+        with contextlib.suppress(ConnectionError, BlockingIOError):  # the next receive reports it
+            socket.send_fds(client, [pickle.dumps(report)], descriptors, socket.MSG_DONTWAIT)
+
+    def _drop(self, client: socket.socket) -> None:
+        fd = client.fileno()
+        self._poll.unregister(fd)
+        if len(self._clients) > 1:
+            self._send(client, Report("left"))
+            client.close()
+        # Else it stays open, so that the client sees when this process has ended.
+        del self._clients[fd]
+        for worker in list(self._workers.values()):
+            worker.users = [user for user in worker.users if user != fd]
+            self._end_if_unwanted(worker)
+
+    def _follow(self, client: socket.socket) -> None:
+        """Do what a client asks for."""
+        try:
+            if self._start is None:
+                self._fork_process(client)
+            else:
+                self._follow_rank(client)
+        except ConnectionError:
+            self._drop(client)
+        except OSError as error:  # there are too few descriptors or processes
+            self._send(client, Report("forked", value=error.errno or errno.EMFILE))
+
+    def _fork(self, run: Callable[[], NoReturn]) -> tuple[int, int]:
+        """Fork a worker. Returns its process id, and a descriptor of it."""
+
+        def run_in_child() -> NoReturn:
+            signal.signal(signal.SIGCHLD, self._child_handler)
+            sockets = [*self._clients.values(), *(one.channel for one in self._workers.values())]
+            for one in sockets if self._start is None else [*sockets, self._start.listener]:
+                one.close()
+            for pidfd in self._children:
+                os.close(pidfd)
+            run()
+
+        pid, pidfd = fork(run_in_child)
+        self._children[pidfd] = pid
+        self._poll.register(pidfd, select.POLLIN)
+        return pid, pidfd
+
+    def _fork_process(self, client: socket.socket) -> None:
+        """Fork the process of multiprocessing's that a client sends."""
+        payload = receive_payload(client)
+        try:
+            pid, pidfd = self._fork(lambda: run_process(payload.load))
+        finally:
+            payload.close()
+        self._send(client, Report("forked", pid), pidfd)
+
+    def _reap(self, pidfd: int) -> None:
+        """Reap a worker that has ended, and report its exit code."""
+        pid = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        code = exit_code_of_child(pid)
+        os.close(pidfd)
+        for worker_id, worker in list(self._workers.items()):
+            if worker.pid == pid:
+                self._workers.pop(worker_id).channel.close()
+        for client in self._clients.values():
+            self._send(client, Report("ended", pid, code))
+
+    # Workers that ranks share ------------------------------------------------------------
+
+    def _follow_rank(self, client: socket.socket) -> None:
+        data, descriptors, _, _ = socket.recv_fds(client, RECEIVE_BYTES, 1)
+        if not data:
+            raise ConnectionResetError("the rank has left")
+        message = pickle.loads(data)
+        if isinstance(message, Attach):
+            # If no descriptor came, this process has none left.
+            if not descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            with socket.socket(fileno=descriptors[0]) as channel:
+                self._attach(client, message.worker_id, channel)
+        elif isinstance(message, Detach):
+            for worker in list(self._workers.values()):
+                if worker.pid in message.pids and client.fileno() in worker.users:
+                    worker.users.remove(client.fileno())
+                    self._end_if_unwanted(worker)
+        elif isinstance(message, Demand) and self._adapter is not None:
+            self._adapt(self._adapter, client, message)
+
+    def _attach(self, client: socket.socket, worker_id: int, channel: socket.socket) -> None:
+        """Pass a rank's socket to a worker, which is started if it does not run."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and is_readable(worker.pidfd):
+            self._reap(worker.pidfd)
+            worker = None
+        if worker is None:
+            worker = self._workers[worker_id] = self._start_worker(worker_id)
+        with contextlib.suppress(ConnectionError):  # it has just died, which the rank will see
+            socket.send_fds(worker.channel, [b"rank"], [channel.fileno()])
+        worker.users.append(client.fileno())
+        self._send(client, Report("forked", worker.pid), worker.pidfd)
+
+    def _start_worker(self, worker_id: int) -> _Shared:
+        start = self._start
+        assert start is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        about = WorkerStart(
+            worker_id, start.facts.worker_count, start.base_seed, self._parent_death
+        )
+        process = multiprocessing.get_context("fork").Process(
+            target=worker_main,
+            name=name_of(worker_id),
+            args=(start.payload, theirs, about),
+            daemon=True,
+        )
+
+        def run() -> NoReturn:
+            ours.close()
+            run_process(lambda: process)
+
+        with theirs:
+            try:
+                pid, pidfd = self._fork(run)
+            except OSError:
+                ours.close()
+                raise
+        return _Shared(pid, pidfd, ours)
+
+    def _end_if_unwanted(self, worker: _Shared) -> None:
+        """Tell a worker to end if it is not wanted, and no iterator uses it."""
+        for worker_id, one in list(self._workers.items()):
+            is_wanted = self._adapter is None or worker_id < self._adapter.count
+            if one is worker and not (one.users or is_wanted):
+                self._workers.pop(worker_id).channel.close()
+
+    def _adapt(self, adapter: Adapter, client: socket.socket, demand: Demand) -> None:
+        """Take account of a rank's report, and tell all ranks if the wanted number has changed."""
+        if not demand.batches:
+            adapter.begin()
+            return
+        before, now_ns = adapter.count, time.monotonic_ns()
+        adapter.note(
+            now_ns,
+            demand.wait_ns,
+            demand.busy_ns,
+            batches=demand.batches,
+            consumer=(client.fileno(), demand.iterator),
+        )
+        if adapter.count != before:
+            for each in self._clients.values():
+                self._send(each, Report("wanted", value=adapter.count))
+
+    def _end_workers(self, listener: socket.socket) -> None:
+        """End all workers. Those that do not end in time are killed as this process ends."""
+        listener.close()
+        for worker in self._workers.values():
+            worker.channel.close()
+        deadline = time.monotonic() + _GRACE_S
+        for pidfd in self._children:
+            is_readable(pidfd, deadline - time.monotonic())
