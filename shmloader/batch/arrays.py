@@ -8,15 +8,24 @@ process.
 import ctypes
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.batch.collator import Timer
-from shmloader.memory.layout import BARE, DICT, LIST
-from shmloader.memory.packer import Column, Columns, RowGatherer
+from shmloader.faults import FAULTS
+from shmloader.memory.flat import (
+    BARE,
+    DICT,
+    LIST,
+    STREAM_BYTES,
+    FlatLayout,
+    FlatPacker,
+    copy_rows,
+    field_tensor,
+)
 from shmloader.memory.segment import address_of
 from shmloader.memory.writer import SlotWriter
 from shmloader.sampling.indices import IndexArray, as_list
@@ -30,16 +39,14 @@ _SEQUENCES = (list, tuple, range)
 # The types of a subset's indices that run no code of the user's.
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
 
-# The dtypes of which torch.index_select gathers rows, and those that stand for others, by size.
+# The dtypes of which torch.index_select gathers rows.
 _DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 }
-_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Returns the gatherer of the next batch; None if it cannot be gathered.
-FindGatherer = Callable[[], RowGatherer | None]
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def _parts_of(dataset: Any) -> Any:
@@ -69,6 +76,37 @@ def is_plain_data(dataset: Any) -> bool:
     if parts is not None:
         return all(map(is_plain_data, parts))
     return type(dataset) in _ARRAYS or type(dataset) in _SEQUENCES
+
+
+# Columns ----------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """One field of a batch, for all samples.
+
+    Attributes:
+        rows: The array, as a tensor. Its first dimension is the rows; its strides are arbitrary.
+        mapping: The index of each sample's row; None if sample n is row n.
+    """
+
+    rows: torch.Tensor
+    mapping: _Array | None = None
+
+
+class Columns(NamedTuple):
+    """A dataset that is arrays.
+
+    Attributes:
+        container: Container of a batch: ``BARE``, ``LIST`` or ``DICT``.
+        keys: The dict's keys, in order; else empty.
+        fields: The arrays.
+        length: Number of samples.
+    """
+
+    container: int
+    keys: tuple[object, ...]
+    fields: tuple[Column, ...]
+    length: int
 
 
 def may_be_columns(dataset: Any) -> bool:
@@ -127,12 +165,10 @@ def _column_of(rows: Any) -> Column | None:
         rows = _tensor_of(rows)
     if rows is None or rows.layout is not torch.strided or rows.ndim == 0 or not rows.is_cpu:
         return None
-    is_odd = rows.is_nested or rows.is_quantized or rows.is_conj() or rows.is_neg()
-    if is_odd or rows.requires_grad or rows._is_zerotensor():
+    is_odd = rows.is_nested or rows.is_conj() or rows.is_neg() or rows._is_zerotensor()
+    if is_odd or rows.requires_grad or rows.dtype not in _DTYPES:
         return None
-    if rows.dtype in _DTYPES:
-        return Column(rows, rows.dtype)
-    return Column(rows.view(_STAND_INS[rows.element_size()]), rows.dtype)
+    return Column(rows)
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:
@@ -143,8 +179,6 @@ def _tensor_of(array: Any) -> torch.Tensor | None:
     is_known = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0
     if not is_known or any(stride < 0 for stride in array.strides):
         return None
-    if array.ndim == 1 and array.dtype == np.uint64:
-        return None  # torch makes no tensor of such scalars
     plain = array.view(np.ndarray)
     if array.size and not array.flags.writeable:
         low, nbytes = address_of(array)
@@ -187,6 +221,72 @@ def _mapping_of(indices: Any, length: int) -> Any:
     mapping = mapping.astype(np.intp)
     mapping[mapping < 0] += length
     return mapping if ((mapping >= 0) & (mapping < length)).all() else None
+
+
+# Gathering --------------------------------------------------------------------------------
+
+
+class RowGatherer:
+    """Gathers batches of one dataset. Without a writer, several threads may use it at once.
+
+    The result is what torch's ``default_collate`` makes of the rows one by one.
+
+    Attributes:
+        length: Number of samples.
+
+    Args:
+        columns: The dataset.
+        writer: In a worker process, the writer of its slots, where batches are gathered; None to
+            gather into new tensors.
+    """
+
+    def __init__(self, columns: Columns, writer: SlotWriter | None = None) -> None:
+        self._columns, self._writer, self.length = columns, writer, columns.length
+        self._packer = None if writer is None else FlatPacker(writer)
+        self._kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows, _ in columns.fields]
+        self._layout = FlatLayout(columns.container, columns.keys, ())
+
+    def gather(self, indices: "_Array | range") -> Any:
+        """Return a batch; with a writer, its layout.
+
+        Args:
+            indices: Indices of its samples, at least one, each from 0 to the length less 1.
+
+        Raises:
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        container, keys, fields, _ = self._columns
+        if self._packer is None or self._writer is None:
+            return self._layout.contain([_gather(one, indices, None) for one in fields])
+        layout = self._packer.reserve(container, keys, len(indices), list(self._kinds))
+        for column, field in zip(fields, layout.fields, strict=True):
+            _gather(column, indices, field_tensor(self._writer.slot, field))
+            if FAULTS is not None:
+                FAULTS.reach("worker.write")
+        return layout
+
+
+def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows of these samples, in ``out`` or else in a new tensor."""
+    source, mapping = column
+    at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
+    if mapping is not None:
+        at = mapping[at]
+    if isinstance(at, slice):
+        part = source[at]
+        return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part)
+    if out is not None and out.nbytes >= STREAM_BYTES and source.is_contiguous():
+        # In 64 bits, since addresses are computed.
+        addresses = at.astype(np.int64) * (out.nbytes // len(at)) + source.data_ptr()
+        if copy_rows(addresses.tolist(), out):
+            return out
+    # torch warns about a read-only array, such as indices that came in a message.
+    index = torch.from_numpy(at if at.flags.writeable else at.copy())
+    return torch.index_select(source, 0, index, out=out)
+
+
+#: Returns the gatherer of the next batch; None if it cannot be gathered.
+FindGatherer = Callable[[], RowGatherer | None]
 
 
 def no_gatherer() -> None:
@@ -240,7 +340,10 @@ class LocalArrays:
         if len(sources) != len(known) or any(map(operator.is_not, sources, known)):
             columns = find_columns(self._dataset)
             gatherer = None
-            if columns is not None and all(map(_is_stacked_in_order, columns.fields)):
+            # Of images in channels-last order torch makes batches in that order.
+            if columns is not None and all(
+                rows.is_contiguous() or rows.ndim not in (5, 6) for rows, _ in columns.fields
+            ):
                 gatherer = RowGatherer(columns)
             self._known = sources, gatherer
         return gatherer
@@ -253,15 +356,6 @@ def _sources_of(dataset: Any) -> list[Any]:
         return [dataset]
     sources = [source for part in parts for source in _sources_of(part)]
     return [dataset.indices, *sources] if type(dataset) is Subset else sources
-
-
-def _is_stacked_in_order(column: Column) -> bool:
-    """Whether torch makes contiguous batches of a column's rows in this process.
-
-    In a worker process it always does. In the main process, rows of four or five dimensions in
-    channels-last order keep that order.
-    """
-    return column.rows.is_contiguous() or column.rows.ndim not in (5, 6)
 
 
 class ArrayFetcher:

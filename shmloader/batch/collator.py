@@ -17,7 +17,7 @@ import torch
 from shmloader.batch.explain import explain_collate_error
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.collate import is_plain
-from shmloader.memory.packer import FlatPacker
+from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter
 
 if TYPE_CHECKING:

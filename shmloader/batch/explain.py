@@ -22,8 +22,14 @@ from shmloader.batch.failures import add_note, describe_index, describe_indices
 from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
 from shmloader.grammar import with_article
 from shmloader.interruptions import Suppressed
-from shmloader.memory.codec import pickle_batch
-from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, Pickler, batch_reducers, reduce_data
+from shmloader.memory.pickled import (
+    PICKLE_ERRORS,
+    OutOfBand,
+    Pickler,
+    batch_reducers,
+    pickle_batch,
+    reduce_data,
+)
 
 # How errors of torch's default_collate, torch.stack and numpy.stack begin that are about the
 # samples themselves.

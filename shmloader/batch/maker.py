@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.arrays import ArrayFetcher, is_plain_data, no_gatherer
+from shmloader.batch.arrays import ArrayFetcher, RowGatherer, is_plain_data, no_gatherer
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, SampleReport
@@ -19,7 +19,6 @@ from shmloader.batch.fetch import FetchConfig, Load, MapFetcher, StreamFetcher, 
 from shmloader.batch.sample_rng import SampleRng, SeededIterator
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.memory.collate import is_plain
-from shmloader.memory.packer import RowGatherer
 from shmloader.memory.writer import SlotWriter
 
 

@@ -17,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from shmloader.device.backend import relax_this_thread
 from shmloader.memory.arena import align
-from shmloader.memory.layout import COPY_OUT_BYTES
+from shmloader.memory.flat import COPY_OUT_BYTES
 
 
 class StageBrokenError(RuntimeError):

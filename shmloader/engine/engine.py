@@ -45,7 +45,7 @@ from shmloader.faults import FAULTS
 from shmloader.insight.measurements import BatchTimes, batch_times
 from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
 from shmloader.memory.arena import Slot
-from shmloader.memory.layout import checksum
+from shmloader.memory.flat import checksum
 from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory

@@ -24,7 +24,7 @@ from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import Opened
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
-from shmloader.memory.layout import is_debugging
+from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.executor import ExecutorPool

@@ -4,13 +4,8 @@
 grow, from what it reads of the system. ``writer`` hands out a slot's bytes in the worker. Samples
 become a batch in one of two ways:
 
-=============  ==============================================  ======================
-way            in the worker                                   in the main process
-=============  ==============================================  ======================
-flat           ``packer``: default collate of plain samples,   ``layout``
-               and rows of a dataset that is arrays
-pickled        ``collate``, then ``codec``: anything           ``codec``
-=============  ==============================================  ======================
+* ``flat``: what ``default_collate`` makes of plain samples, and rows of a dataset that is arrays;
+* ``pickled``: anything else, after ``collate`` has had torch's functions write into the slot.
 
 ``pickled`` pickles all that is sent to other processes, with large data beside the pickle.
 ``segment`` is memory that is written once and then shared, also for the large buffers of a pickle.

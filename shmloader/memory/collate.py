@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.memory.packer import stack_into
+from shmloader.memory.flat import stack_into
 from shmloader.memory.writer import SlotWriter
 from shmloader.process_state import PROCESS
 

@@ -2,10 +2,12 @@
 
 Pickle protocol 5 walks through the value. Tensors and arrays leave the pickle as out-of-band
 buffers; the body keeps the structure and refers to the buffers in order. One way serves all that is
-pickled for other processes: batches (:mod:`shmloader.memory.codec`), datasets and functions, and
-the items of :func:`shmloader.share` (:mod:`shmloader.memory.segment`). They differ in which
-reductions they use beside that of :func:`reduce_data`, and in whether small buffers stay in the
-pickle.
+pickled for other processes: batches, datasets and functions, and the items of
+:func:`shmloader.share` (:mod:`shmloader.memory.segment`). They differ in which reductions they use
+beside that of :func:`reduce_data`, and in whether small buffers stay in the pickle.
+
+A batch that is pickled lies in its slot: :func:`write_batch` writes it in the worker, and a
+:class:`PickledReader` builds it. Data that lies in the slot already is only referred to.
 """
 
 import copyreg
@@ -19,7 +21,9 @@ import cloudpickle
 import numpy as np
 import torch
 
-from shmloader.memory.layout import hold
+from shmloader.memory.arena import Slot
+from shmloader.memory.flat import COPY_OUT_BYTES, hold
+from shmloader.memory.writer import SlotWriter
 
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
@@ -27,11 +31,12 @@ PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 _COMPRESSED_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csc, torch.sparse_bsc, *_COMPRESSED_ROWS})
 
-# Writable, since for a read-only buffer pickle would make a read-only view of what replaces it.
-_EMPTY = bytearray()
+# Stands for the bytes of a storage in a pickle. It is writable, since for a read-only buffer pickle
+# would make a read-only view of what replaces it.
+_MARK = pickle.PickleBuffer(bytearray())
 
-# The start of a storage's span is rounded down to a multiple of this many bytes where views of
-# several dtypes share the storage.
+# The start of a storage's span is rounded down to a multiple of this many bytes: views of any dtype
+# may share the storage.
 _WIDEST_ITEM = 16
 
 
@@ -63,42 +68,28 @@ class PartialStorage(NamedTuple):
     first_byte: int
 
 
-class Storage:
-    """The bytes of one storage that the tensors of a pickle need.
+class _Storage:
+    """The bytes of one storage that the tensors of a pickle need."""
 
-    Attributes:
-        index: Number of the storage among the buffers.
-    """
-
-    __slots__ = ("_end", "_itemsizes", "_keep", "_start", "index")
-
-    def __init__(self, index: int, keep: torch.UntypedStorage) -> None:
-        self.index = index
+    def __init__(self, keep: torch.UntypedStorage) -> None:
         self._keep = keep  # kept alive, so that its address is not reused
-        self._start: Any = None
+        self._start: Any = keep.nbytes()
         self._end: Any = 0
-        self._itemsizes: set[int] = set()
 
-    def add(self, start: Any, end: Any, itemsize: int) -> None:
-        """Count bytes ``start`` to ``end`` as needed."""
-        self._start = start if self._start is None else min(self._start, start)
-        self._end = max(self._end, end)
-        self._itemsizes.add(itemsize)
-
-    def add_tensor(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor's elements as needed."""
         if tensor.numel():
             item, first = tensor.element_size(), tensor.storage_offset()
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = first + sum((length - 1) * stride for length, stride in steps)
-            self.add(first * item, (last + 1) * item, item)
+            self._start = min(self._start, first * item // _WIDEST_ITEM * _WIDEST_ITEM)
+            self._end = max(self._end, (last + 1) * item)
 
     def span(self) -> tuple[int, int, int]:
         """Return the address of the needed bytes, their number, and the first one's offset."""
-        start = self._start or 0
-        if len(self._itemsizes) > 1:
-            start -= start % _WIDEST_ITEM
-        return self._keep.data_ptr() + start, max(0, self._end - start), start
+        if self._end == 0:
+            return 0, 0, 0
+        return self._keep.data_ptr() + self._start, self._end - self._start, self._start
 
 
 class OutOfBand:
@@ -118,37 +109,30 @@ class OutOfBand:
     def __init__(self, least_bytes: int = 0) -> None:
         self._least_bytes = least_bytes
         self.order: list[int] = []
-        self._parts: list[Storage | pickle.PickleBuffer] = []
-        self._storages: dict[int, Storage] = {}  # by their C address
-        self._marks: dict[int, tuple[pickle.PickleBuffer, int]] = {}
+        self._parts: list[_Storage | pickle.PickleBuffer] = []
+        self._storages: dict[int, int] = {}  # indices, by their C address
 
-    def storage(self, storage: torch.UntypedStorage) -> Storage:
-        """Return the entry of a storage, which the first call makes."""
-        known = self._storages.get(storage._cdata)
-        if known is None:
-            known = self._storages[storage._cdata] = Storage(len(self._parts), storage)
-            self._parts.append(known)
-        return known
-
-    def mark(self, storage: Storage) -> pickle.PickleBuffer:
-        """Return a buffer that stands for a storage in the pickle."""
-        mark = pickle.PickleBuffer(_EMPTY)
-        self._marks[id(mark)] = (mark, storage.index)
-        return mark
+    def mark(self, tensor: torch.Tensor) -> pickle.PickleBuffer:
+        """Return a buffer that stands for a tensor's storage, the next one that is pickled."""
+        storage = tensor.untyped_storage()
+        index = self._storages.setdefault(storage._cdata, len(self._parts))
+        if index == len(self._parts):
+            self._parts.append(_Storage(storage))
+        self._parts[index].add(tensor)  # type: ignore[union-attr]
+        self.order.append(index)
+        return _MARK
 
     def add(self, buffer: pickle.PickleBuffer) -> bool:
         """Take a buffer out of the pickle; return True if it stays there.
 
         As ``buffer_callback``, it is called in the order of the buffers.
         """
-        mark = self._marks.get(id(buffer))
-        if mark is None and buffer.raw().nbytes < self._least_bytes:
+        if buffer is _MARK:
+            return False
+        if buffer.raw().nbytes < self._least_bytes:
             return True
-        if mark is None:
-            self.order.append(len(self._parts))
-            self._parts.append(buffer)
-        else:
-            self.order.append(mark[1])
+        self.order.append(len(self._parts))
+        self._parts.append(buffer)
         return False
 
     def write(self, put: Callable[[int, int], int]) -> tuple[Span, ...]:
@@ -159,7 +143,7 @@ class OutOfBand:
         """
         spans = []
         for part in self._parts:
-            if isinstance(part, Storage):
+            if isinstance(part, _Storage):
                 address, nbytes, first = part.span()
             else:
                 raw = np.frombuffer(part.raw(), np.uint8) if part.raw().nbytes else np.empty(0)
@@ -272,9 +256,7 @@ def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
         )
     if not is_dense:
         return _reduce_sparse(tensor)
-    storage = parts.storage(tensor.untyped_storage())
-    storage.add_tensor(tensor)
-    return rebuild_tensor, (parts.mark(storage), *tensor_fields(tensor))
+    return rebuild_tensor, (parts.mark(tensor), *tensor_fields(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -375,3 +357,111 @@ def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
     storage = flat.untyped_storage()
     hold(storage, memory)
     return storage
+
+
+# Batches ----------------------------------------------------------------------------------
+
+
+class PickledLayout(NamedTuple):
+    """Where a pickled batch lies.
+
+    Attributes:
+        body: The pickle, or its (offset, nbytes) if it lies in the slot as well.
+        spans: The buffers.
+        order: For each out-of-band buffer of the body, in turn, the index of its span.
+    """
+
+    body: "bytes | tuple[int, int]"
+    spans: tuple[Span, ...]
+    order: tuple[int, ...]
+
+
+def pickle_batch(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
+    """Pickle a batch. Returns the pickle, and what lies outside it.
+
+    Args:
+        batch: Any picklable value.
+        by_value: Whether to fall back to cloudpickle, for classes and functions that pickle cannot
+            import.
+
+    Raises:
+        Exception: What pickling the batch raises.
+    """
+    try:
+        return dump(batch, reduce_data, batch_reducers())
+    except Exception:
+        if not by_value:
+            raise
+        return dump(batch, reduce_data, batch_reducers(), by_value=True)
+
+
+def write_batch(
+    pickled: tuple[bytes, OutOfBand], writer: SlotWriter, *, spill_bytes: int
+) -> PickledLayout:
+    """Write a pickled batch to the slot of the current task, and return where each buffer lies.
+
+    Runs in the worker, once per task. What collate already put into the slot is not copied again.
+
+    Args:
+        pickled: What :func:`pickle_batch` returned.
+        writer: Writer of the task's slot, after collate has used it.
+        spill_bytes: A body longer than this goes into the slot as well.
+
+    Raises:
+        SharedMemoryError: If the batch does not fit the slot.
+    """
+    body, parts = pickled
+    used: list[tuple[int, int]] = []
+
+    def put(address: int, nbytes: int) -> int:
+        # Bytes in the slot are used for one span only. Another buffer that shares them, but not a
+        # torch storage (an array and its tensor), is copied, as with torch's loader.
+        offset = writer.offset_of(address, nbytes)
+        if offset is None or any(offset < end and at < offset + nbytes for at, end in used):
+            return writer.put_memory(address, nbytes)
+        used.append((offset, offset + nbytes))
+        return offset
+
+    spans = parts.write(put)
+    sent = body if len(body) <= spill_bytes else writer.put(body)
+    return PickledLayout(sent, spans, tuple(parts.order))
+
+
+class PickledReader:
+    """Builds the batches of one pickled layout in the main process.
+
+    Attributes:
+        layout: The layout.
+        lends: Whether the batch has a buffer that is large enough to be lent.
+    """
+
+    def __init__(self, layout: PickledLayout) -> None:
+        self.layout = layout
+        self.lends = any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
+
+    def read(self, slot: Slot, lease: object | None) -> object:
+        """Build the batch.
+
+        Args:
+            slot: The slot that it lies in.
+            lease: Large buffers become views of it; None copies them out as well.
+
+        Raises:
+            Exception: Whatever the user's objects raise when they are unpickled.
+        """
+        body: Any = self.layout.body
+        if not isinstance(body, bytes):
+            body = slot.memory[body[0] : body[0] + body[1]]
+        buffers = [_open_span(span, slot, lease) for span in self.layout.spans]
+        return pickle.loads(body, buffers=[buffers[index] for index in self.layout.order])
+
+
+def _open_span(span: Span, slot: Slot, lease: Any) -> object:
+    """Return a span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
+    offset, nbytes, first_byte = span
+    home, at = lease, offset
+    if lease is None or nbytes <= COPY_OUT_BYTES:
+        home, at = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy(), 0
+    if first_byte < 0:
+        return memoryview(home).cast("B")[at : at + nbytes]
+    return PartialStorage(storage_over(home, at, nbytes), first_byte)

@@ -34,7 +34,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
-from shmloader.memory.layout import is_debugging
+from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.executors import call_all, results_of

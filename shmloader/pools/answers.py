@@ -11,8 +11,8 @@ from typing import Any
 
 from shmloader.batch.failures import RemoteError, SampleReport
 from shmloader.interruptions import Caught, attempt
-from shmloader.memory.codec import PickledLayout, PickledReader
-from shmloader.memory.layout import FlatReader
+from shmloader.memory.flat import FlatReader
+from shmloader.memory.pickled import PickledLayout, PickledReader
 from shmloader.messages import Unsaved
 
 

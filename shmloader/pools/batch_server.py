@@ -21,9 +21,9 @@ from shmloader.batch.state_slot import StatePickler
 from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.codec import write_batch
-from shmloader.memory.layout import FlatLayout, FlatLayouts, FlatReader, checksum
+from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
 from shmloader.memory.limits import MemoryAdmission
+from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
 from shmloader.messages import (
     INLINE_BYTES,

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from shmloader.batch.arrays import no_gatherer
+from shmloader.batch.arrays import RowGatherer, no_gatherer
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
@@ -52,7 +52,6 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
-from shmloader.memory.packer import RowGatherer
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.object_answers import make_answer

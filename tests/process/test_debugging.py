@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader, InternalError
-from shmloader.memory.layout import is_debugging
+from shmloader.memory.flat import is_debugging
 from tests.process.support import Calls, run_program
 
 pytestmark = pytest.mark.timeout(90)

@@ -29,7 +29,7 @@ from torch.utils.data import get_worker_info
 import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device.thread import CallRequest
-from shmloader.memory.layout import is_debugging
+from shmloader.memory.flat import is_debugging
 from shmloader.pools.status_page import STACK_SIGNAL, Phase
 from tests.late import switched_on, to_host
 from tests.process.support import (

@@ -7,9 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from shmloader.memory.codec import PickledLayout
-from shmloader.memory.layout import Field, FlatLayout
-from shmloader.memory.pickled import Span
+from shmloader.memory.flat import Field, FlatLayout
+from shmloader.memory.pickled import PickledLayout, Span
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,

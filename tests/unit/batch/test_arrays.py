@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.arrays import is_plain_data
-from shmloader.memory.packer import Column, Columns, RowGatherer
+from shmloader.batch.arrays import Column, Columns, RowGatherer, is_plain_data
 from shmloader.sampling.indices import IndexArray
 
 
@@ -87,5 +86,5 @@ def test_indices_that_cannot_be_written_are_gathered_without_a_warning(dtype, in
     indices = np.array([7, 3, 3, 19], index_dtype)
     received = pickle.loads(pickle.dumps(IndexArray(indices))).array
     assert not received.flags.writeable
-    columns = Columns(0, (), (Column(rows, dtype),), 20)
+    columns = Columns(0, (), (Column(rows),), 20)
     assert torch.equal(RowGatherer(columns).gather(received), rows[indices])

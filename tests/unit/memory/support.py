@@ -15,8 +15,8 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.batch.collator import Collator, Timer
 from shmloader.memory import collate
 from shmloader.memory.arena import Arena, Lease, Slot
-from shmloader.memory.codec import PickledLayout, PickledReader, pickle_batch, write_batch
-from shmloader.memory.layout import COPY_OUT_BYTES, FlatLayout, FlatReader
+from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
+from shmloader.memory.pickled import PickledLayout, PickledReader, pickle_batch, write_batch
 from shmloader.memory.writer import SlotWriter
 from shmloader.process_state import PROCESS
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.arena import ALIGNMENT
-from shmloader.memory.codec import PickledReader
-from shmloader.memory.layout import COPY_OUT_BYTES
+from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.pickled import PickledReader
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (
     LARGE,

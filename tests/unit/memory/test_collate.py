@@ -7,7 +7,7 @@ from torch.utils.data import default_collate
 from shmloader.batch.collator import Collator, Timer
 from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import empty
-from shmloader.memory.layout import FlatLayout
+from shmloader.memory.flat import FlatLayout
 from shmloader.memory.writer import SlotWriter
 from tests.unit.memory.support import installed, is_in, open_bench
 

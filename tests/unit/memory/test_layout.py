@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from shmloader.memory.layout import FlatReader
-from shmloader.memory.packer import FlatPacker
+from shmloader.memory.flat import FlatPacker, FlatReader
 from tests.unit.memory.support import (
     LARGE,
     collated_by_torch,

@@ -10,7 +10,7 @@ import torch
 
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, Slot
-from shmloader.memory.layout import is_debugging
+from shmloader.memory.flat import is_debugging
 
 MIB = 1 << 20
 SLOT_ID = 5

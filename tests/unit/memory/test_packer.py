@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader.errors import SharedMemoryError
-from shmloader.memory import packer as packer_module
+from shmloader.memory import flat as packer_module
 from shmloader.memory.arena import Arena
-from shmloader.memory.layout import FlatLayout, FlatReader
-from shmloader.memory.packer import FlatPacker, stack_into
+from shmloader.memory.flat import FlatLayout, FlatPacker, FlatReader, stack_into
 from shmloader.memory.writer import SlotWriter
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (

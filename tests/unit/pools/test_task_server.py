@@ -9,7 +9,7 @@ import torch
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.memory.arena import Arena
-from shmloader.memory.codec import PickledLayout
+from shmloader.memory.pickled import PickledLayout
 from shmloader.messages import (
     BatchDone,
     BatchFailed,

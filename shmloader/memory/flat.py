@@ -1,0 +1,371 @@
+"""Flat batches: batches of tensors, arrays and numbers that need no pickle.
+
+Where the collate function is torch's own ``default_collate`` and a sample is a tensor, an array, a
+number, or a tuple, list or dict of these, the worker does not build the batch: :class:`FlatPacker`
+stacks the fields straight into the slot and describes them by a :class:`FlatLayout`, from which
+:class:`FlatReader` builds the batch in the main process. Where samples turn out to be irregular,
+:meth:`FlatPacker.pack` returns None. The batch is then collated by torch, whose errors are the ones
+that the user sees, and pickled (:mod:`shmloader.memory.pickled`), as all other batches are.
+
+A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
+through the caches only has costs: each line is read before it is overwritten, and the samples are
+evicted. Streaming stores (:mod:`_streaming`, a few lines of C) halve that traffic. They are
+slower where the batch would have stayed in the cache.
+"""
+
+import functools
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.faults import FAULTS
+from shmloader.memory.arena import Slot, align
+from shmloader.memory.writer import SlotWriter
+
+_copy_rows: Callable[[int, list[int], int], None] | None
+try:
+    from shmloader.memory._streaming import copy_rows as _copy_rows
+except ImportError:  # installed without a compiler
+    _copy_rows = None
+
+#: Fields of at least this many bytes are written with streaming stores. Between the size of a
+#: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
+STREAM_BYTES = 8 << 20
+
+# With shorter rows, checking each tensor costs more than streaming saves.
+_ROW_BYTES = 16 << 10
+
+#: A field of at most this many bytes is copied out of the slot, so that a kept label does not
+#: hold a slot of megabytes.
+COPY_OUT_BYTES = 64 * 1024
+
+#: Containers of a flat batch: a bare tensor, a list, a dict.
+BARE, LIST, DICT = 0, 1, 2
+
+_Tensor = torch.Tensor
+
+# The dtype of a field, and its shape in a sample.
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+
+# Two keys of these types are equal only if they are the same; 1, True and 1.0 are equal.
+_KEY_TYPES = frozenset({str, int})
+
+# The kinds of array that numpy makes of a list of Python numbers where torch makes a tensor of the
+# same dtype, by the type of the first number.
+_NUMBER_KINDS = {int: "ib", bool: "ib", float: "f"}
+
+# torch's dtypes of fields of Python numbers, by numpy's.
+_NUMBER_DTYPES = {
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.bool_): torch.bool,
+}
+
+# Errors that mean that samples are not flat, or not alike.
+_IRREGULAR = (RuntimeError, TypeError, ValueError, KeyError, OverflowError)
+
+
+class Field(NamedTuple):
+    """A tensor in a slot.
+
+    Attributes:
+        offset: Its start, in bytes from the slot's start.
+        dtype: Its dtype.
+        shape: Its shape, batch dimension included. It is contiguous.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class FlatLayout(NamedTuple):
+    """Where the fields of a flat batch lie in its slot.
+
+    Attributes:
+        container: One of ``BARE``, ``LIST`` and ``DICT``.
+        keys: The dict's keys, in order; else empty.
+        fields: The fields.
+    """
+
+    container: int
+    keys: tuple[object, ...]
+    fields: tuple[Field, ...]
+
+    def contain(self, fields: list[Any]) -> object:
+        """Return the batch that these fields make up."""
+        if self.container == LIST:
+            return fields
+        return fields[0] if self.container == BARE else dict(zip(self.keys, fields, strict=True))
+
+
+#: The layout of a batch, or those of the batches of a step's shards, which lie in one slot.
+FlatLayouts = FlatLayout | tuple[FlatLayout, ...]
+
+
+# Writing ----------------------------------------------------------------------------------
+
+
+class FlatPacker:
+    """Stacks samples into the slot of the current task. A worker has one for each loader."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        # What identifies the last batch's layout, the layout, and the end of its bytes.
+        self._last: tuple[Any, FlatLayout, int] | None = None
+
+    def pack(self, samples: object) -> FlatLayout | None:
+        """Append a batch to what the slot holds, if it can be packed.
+
+        Args:
+            samples: The samples, as the dataset returned them.
+
+        Returns:
+            The layout; the same object for as long as batches are alike. None if the samples are
+            not flat, or not alike; the slot then holds what it held before.
+
+        Raises:
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        if type(samples) is not list or not samples:
+            return None
+        start = self._writer.used_bytes
+        kinds: list[_Kind] = []
+        sources: list[Any] = []
+        try:
+            container, keys, columns = _split(samples)
+            for column in columns:
+                kind, source = _read_column(column)
+                kinds.append(kind)
+                sources.append(source)
+            layout = self.reserve(container, keys, len(samples), kinds)
+            slot = self._writer.slot
+            for field, source in zip(layout.fields, sources, strict=True):
+                if type(source) is np.ndarray:
+                    np.ndarray(source.shape, source.dtype, slot.memory, field.offset)[:] = source
+                else:
+                    stack_into(source, field_tensor(slot, field))
+                if FAULTS is not None:
+                    FAULTS.reach("worker.write")
+        except _IRREGULAR:
+            self._writer.rewind(start)
+            return None
+        return layout
+
+    def reserve(
+        self, container: int, keys: tuple[object, ...], batch: int, kinds: list[_Kind]
+    ) -> FlatLayout:
+        """Lay fields out after what the slot holds.
+
+        Args:
+            container: The batch's container.
+            keys: The dict's keys.
+            batch: The number of samples.
+            kinds: The dtype of each field, and its shape in a sample.
+
+        Raises:
+            SharedMemoryError: If they do not fit the slot.
+        """
+        start = self._writer.used_bytes
+        identity = (start, container, keys, batch, kinds)
+        if self._last is None or self._last[0] != identity:
+            fields, end = [], start
+            for dtype, shape in kinds:
+                fields.append(Field(end, dtype, (batch, *shape)))
+                end = align(end + batch * math.prod(shape) * dtype.itemsize)
+            self._last = identity, FlatLayout(container, keys, tuple(fields)), end
+        self._writer.allocate(self._last[2] - start)
+        return self._last[1]
+
+
+def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
+    """Turn samples into container, keys and columns, one column for each field.
+
+    Raises:
+        KeyError, ValueError: If they are of another kind, or not alike.
+    """
+    kind = type(samples[0])
+    if kind is not dict and kind is not tuple and kind is not list:
+        return BARE, (), [samples]
+    if {*map(type, samples)} != {kind} or not samples[0]:
+        raise ValueError
+    if kind is not dict:
+        return LIST, (), list(zip(*samples, strict=True))
+    keys = tuple(samples[0])
+    if not _KEY_TYPES.issuperset(map(type, keys)):
+        raise ValueError
+    return DICT, keys, [[sample[key] for sample in samples] for key in keys]
+
+
+def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
+    """Return a field's kind and its values: the samples' tensors, or one array of numbers.
+
+    Raises:
+        Exception: One of ``_IRREGULAR`` if these samples cannot be packed.
+    """
+    first = column[0]
+    kind = type(first)
+    if kind is np.ndarray and first.dtype.kind in "biufc":
+        column = list(map(torch.as_tensor, column))
+        first = column[0]
+    if type(first) is _Tensor:
+        is_plain = first.layout is torch.strided and first.is_cpu and not first.is_nested
+        is_odd = first.requires_grad or first.is_quantized or first._is_zerotensor()
+        # A subclass would determine the type of the batch.
+        if not is_plain or is_odd or {*map(type, column)} != {_Tensor}:
+            raise ValueError
+        return (first.dtype, first.shape), column
+    if kind in _NUMBER_KINDS:
+        numbers = np.array(column)  # four times as fast as torch.tensor
+        if numbers.ndim == 1 and numbers.dtype.kind in _NUMBER_KINDS[kind]:
+            return (_NUMBER_DTYPES[numbers.dtype], ()), numbers
+    raise ValueError
+
+
+def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
+
+    Args:
+        tensors: Tensors of any dtypes and shapes.
+        out: A contiguous tensor of the result's shape.
+
+    Raises:
+        RuntimeError: As torch.stack does.
+    """
+    may_stream = out.nbytes >= STREAM_BYTES and all(_is_row_of(out, tensor) for tensor in tensors)
+    if not (may_stream and copy_rows([tensor.data_ptr() for tensor in tensors], out)):
+        torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
+
+
+def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether stacking the tensor only copies its bytes."""
+    return (
+        type(tensor) is _Tensor
+        and tensor.dtype == out.dtype
+        and tensor.shape == out.shape[1:]
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
+    """Copy the rows at these addresses to a large tensor with streaming stores.
+
+    Returns:
+        Whether that was done. It is not for small rows, and without the compiled part.
+    """
+    row_bytes = out.nbytes // len(addresses)
+    if _copy_rows is None or row_bytes < _ROW_BYTES or 0 in addresses:
+        return False
+    _copy_rows(out.data_ptr(), addresses, row_bytes)
+    return True
+
+
+def field_tensor(slot: Slot, field: Field) -> torch.Tensor:
+    """Return a tensor over a field in the slot. It must not leave this package."""
+    _, dtype, shape = field
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(slot.memory, dtype=dtype, count=count, offset=field.offset)
+    return flat.view(shape)
+
+
+# Reading ----------------------------------------------------------------------------------
+
+
+class FlatReader:
+    """Builds batches of one layout from their slots. Each worker's current layout has one.
+
+    Attributes:
+        layout: The layout.
+        lends: Whether the batch has a field that is large enough to be lent.
+    """
+
+    def __init__(self, layout: FlatLayouts) -> None:
+        self.layout = layout
+        shards = (layout,) if isinstance(layout, FlatLayout) else layout
+        self._fields = [_reading_of(field) for shard in shards for field in shard.fields]
+        self.lends = any(is_large for is_large, *_ in self._fields)
+
+    def read(self, slot: Slot, lease: Any) -> object:
+        """Build the batch.
+
+        Args:
+            slot: The slot that it lies in.
+            lease: Large fields become views of it; None copies them out as well.
+        """
+        fields, memory = [], slot.memory
+        for is_large, shape, dtype, offset, exact in self._fields:
+            # NumPy makes and copies arrays in a third of the time that torch takes for tensors, on
+            # one thread: torch's threads would spin on cores that the workers need. For large
+            # arrays it asks the kernel for huge pages.
+            if is_large and lease is not None:
+                array = np.ndarray(shape, dtype, lease, offset)
+            else:
+                array = np.ndarray(shape, dtype, memory, offset).copy()
+            tensor = torch.from_numpy(array)
+            storage: Any = tensor.untyped_storage()
+            storage._shmloader_memory = array  # see hold()
+            if exact is not None:
+                tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
+            fields.append(tensor)
+        layout = self.layout
+        if isinstance(layout, FlatLayout):
+            return fields if layout.container == LIST else layout.contain(fields)
+        left = iter(fields)
+        return [shard.contain([next(left) for _ in shard.fields]) for shard in layout]
+
+
+def _reading_of(field: Field) -> tuple[bool, Any, Any, int, tuple[Any, ...] | None]:
+    """Return whether a field is lent, and what makes an array over it.
+
+    The last item is its dtype, shape and strides in torch, if those of the array differ.
+    """
+    offset, dtype, shape = field
+    nbytes = math.prod(shape) * dtype.itemsize
+    exact = None if nbytes else (dtype, shape, torch.empty(shape, device="meta").stride())
+    try:
+        kind: Any = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        return nbytes > COPY_OUT_BYTES, shape, kind, offset, exact
+    except TypeError:  # such as bfloat16: as bytes
+        exact = dtype, shape, torch.empty(shape, device="meta").stride()
+        return nbytes > COPY_OUT_BYTES, (nbytes,), np.uint8, offset, exact
+
+
+def hold(storage: Any, memory: object) -> None:
+    """Keep memory alive for as long as a storage that began with it lives.
+
+    Sharing a tensor with other processes (``share_memory_()``, a queue of
+    ``torch.multiprocessing``) copies its storage and replaces the storage's pointer, which drops
+    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made before
+    still point there. They keep the storage alive, so the storage has to keep the memory alive.
+    torch preserves a storage's Python object and its attributes as long as the storage itself.
+
+    Args:
+        storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
+        memory: The lease, or the private memory that the batch was copied to.
+    """
+    storage._shmloader_memory = memory
+
+
+# With SHMLOADER_DEBUG=1, a batch carries a checksum of its slot's used bytes from the worker to the
+# main process, which detects writes to a slot after its batch was answered. That is too slow to be
+# on by default.
+
+
+@functools.cache
+def is_debugging() -> bool:
+    """Whether the check is on. Read once, in the main process, which passes it to its workers."""
+    return os.environ.get("SHMLOADER_DEBUG", "") not in ("", "0")
+
+
+def checksum(slot: Slot, used_bytes: int) -> int:
+    """Return a checksum of a slot's first ``used_bytes``, which are mapped."""
+    return zlib.crc32(slot.memory[:used_bytes])
