@@ -215,39 +215,34 @@ class ConcurrentFetcher:
                 context.run(begin)
             results.append(SampleResult(index, context))
         left = results
-        if self._loop is None:
-            self._share(_Batch(get, results, wants_all=wants_all), len(results))
+        if self._loop is None and results:
+            self._run(_Batch(get, results, wants_all=wants_all), len(results))
             left = [result for result in results if inspect.iscoroutine(result.value)]
+            if left:
+                self._loop = _LoopThread()
+                self._loop.start()
         if left:
-            self._await(_Batch(get, left, wants_all=wants_all), len(left))
+            self._run(_Batch(get, left, wants_all=wants_all), len(left))
         return results
 
-    def _share(self, batch: _Batch, count: int) -> None:
-        count = min(self._concurrency, count)
-        while len(self._helpers) < count:
-            helper = _Helper(self._batches)
-            helper.start()
-            self._helpers.append(helper)
+    def _run(self, batch: _Batch, count: int) -> None:
+        """Load a batch on helper threads, or on the event loop if there is one."""
+        loop, count = self._loop, min(self._concurrency, count)
         try:
-            for _ in range(count):
-                self._batches.put(batch)
-            if count:
-                batch.over.wait()
+            if loop is not None:
+                loop.begin_tasks(batch, count)
+            else:
+                while len(self._helpers) < count:
+                    self._helpers.append(_Helper(self._batches))
+                    self._helpers[-1].start()
+                for _ in range(count):
+                    self._batches.put(batch)
+            batch.over.wait()
         except BaseException:  # for instance a KeyboardInterrupt
             batch.drop()
-            raise
-
-    def _await(self, batch: _Batch, count: int) -> None:
-        if self._loop is None:
-            self._loop = _LoopThread()
-            self._loop.start()
-        try:
-            self._loop.begin_tasks(batch, min(self._concurrency, count))
-            batch.over.wait()
-        except BaseException:
-            batch.drop()
-            self._loop.cancel_tasks()
-            batch.over.wait(_JOIN_S)
+            if loop is not None:
+                loop.cancel_tasks()
+                batch.over.wait(_JOIN_S)
             raise
 
     def close(self) -> None:

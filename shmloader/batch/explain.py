@@ -203,14 +203,8 @@ def _path_to(target: object, name: str, root: object) -> str | None:
             for step, part in _parts_of(value):
                 if type(part) not in _SIMPLE and id(part) not in seen and len(seen) < _SEARCHED:
                     seen[id(part)] = part  # kept alive, so that its id is not used again
-                    waiting.append((_joined(path, step), part))
+                    waiting.append((path + step, part))
     return None
-
-
-def _joined(path: str, step: str) -> str:
-    if step.startswith((".", "[")):
-        return f"({path}){step}" if " of " in path else f"{path}{step}"
-    return f"{step} {path}"  # "variable 'client' of dataset.function"
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
@@ -220,12 +214,12 @@ def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list | tuple):
         yield from ((f"[{number}]", part) for number, part in enumerate(value))
     elif isinstance(value, set | frozenset):
-        yield from (("an element of", part) for part in value)
+        yield from (("[…]", part) for part in value)
     elif isinstance(value, types.FunctionType):
         # cloudpickle pickles these with a function that cannot be imported by name.
         names = inspect.getclosurevars(value)
         for name, part in {**names.globals, **names.nonlocals}.items():
-            yield f"variable {name!r} of", part
+            yield f".<variable {name}>", part
     for name in _ATTRIBUTES.get(type(value), ()):
         yield f".{name}", getattr(value, name)
     if isinstance(value, (type, types.ModuleType, *_ATTRIBUTES)):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
-from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
 from shmloader.batch.failures import (
     BadSample,
     OnError,
@@ -210,7 +210,7 @@ class MapFetcher:
     def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
         try:
-            keys = iter(indices)
+            keys: Iterable[Any] = iter(indices)
         except TypeError as error:
             raise TypeError(
                 f"{error}: batch_sampler should yield lists of indices, but it yielded "
@@ -220,24 +220,20 @@ class MapFetcher:
         report, add = self._report, samples.append
         fetcher = self._concurrent_fetcher
         if fetcher is not None:
-            for result in fetcher.load(get, keys, self._begins, wants_all=not self._is_strict):
-                report.sample_count += 1
-                try:
-                    sample = result.get()
-                except BaseException as error:
-                    if not self._is_bad(error, _named(result.index)):
-                        raise
-                    sample = result.context.run(self._replacement, result.index, error)
-                add(sample)
-            return samples
-        for index in keys:
+            keys = fetcher.load(get, keys, self._begins, wants_all=not self._is_strict)
+            get = SampleResult.get
+        for key in keys:
             report.sample_count += 1
             try:
-                sample = get(index)
+                sample = get(key)
             except BaseException as error:
+                index = key if fetcher is None else key.index
                 if not self._is_bad(error, _named(index)):
                     raise
-                sample = self._replacement(index, error)
+                if fetcher is None:
+                    sample = self._replacement(index, error)
+                else:
+                    sample = key.context.run(self._replacement, index, error)
             add(sample)
         return samples
 

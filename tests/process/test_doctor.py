@@ -239,7 +239,7 @@ def test_variables_of_a_closure_are_parts(doctor) -> None:
     lock = threading.Lock()
     loader = shmloader.DataLoader(Holding(), 4, collate_fn=lambda samples: (lock, samples)[1])
     (problem,) = doctor.examine(loader)["notes"]
-    assert problem["path"] == "variable 'lock' of collate_fn"
+    assert problem["path"] == "collate_fn.<variable lock>"
 
 
 def test_a_lambda_is_pickled_by_cloudpickle(doctor) -> None:
