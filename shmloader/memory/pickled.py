@@ -237,9 +237,8 @@ def reduce_data(value: Any, parts: OutOfBand) -> Any:
     if kind is np.ndarray:
         return _reduce_array(value)
     if kind is torch.UntypedStorage and value.device.type == "cpu":
-        storage = parts.storage(value)
-        storage.add(0, value.nbytes(), 1)
-        return rebuild_storage, (parts.mark(storage),)
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
+        return rebuild_storage, (parts.mark(whole),)
     if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
         return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
