@@ -257,7 +257,7 @@ class BatchIterator(_BaseDataLoaderIter):
             self._caller = caller
             progress, checkpoints = self._progress, self._checkpoints
             mark = (
-                progress.position if progress.is_plain else progress.mark(),
+                (progress.position, progress.ahead),
                 None if checkpoints is None else checkpoints.mark(),
             )
             try:
@@ -347,7 +347,7 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._in_order and self._checkpoints is None:
-            progress.position = progress.start + delivery.seq + 1
+            progress.position = progress.start + (delivery.seq + 1) * progress.unit
         else:
             self._count_done(delivery)
 

@@ -26,13 +26,7 @@ from shmloader.loader.options import (
     SnapshotInterval,
     is_data_pipe,
 )
-from shmloader.loader.states import (
-    BatchArgument,
-    check_facts,
-    check_state,
-    copied,
-    sealed,
-)
+from shmloader.loader.states import check_facts, check_state, copied, sealed
 from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
@@ -43,8 +37,8 @@ from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
-from shmloader.sampling.sampler_checkpoint import counts_epochs
 from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.sampler_state import told_of_epochs
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import (
     SeededRandomSampler,
@@ -301,9 +295,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._present_plan
         plan.set_epoch(epoch)
         self._parts.dataset_epoch.is_named = True
-        has_effect = self._sample_seed is not None or counts_epochs(plan.order.index_sampler)
-        has_effect = has_effect or dataset_epoch.counts_epochs(self.dataset)
-        if not (has_effect or self._has_warned_of_epoch):
+        sampler = plan.order.index_sampler
+        told = told_of_epochs(sampler) or dataset_epoch.told_datasets(self.dataset)
+        if not (told or self._sample_seed is not None or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
             warn_user(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
@@ -333,10 +327,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             ValueError: If a state was loaded, and the samplers were replaced since.
         """
         if plan.resumed is not None:
-            check_facts(plan.resumed, plan.order.facts(), self._batch_argument)
+            check_facts(plan.resumed, plan.order.facts())
             self._resume_checkpoints(plan.resumed)
         plan.begin(draws_seed=draws_seed)
-        if self._passes_epochs and dataset_epoch.counts_epochs(self.dataset):
+        if self._passes_epochs and dataset_epoch.told_datasets(self.dataset):
             parts = self._parts
             has_workers = not draws_seed or parts.host_pool is not None
             has_workers = has_workers and self.num_workers > 0 and not self.thread_pool
@@ -396,17 +390,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
         from the states of all workers would need the same number of workers again.
         """
-        if self._is_iterable:
-            return ""
-        if not has_state_methods(self.dataset):
-            return "its dataset has no state_dict() and load_state_dict()"
-        if not self._snapshot_interval:
-            return f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}"
-        if self.thread_pool:
-            return "thread_pool=True"
-        if self.executor is not None:
-            return "executor="
-        return "" if self._adapter is None else "num_workers='auto'"
+        reasons = {
+            "a dataset without state_dict() and load_state_dict()": not self._asks_for_state,
+            "thread_pool=True": self.thread_pool,
+            "executor=": self.executor is not None,
+            "num_workers='auto'": self._adapter is not None,
+        }
+        return "" if self._is_iterable else next((why for why in reasons if reasons[why]), "")
 
     @property
     def _saves_dataset(self) -> bool:
@@ -414,10 +404,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return not self._why_unsaved
 
     @property
-    def _saves_own_state(self) -> bool:
-        """Whether a state contains what the dataset's ``state_dict()`` returns."""
-        has_state = has_state_methods(self.dataset) and self._snapshot_interval > 0
-        return has_state and self._saves_dataset
+    def _asks_for_state(self) -> bool:
+        """Whether the dataset is asked for its state."""
+        return has_state_methods(self.dataset) and self._snapshot_interval > 0
 
     # States --------------------------------------------------------------------------------
 
@@ -449,8 +438,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             "persistent": bool(self.persistent_workers),
             **plan.state_dict(draws_seed=not self._has_workers, in_order=in_order),
         }
-        if self._dataset_kind == _DatasetKind.Iterable or has_state_methods(self.dataset):
-            self._add_checkpoints(state, plan)
+        self._add_checkpoints(state, plan)
         return sealed(copied(state))
 
     @property
@@ -462,7 +450,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Add the positions or states of the workers' datasets to a state."""
         checkpoints, why_unsaved = self._parts.checkpoints, self._why_unsaved
         if why_unsaved:
-            if self._snapshot_interval:
+            if self._asks_for_state:
                 warn_user(
                     "the dataset has state_dict() and load_state_dict(), but with "
                     f"{why_unsaved} the loader's state does not contain the dataset's: save it "
@@ -475,7 +463,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             state["datasets"] = checkpoints.dump(self._save_dataset)
             if self._is_iterable:
                 state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
-        elif isinstance(checkpoints, DatasetCheckpoints) and self._has_workers:
+        elif checkpoints is not None and self._has_workers:
             state["datasets"] = checkpoints.dump(self._save_dataset)
         elif not is_mid:
             saved = self._save_dataset()
@@ -486,7 +474,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _save_dataset(self) -> Saved | Unsaved | None:
         """Return the state of the dataset in this process, with which workers start."""
-        return save_dataset(self.dataset, copy.deepcopy) if self._saves_own_state else None
+        return save_dataset(self.dataset, copy.deepcopy) if self._asks_for_state else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the next ``iter()`` delivers the batch that followed it.
@@ -506,7 +494,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._check_has_state()
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
-        loaded = copy.deepcopy(check_state(state, self._facts(), self._batch_argument))
+        loaded = copy.deepcopy(check_state(state, self._facts()))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
         iterators = self._parts.open_iterators()
@@ -520,30 +508,19 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _check_checkpoints(self, loaded: dict[str, Any]) -> None:
         """Raise ValueError if the states of the workers' datasets in a state do not fit."""
-        does_not_fit = "the state does not fit this loader: the state"
-        if "datasets" in loaded or "dataset" in loaded:
-            if not (self._saves_dataset if "datasets" in loaded else self._saves_own_state):
-                why = self._why_unsaved or f"snapshot_every_n_steps={self.snapshot_every_n_steps!r}"
-                raise ValueError(
-                    f"{does_not_fit} contains the states of the dataset, which this loader cannot "
-                    f"load: {why}. Give the arguments with which the state was saved"
-                )
-            if "datasets" in loaded:
-                DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
-        elif self._saves_dataset and loaded["position"]:
-            what = "position" if self._is_iterable else "state"
+        saves, needs = self._saves_dataset, self._saves_dataset and loaded["position"]
+        if "dataset" in loaded:
+            saves = saves and self._asks_for_state
+        if "datasets" in loaded and saves:
+            DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
+        elif needs or (not saves and ("datasets" in loaded or "dataset" in loaded)):
+            one, other = ("needs", "does not contain") if needs else ("cannot load", "contains")
+            why = "" if needs or not self._why_unsaved else f" (because of {self._why_unsaved})"
             raise ValueError(
-                f"{does_not_fit}, after {loaded['position']} batches, does not contain the {what} "
-                "of the dataset, which this loader needs. It was saved with a dataset without "
-                "state_dict(), or with snapshot_every_n_steps=0, thread_pool=True, executor= or "
-                "num_workers='auto': set snapshot_every_n_steps=0 to resume without it"
+                f"the state does not fit this loader: it {other} the states of the dataset, which "
+                f"this loader {one}{why}. Give the arguments with which the state was saved; or "
+                "set snapshot_every_n_steps=0 in both, if the dataset's states need not be saved"
             )
-
-    @property
-    def _batch_argument(self) -> BatchArgument:
-        """The argument that decides the size of the batches that a state counts."""
-        makes_batches = self.batch_size is None and self.batch_sampler is not None
-        return "batch_sampler" if makes_batches else "batch_size"
 
     def _check_has_state(self) -> None:
         if type(self.dataset) in WRAPPED_DATA_PIPES:

@@ -26,14 +26,13 @@ from shmloader.loader.options import (
     is_map_style,
     warn_of_empty_epochs,
 )
-from shmloader.loader.states import BatchArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.rollover import CarryOver
-from shmloader.sampling.sampler_checkpoint import chain
+from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.steps import Cut, LastBatch
@@ -371,11 +370,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return self._ranks.find()[1] > 1 or self._order.is_sharded or self.devices is not None
 
     @property
-    def _batch_argument(self) -> BatchArgument:
-        """The argument that decides the size of the batches that a state counts."""
-        return "batch_sampler" if self._order.takes_batches else "global batch"
-
-    @property
     def padding(self) -> int:
         """Number of repeated samples in the batch or step that ``next()`` returned last.
 
@@ -387,7 +381,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
         plan = self._present_plan
-        return cast("SeededOrder", plan.newest).repeats_in(plan.progress.position)
+        return cast("SeededOrder", plan.newest).repeats_before(plan.progress.position)
 
 
 def _check_dataset(dataset: object) -> None:

@@ -4,30 +4,24 @@ import json
 import pickle
 import reprlib
 import zlib
-from typing import Any, Literal
+from typing import Any
 
-from shmloader.batch.explain import find_unpicklable
-from shmloader.batch.fingerprint import fingerprint
 from shmloader.interruptions import is_interruption
 
 #: Version of the format, the only one that is read.
-VERSION = 4
+VERSION = 5
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200
-_short = _shortener.repr
 
-# Keys whose values a state and the loader that takes it must have in common.
-_FACTS = ("length", "global_batch", "order", "last_batch", "seed")
-
-# Orders by which a loader yields samples if it has no sampler of the user's.
-_REMEDIES = {
-    **dict.fromkeys(("shuffled", "RandomSampler", "BatchSampler(RandomSampler)"), "shuffle=True"),
-    **dict.fromkeys(("in order", "SequentialSampler", "BatchSampler(SequentialSampler)"), ""),
+# Keys whose values a state and the loader that takes it must have in common, as messages name them.
+_FACTS = {
+    "length": "len(dataset)",
+    "global_batch": "size of a batch, over all ranks and shards",
+    "order": "shuffle, sampler or batch_sampler",
+    "last_batch": "last_batch or drop_last",
+    "seed": "seed",
 }
-
-#: The argument that decides the size of the batches that a state counts.
-BatchArgument = Literal["batch_size", "batch_sampler", "global batch"]
 
 _OTHERS = {"epoch", "position", "sampler", "persistent"}
 
@@ -47,12 +41,10 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         if is_interruption(error):
             raise
-        found = find_unpicklable([state], ["state"])
-        where = "the state" if found is None else found.path
         raise RuntimeError(
-            f"the loader's state cannot be pickled: {where}, which the dataset or the sampler has "
-            "returned. Return only values that can be pickled from its state_dict(); or set "
-            "state_dict = None in its class, or snapshot_every_n_steps=0 for a dataset"
+            f"the loader's state cannot be pickled: {error}. Return only values that can be "
+            "pickled from state_dict() of the dataset and the sampler; or set state_dict = None in "
+            "its class, or snapshot_every_n_steps=0 for a dataset"
         ) from error
 
 
@@ -63,33 +55,22 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum over all values that JSON can write, and fingerprints of all others.
+    """Return a checksum over all values that JSON can write, and the types of all others.
 
     Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
     """
     plain = {**state, "checksum": None}
     # In JSON, tuples become lists and all keys become strings.
-    return zlib.crc32(_sorted.encode(_decode(_plain.encode(plain))).encode())
+    text = json.dumps(plain, default=lambda value: type(value).__qualname__, skipkeys=True)
+    return zlib.crc32(json.dumps(json.loads(text), sort_keys=True).encode())
 
 
-def _describe_value(value: object) -> str:
-    return f"{type(value).__qualname__} {fingerprint(value)}"
-
-
-_plain = json.JSONEncoder(default=_describe_value, skipkeys=True)
-_sorted = json.JSONEncoder(sort_keys=True)
-_decode = json.JSONDecoder().decode
-
-
-def check_state(
-    state: object, facts: dict[str, Any], batches: BatchArgument = "batch_size"
-) -> dict[str, Any]:
+def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
     """Check a state before a loader takes it.
 
     Args:
         state: What the user passed.
         facts: The loader's values of the keys that a state and a loader must have in common.
-        batches: The loader's argument that decides the size of its batches.
 
     Returns:
         The state as it was passed.
@@ -106,8 +87,9 @@ def check_state(
     version = state.get("version")
     if version not in (None, VERSION):
         raise ValueError(
-            f"the state has version {_short(version)}, and this release of shmloader reads version "
-            f"{VERSION}. Install the release that has saved it, or begin the epoch anew."
+            f"the state has version {_shortener.repr(version)}, and this release of shmloader "
+            f"reads version {VERSION}. Install the release that has saved it, or begin the epoch "
+            "anew."
         )
     if version is None or not _OTHERS.union(_FACTS) <= state.keys():
         raise ValueError(
@@ -119,51 +101,26 @@ def check_state(
             "the state is damaged, or was changed after state_dict() had returned it: its checksum "
             f"is wrong: {reprlib.repr(state)}"
         )
-    check_facts(state, facts, batches)
+    check_facts(state, facts)
     return state
 
 
-def check_facts(
-    state: dict[str, Any], facts: dict[str, Any], batches: BatchArgument = "batch_size"
-) -> None:
+def check_facts(state: dict[str, Any], facts: dict[str, Any]) -> None:
     """Raise ValueError if a loader's values differ from those in a state.
 
     Args:
         state: The state.
         facts: The loader's values of keys that a state and a loader must have in common.
-        batches: The loader's argument that decides the size of its batches.
     """
-    differing = [key for key in facts if state[key] != facts[key]]
-    if "order" in differing and {"seed", "last_batch"}.intersection(differing):
-        differing.remove("order")  # the others decide the class of a sampler of ours
-    wrong = [_describe(key, state[key], facts[key], batches) for key in differing]
+    wrong = [
+        f"- {_FACTS[key]}: {_shortener.repr(state[key])} in the state, "
+        f"{_shortener.repr(facts[key])} in this loader."
+        for key in facts
+        if state[key] != facts[key]
+    ]
     if wrong:
-        raise ValueError("\n- ".join(["the state does not fit this loader:", *wrong]))
-
-
-def _describe(key: str, saved: Any, own: object, batches: BatchArgument) -> str:
-    """Return a text that says how a state and a loader differ in a key, and what to set."""
-    name, remedy = key, f"Set {key}={_short(saved)}."
-    if key == "length":
-        name, remedy = "len(dataset)", "Give the dataset with which the state was saved."
-    elif key == "order":
-        name = "shuffle, sampler or batch_sampler"
-        remedy = f"Set {_REMEDIES.get(saved) or 'shuffle=False, and give no sampler'}."
-        if saved not in _REMEDIES:
-            remedy = "Give samplers of these classes."
-    elif key == "global_batch" and batches == "batch_sampler":
-        # Those of a seeded order are texts, for any number of ranks.
-        ranks = "; the number of ranks may differ" if isinstance(saved, str) else ""
-        name = "batches of batch_sampler"
-        remedy = f"Give a batch_sampler that makes such batches{ranks}."
-    elif key == "global_batch" and batches == "batch_size":
-        name, remedy = batches, f"Set batch_size={_short(saved)}."
-    elif key == "global_batch":
-        name = "global batch (batch_size * num_shards * world_size)"
-        remedy = f"Set batch_size so that the product is {_short(saved)}."
-    elif key == "last_batch" and batches == "batch_sampler" and saved in ("keep", "discard"):
-        remedy = f"Give a batch_sampler with drop_last={saved == 'discard'}."
-    return f"{name}: {_short(saved)} in the state, {_short(own)} in this loader. {remedy}"
+        lines = ["the state does not fit this loader:", *wrong]
+        raise ValueError("\n".join([*lines, "Give the arguments with which the state was saved."]))
 
 
 def is_whole(state: dict[str, Any]) -> bool:

@@ -16,11 +16,11 @@ only on the arguments and the epoch's number, not on the random number generator
 (see the module ``samplers``).
 
 Other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
-position in the epoch. ``seeded_order`` and ``sampler_order`` yield the index batches. ``drawing``
-draws users' samplers from a position on. ``steps`` cuts an order into batches and finds the samples
-that are left over, ``rollover`` carries these into the next epoch. ``seeded_samplers`` shows a
-seeded order to frameworks that read a loader's samplers. ``progress`` numbers the epochs for
-the loader and these samplers.
+epoch and the position in it, which ``progress`` counts. ``seeded_order`` and ``sampler_order``
+yield the index batches. ``steps`` cuts an order into batches and finds what is left over, and
+``rollover`` carries that into the next epoch. ``sampler_state`` saves what the order of a sampler
+depends on, and ``drawing`` checks that it yields the same again. ``seeded_samplers`` shows a seeded
+order to frameworks that read a loader's samplers.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler

@@ -19,25 +19,21 @@ from shmloader.tracebacks import warn_user
 _MISSING = object()
 
 
-def counts_epochs(dataset: object) -> bool:
-    """Whether a dataset has ``set_epoch()``, or one that a dataset of torch's wraps has it."""
-    return bool(_counting(dataset))
-
-
 def set_dataset_epoch(dataset: object, epoch: int) -> None:
     """Call ``set_epoch()`` of a dataset, or of those that a dataset of torch's wraps."""
-    for each in _counting(dataset):
+    for each in told_datasets(dataset):
         with contextlib.suppress(NotImplementedError):  # a base class's stub
             each.set_epoch(epoch)
 
 
-def _counting(dataset: object) -> list[Any]:
+def told_datasets(dataset: object) -> list[Any]:
+    """Return what has ``set_epoch()``: a dataset, or those that a dataset of torch's wraps."""
     if callable(probe(dataset, "set_epoch")):
         return [dataset]
     if type(dataset) is Subset:
-        return _counting(dataset.dataset)
+        return told_datasets(dataset.dataset)
     if type(dataset) in (ConcatDataset, ChainDataset):
-        return [found for each in probe(dataset, "datasets", ()) for found in _counting(each)]
+        return [found for each in probe(dataset, "datasets", ()) for found in told_datasets(each)]
     return []
 
 
@@ -67,13 +63,13 @@ class DatasetEpoch:
             has_workers: Whether workers have copies of the dataset already.
         """
         self.told = None
-        counting = _counting(dataset)
-        if not counting:
+        told = told_datasets(dataset)
+        if not told:
             return
-        if self.is_named or not self._is_left_to_user(counting[0], epoch, has_workers=has_workers):
+        if self.is_named or not self._is_left_to_user(told[0], epoch, has_workers=has_workers):
             set_dataset_epoch(dataset, epoch)
             self.told = epoch
-        self._left = _mark_of(counting[0])
+        self._left = _mark_of(told[0])
 
     def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
         """Whether the dataset is not told, since the user sets its epochs, or may have done so."""

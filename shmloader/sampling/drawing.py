@@ -1,7 +1,7 @@
 """Draws from users' samplers, and finds the position of an epoch that continues.
 
 A sampler is drawn from its beginning, and the batches before the position are discarded: they were
-delivered before.
+delivered before. A checksum of the last of them shows whether the sampler yields the same again.
 """
 
 import itertools
@@ -27,11 +27,9 @@ def only_next(items: Iterator[Any]) -> Iterator[Any]:
 def iterate(sampler: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator of a user's sampler.
 
-    If ``iter()`` of the sampler raises StopIteration, that becomes a RuntimeError, as in a
-    generator. Otherwise it would silently end the epoch.
-
     Raises:
-        RuntimeError: If ``iter()`` of the sampler raises StopIteration.
+        RuntimeError: If ``iter()`` of the sampler raises StopIteration, which would silently end
+            the epoch.
         BaseException: Any other exception of ``iter()``, unchanged.
     """
     try:
@@ -55,7 +53,7 @@ def restart_if_exhausted(
     """
     rest = only_next(items)
     first = list(itertools.islice(rest, 1))
-    return itertools.chain(first, rest) if first else restart()
+    return itertools.chain(first, rest) if first else only_next(restart())
 
 
 def too_few(position: int, count: int, source: str) -> ValueError:
@@ -73,68 +71,57 @@ def too_few(position: int, count: int, source: str) -> ValueError:
     )
 
 
-def pass_over(batches: Iterator[Any], position: int, source: str) -> Any:
-    """Draw and discard the batches before a position, and return the last one of them.
-
-    Args:
-        batches: Iterator of the batches.
-        position: Number of the batch that comes next.
-        source: Kind of the object that yields the batches, for the error message.
-
-    Raises:
-        ValueError: If there are fewer batches.
-    """
-    passed, last = 0, None
-    for batch in itertools.islice(batches, position):
-        passed, last = passed + 1, batch
-    if passed < position:
-        raise too_few(position, passed, source)
-    return last
-
-
-def without_done(batches: Iterator[Any], position: int, ahead: frozenset[int]) -> Iterator[Any]:
-    """Return an iterator without the batches that were delivered ahead of their turn.
-
-    Args:
-        batches: Iterator of the batches from ``position`` on.
-        position: Number of the first of these batches.
-        ahead: Numbers of the batches to leave out.
-    """
-    if not ahead:
-        return batches
-    numbers = itertools.count(position)
-    return filter(lambda _: next(numbers) not in ahead, batches)
-
-
 class LastDrawn:
     """Knows a checksum of the last item that the user is done with.
 
     Args:
         progress: The epoch's progress.
-        before: The checksum at the position where the epoch begins or continues.
+        saved: The state that the epoch continues from; None for a new epoch.
     """
 
-    __slots__ = ("_before", "_begun_at", "_items", "_progress")
+    __slots__ = ("_before", "_items", "_progress")
 
-    def __init__(self, progress: Progress, before: int | None) -> None:
-        self._progress, self._begun_at, self._before = progress, progress.position, before
-        # The items from the last one before the position on, with their numbers.
-        self._items: list[tuple[int, Any]] = []
+    def __init__(self, progress: Progress, saved: dict[str, Any] | None) -> None:
+        self._progress = progress
+        self._before = None if saved is None else saved.get("last_checksum")
+        # The items from the last one before the position on, by the position after them.
+        self._items: dict[int, Any] = {}
 
-    def add(self, number: int, item: Any) -> None:
-        """Add an item that was drawn."""
-        items, last = self._items, self._progress.position - 1
-        items.append((number, item))
-        while items[0][0] < last:
-            del items[0]
+    def add(self, position: int, item: Any) -> None:
+        """Add an item that was drawn, and the position once it is done."""
+        items, done = self._items, self._progress.position
+        items[position] = item
+        while (first := next(iter(items))) < done:
+            del items[first]
 
     def checksum(self) -> int | None:
         """Return the checksum; None if it is not known."""
         position = self._progress.position
-        for number, item in self._items:
-            if number == position - 1:
-                return _checksum(item)
-        return self._before if position == self._begun_at else None
+        if position in self._items:
+            return _checksum(self._items[position])
+        return self._before if position == self._progress.start else None
+
+
+def check_same(last: object, saved: dict[str, Any], position: int, kind: str) -> None:
+    """Check that a sampler yields what it yielded in the run whose state was loaded.
+
+    Args:
+        last: The last of what was delivered before, as it is drawn now.
+        saved: The state, which has its checksum, or None if that was not known.
+        position: The position after it.
+        kind: What yields it, for the message.
+
+    Raises:
+        ValueError: If it differs.
+    """
+    expected = saved.get("last_checksum")
+    if expected is not None and _checksum(last) not in (None, expected):
+        raise ValueError(
+            f"the state does not fit this loader: the {kind} of this loader yields another "
+            f"batch {position - 1} than that of the run whose state this is. Its order must be "
+            "the same whenever it is iterated for the same epoch: seed it, or give it a "
+            "generator=, a set_epoch(), or state_dict() and load_state_dict()"
+        )
 
 
 def _checksum(indices: object) -> int | None:
@@ -143,24 +130,3 @@ def _checksum(indices: object) -> int | None:
         return zlib.crc32(json.dumps(as_list(indices)).encode())
     except (TypeError, ValueError):
         return None
-
-
-def check_same(last: object, expected: int | None, number: int, kind: str) -> None:
-    """Check that a sampler yields what it yielded in the run whose state was loaded.
-
-    Args:
-        last: The last of what was delivered before, as it is drawn now.
-        expected: Its checksum in the state; None if it was not known.
-        number: Number of its batch.
-        kind: What yields it, for the message.
-
-    Raises:
-        ValueError: If it differs.
-    """
-    if expected is not None and _checksum(last) not in (None, expected):
-        raise ValueError(
-            f"the state does not fit this loader: the {kind} of this loader yields another "
-            f"batch {number} than that of the run whose state this is. Its order must be "
-            "the same whenever it is iterated for the same epoch: seed it, or give it a "
-            "generator=, a set_epoch(), or state_dict() and load_state_dict()"
-        )

@@ -19,7 +19,6 @@ be another one than that of the newest epoch.
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,8 @@ import torch
 
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
-from shmloader.sampling.sampler_checkpoint import SamplerCheckpoint
 from shmloader.sampling.sampler_order import EpochDraw, SamplerOrder
+from shmloader.sampling.sampler_state import SamplerState
 from shmloader.sampling.seeded_order import SeededOrder
 
 _log = logging.getLogger("shmloader")
@@ -121,32 +120,33 @@ class EpochPlan:
         self.commit()
         # The user may have called set_epoch() of a sampler that the loader made.
         self.drop_state_of_another()
-        following, resumed, self.resumed = self._following_epoch, self.resumed, None
-        self.is_continued = resumed is not None and not resumed["sampler"].get("base_seed")
-        if resumed is None:
-            epoch, progress = following, Progress()
-            before = self._was_persistent
-            state = None if before is None else self._match_base_seed(draws_seed, drawn=not before)
-        else:
-            epoch = resumed["epoch"]
-            progress = self.order.load_progress(resumed)
+        epoch, resumed, self.resumed = self._following_epoch, self.resumed, None
+        saved = None
+        progress = self.order.load_progress({"position": 0} if resumed is None else resumed)
+        # Whether torch draws a base seed in the run that is continued here.
+        drawn = draws_seed if self._was_persistent is None else not self._was_persistent
+        draws_globally = False
+        self.is_continued = False
+        if resumed is not None:
+            epoch, saved = resumed["epoch"], resumed["sampler"]
             self._was_persistent = resumed["persistent"]
-            sampler = resumed["sampler"]
-            if sampler["is_begun"]:
-                state = sampler
+            drawn = saved.get("base_seed", draws_seed)
+            draws_globally = "global_generators" in saved
+            self.is_continued = not saved.get("base_seed")
+            if saved["is_begun"]:
                 with self.counter.telling():
-                    self.checkpoint.restore_epochs(sampler)
+                    self.state.restore_epochs(saved)
             else:  # the generators were set when the state was loaded
-                state = self._match_base_seed(
-                    draws_seed,
-                    drawn=sampler["base_seed"],
-                    draws_globally="global_generators" in sampler,
-                )
-                if "state" in sampler:
-                    state = {"is_begun": False, **(state or {}), "state": sampler["state"]}
+                own = {"state": saved["state"]} if "state" in saved else {}
+                saved = {"is_begun": False, **own}
+        if draws_seed and not drawn:
+            present = self.state.dump(is_begun=False)  # to which the generators are set back
+            saved = {**(saved or {"is_begun": False}), "generators": present.get("generators", [])}
+        elif drawn and not draws_seed and (self.generator is not None or draws_globally):
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.counter.begin(epoch, progress)
         self.newest = self.order
-        self.order.begin(epoch, progress, state)
+        self.order.begin(epoch, progress, saved)
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
@@ -155,9 +155,9 @@ class EpochPlan:
         They are set only for a state between two epochs, whose next epoch was still to be drawn,
         and not if they have these states anyway. Then they go on as in that run.
         """
-        saved = None if self.resumed is None else self.resumed["sampler"].get("global_generators")
-        is_begun = self.resumed is not None and self.resumed["sampler"]["is_begun"]
-        if saved is None or is_begun or saved == global_rng_state(saved):
+        sampler = {} if self.resumed is None else self.resumed["sampler"]
+        saved = sampler.get("global_generators")
+        if saved is None or sampler["is_begun"] or saved == global_rng_state(saved):
             yield
             return
         with with_global_rng_state(saved):
@@ -169,7 +169,7 @@ class EpochPlan:
 
     def undo_begin(self, resumed: dict[str, Any] | None) -> None:
         """Undo a failed :meth:`begin`: the next epoch still continues from this state."""
-        self.counter.forget_iterator()
+        self.counter.iterator = lambda: None
         if resumed is not None:
             self.resumed = resumed
             self.counter.next = resumed["epoch"]
@@ -188,38 +188,12 @@ class EpochPlan:
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with that epoch."""
-        progress = self.progress
-        # With on_error="skip", the last batches may not be delivered. Then only the end counts.
-        self.newest.commit(sys.maxsize if progress.is_ended else progress.position)
+        self.newest.commit()
 
     @property
-    def checkpoint(self) -> SamplerCheckpoint:
-        """Takes and restores checkpoints of the next epoch."""
-        return self.order.checkpoint(self.generator)
-
-    def _match_base_seed(
-        self, draws_seed: bool, *, drawn: bool, draws_globally: bool = False
-    ) -> dict[str, Any] | None:
-        """Give the generator the state that it had in the resumed run when the epoch was drawn.
-
-        torch draws a base seed from the generator before each epoch, except for persistent workers
-        that are running already.
-
-        Args:
-            draws_seed: Whether a base seed is drawn before this epoch in this run.
-            drawn: Whether one was drawn before this epoch in the resumed run.
-            draws_globally: Whether torch's global generator, without one of the loader's, matters.
-
-        Returns:
-            The checkpoint to draw the epoch from; None to draw from the generators as they are.
-        """
-        if draws_seed and not drawn:
-            return self.checkpoint.dump(is_begun=False)
-        if drawn and not draws_seed and (self.generator is not None or draws_globally):
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return None
-
-    # States ------------------------------------------------------------------------------
+    def state(self) -> SamplerState:
+        """Takes and restores states of the next epoch's sampler."""
+        return self.order.state(self.generator)
 
     def state_dict(self, *, draws_seed: bool, in_order: bool = True) -> dict[str, Any]:
         """Return the epoch, the position, the order's facts and what it depends on: plain values.
@@ -232,12 +206,8 @@ class EpochPlan:
         if counter.newest is None or counter.progress.is_ended:
             self.commit()
             sampler = {**self.order.dump_next(self.generator), "base_seed": draws_seed}
-            return {
-                **self.order.facts(),
-                "epoch": counter.next,
-                "position": 0,
-                "sampler": sampler,
-            }
+            facts, progress = self.order.facts(), {"epoch": counter.next, "position": 0}
+            return {**facts, **progress, "sampler": sampler}
         return {
             **self.newest.facts(),
             "epoch": counter.newest,
@@ -253,6 +223,6 @@ class EpochPlan:
         """
         self.order.check_progress(state)
         with self.counter.telling():
-            self.checkpoint.restore(state["sampler"])
+            self.state.restore(state["sampler"])
         self.resumed = state
         self.counter.next = state["epoch"]

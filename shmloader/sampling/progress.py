@@ -1,15 +1,16 @@
 """The numbers of a loader's epochs, and how far the newest one has come."""
 
-import bisect
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Self
 
 from shmloader.sampling.checks import whole_number
 
-_NONE: frozenset[int] = frozenset()
+#: Runs of numbers, each from its first number to before its second, in order and apart.
+Runs = tuple[tuple[int, int], ...]
 
 
 class Progress:
@@ -19,43 +20,27 @@ class Progress:
     skipped because all its samples were left out.
 
     Attributes:
-        position: All tickets of the epoch before this number are done.
-        is_ended: Whether the user has seen the epoch's end.
-        offset: The argument.
+        position: All of the epoch before this number is done.
+        ahead: Runs of later numbers that are done as well (``in_order=False``).
         start: The position at which this run began the epoch.
+        unit: How far a ticket advances the position: 1, or the number of ranks if the position
+            counts the items of all ranks.
         is_plain: Whether the position says it all: no later ticket is, or was, done.
+        is_ended: Whether the user has seen the epoch's end.
 
     Args:
         position: Where the epoch continues; 0 for a new epoch.
-        ahead: Numbers of later tickets that are done already, and are not drawn again.
-        offset: Number of the epoch's items before ticket 0: not 0 if the epoch was begun on
-            another number of ranks, and stopped within a step of the present ones.
+        ahead: Runs of later numbers that are done already, and are not drawn again.
+        unit: See above.
     """
 
-    __slots__ = (
-        "_ahead", "_before", "_changes", "is_ended", "is_plain", "offset", "position",
-        "start",
-    )  # fmt: skip
+    __slots__ = ("_before", "ahead", "is_ended", "is_plain", "position", "start", "unit")
 
-    def __init__(self, position: int = 0, ahead: frozenset[int] = _NONE, offset: int = 0) -> None:
-        self.offset = offset
+    def __init__(self, position: int = 0, ahead: Runs = (), unit: int = 1) -> None:
         self.start = self.position = position
-        self.is_plain = not ahead
-        # For each ticket in ``ahead``, how many tickets are drawn before it is passed over.
-        self._before: Sequence[int] = ()
-        self._ahead: set[int] | frozenset[int] = _NONE
-        if ahead:
-            self._before = [number - position - at for at, number in enumerate(sorted(ahead))]
-            self._ahead = set(ahead)
-        # Numbers that were added to ``_ahead`` since the mark, and the complements (``~number``) of
-        # those that were removed.
-        self._changes: list[int] = []
-        self.is_ended = False
-
-    @property
-    def ahead(self) -> frozenset[int]:
-        """Numbers of tickets after the position that are done as well (``in_order=False``)."""
-        return frozenset(self._ahead) if self._ahead else _NONE
+        self.ahead = self._before = ahead
+        self.unit = unit
+        self.is_plain, self.is_ended = not ahead, False
 
     def done(self, seq: int) -> None:
         """Note that a ticket is done.
@@ -63,104 +48,64 @@ class Progress:
         Args:
             seq: Number of the ticket among those that this run has drawn in the epoch, from 0.
         """
-        number = self._number(seq)
-        if number == self.position:
-            self._advance_to(number + 1)
+        first = self._number(seq)
+        end = first + self.unit
+        runs = []
+        for run in self.ahead:
+            if run[1] == first:
+                first = run[0]
+            elif run[0] == end:
+                end = run[1]
+            else:
+                runs.append(run)
+        self.is_plain = False
+        if first == self.position:
+            self.position, self.ahead = end, tuple(runs)
         else:
-            self.is_plain = False
-            # In this order, since an interruption may come in between.
-            self._changes.append(number)
-            self._ahead = self._ahead or set()
-            self._ahead |= {number}
+            self.ahead = tuple(sorted([*runs, (first, end)]))
 
     def done_until(self, seq: int) -> None:
         """Note that all tickets up to the one with this ``seq`` are done; see :meth:`done`."""
-        if self.is_plain:
-            self.position = self.start + seq + 1
-            return
-        number = self._number(seq)
-        for passed in range(self.position, number):
-            self._take(passed)
-        self._advance_to(number + 1)
+        end = self._number(seq) + self.unit
+        runs = [run for run in self.ahead if run[1] > end]
+        while runs and runs[0][0] <= end:
+            end = runs.pop(0)[1]
+        self.position, self.ahead = end, tuple(runs)
 
-    def _advance_to(self, position: int) -> None:
-        """Advance to a position, and past the tickets that follow directly and are done."""
-        while position in self._ahead:
-            self._take(position)
-            position += 1
-        self.position = position
-
-    def _take(self, number: int) -> None:
-        if number in self._ahead:
-            self._changes.append(~number)
-            self._ahead -= {number}
+    def go_back(self, mark: tuple[int, Runs]) -> None:
+        """Undo what was noted since the position and ``ahead`` had these values."""
+        self.position, self.ahead = mark
 
     def _number(self, seq: int) -> int:
         """Return a ticket's number in the epoch."""
-        return self.start + seq + bisect.bisect_right(self._before, seq)
+        number = self.start + seq * self.unit
+        for first, end in self._before:
+            if number >= first:
+                number += end - first
+        return number
 
-    def dump(self, number: Callable[[int], int] = int) -> dict[str, Any]:
-        """Return the position and the runs of tickets that are done ahead of it.
+    def left_to_do(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Return the items from the start on without those that were done ahead of their turn."""
+        before, numbers = self._before, itertools.count(self.start, self.unit)
+        if not before:
+            return items
 
-        Args:
-            number: Function of each ticket's number that returns the number to save.
-        """
-        state: dict[str, Any] = {"position": number(self.position)}
-        if self._ahead:
-            state["ahead"] = [list(map(number, run)) for run in runs_of(self._ahead)]
-        return state
+        def is_left(_: object) -> bool:
+            number = next(numbers)
+            return not any(first <= number < end for first, end in before)
+
+        return filter(is_left, items)
+
+    def dump(self) -> dict[str, Any]:
+        """Return the position, and the runs that are done ahead of it, as plain values."""
+        ahead = {"ahead": [list(run) for run in self.ahead]} if self.ahead else {}
+        return {"position": self.position, **ahead}
 
     @classmethod
-    def load(
-        cls, state: dict[str, Any], number: Callable[[int], int] = int, offset: int = 0
-    ) -> Self:
-        """Return the progress that :meth:`dump` has saved.
-
-        Args:
-            state: What :meth:`dump` returned.
-            number: Function of each number saved that returns the ticket's number.
-            offset: See :class:`Progress`.
-        """
-        ahead = numbers_of([list(map(number, run)) for run in state.get("ahead", ())])
-        return cls(number(state["position"]), ahead, offset)
-
-    def mark(self) -> int:
-        """Return a mark for :meth:`go_back`, valid until ``mark`` is called again.
-
-        While the progress ``is_plain``, the position is such a mark.
-        """
-        if self._changes:
-            self._changes = []
-        return self.position
-
-    def go_back(self, mark: int) -> None:
-        """Undo what was noted since the mark, because those batches did not reach the user."""
-        self.position = mark
-        for number in reversed(self._changes):
-            if number < 0:
-                self._ahead |= {~number}
-            else:
-                self._ahead -= {number}
-
-
-def runs_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Return numbers as runs of consecutive numbers, each run as [first, last + 1]."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number:
-            runs[-1][1] += 1
-        else:
-            runs.append([number, number + 1])
-    return runs
-
-
-def numbers_of(runs: Iterable[list[int]]) -> frozenset[int]:
-    """Return the numbers that are in these runs, which :func:`runs_of` returned."""
-    return frozenset(itertools.chain.from_iterable(range(*run) for run in runs))
-
-
-def _no_iterator() -> None:
-    """Stand for the reference to an iterator that is gone."""
+    def load(cls, state: dict[str, Any], unit: int = 1) -> Self:
+        """Return the progress that :meth:`dump` has saved."""
+        ahead = tuple((first, end) for first, end in state.get("ahead", ()))
+        return cls(state["position"], ahead, unit)
 
 
 class EpochCounter:
@@ -184,12 +129,10 @@ class EpochCounter:
         self.next = first
         self.is_named = False
         self.progress = Progress()
-        self.iterator: Callable[[], Any] = _no_iterator
+        self.iterator: Callable[[], Any] = lambda: None
         # Numbers of the epochs whose orders the loader's samplers yield while the loader draws from
         # a sampler that wraps them; None at any other time.
         self._passes: Iterator[int] | None = None
-        # Whether it is the loader itself that calls ``set_epoch`` of its samplers.
-        self._is_telling = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the number of the next epoch. In a copy, no epoch has begun."""
@@ -213,11 +156,11 @@ class EpochCounter:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Ignore what samplers are told in this block, in which the loader tells them."""
-        self._is_telling = True
+        before = self.next, self.is_named
         try:
             yield
         finally:
-            self._is_telling = False
+            self.next, self.is_named = before
 
     def count_passes(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return the items of a sampler that wraps the loader's, for the epoch that has begun.
@@ -226,8 +169,8 @@ class EpochCounter:
         its own: those of this epoch and the following ones.
         """
         assert self.newest is not None
-        passes = itertools.count(self.newest)
-        return map(functools.partial(self._draw, passes), itertools.repeat(items))
+        draw = functools.partial(self._draw, itertools.count(self.newest))
+        return map(draw, itertools.repeat(items))
 
     def _draw(self, passes: Iterator[int], items: Iterator[Any]) -> Any:
         self._passes = passes
@@ -241,32 +184,20 @@ class EpochCounter:
         return self.of_samplers if self._passes is None else next(self._passes)
 
     def name(self, epoch: object) -> None:
-        """Set the number of the next epoch, unless it is the loader that calls its own sampler.
+        """Set the number of the next epoch.
 
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is negative.
         """
-        if not self._is_telling:
-            self.next = whole_number(epoch, "epoch", minimum=0)
-            self.is_named = True
+        self.next, self.is_named = whole_number(epoch, "epoch", minimum=0), True
 
     def begin(self, epoch: int, progress: Progress) -> None:
-        """Note that an epoch begins. Its iterator is set when there is one.
+        """Begin an epoch. Its iterator is set when there is one.
 
         Args:
             epoch: Number of the epoch.
             progress: How far the epoch has come.
         """
-        self.newest, self.next, self.is_named = epoch, epoch + 1, False
-        self.progress, self.iterator = progress, _Beginning
-
-    def forget_iterator(self) -> None:
-        """Note that the newest epoch got no iterator."""
-        self.iterator = _no_iterator
-
-
-class _Beginning:
-    """Stands for the iterator of an epoch while the iterator is being made."""
-
-    is_closed = False
+        self.newest, self.next, self.is_named, self.progress = epoch, epoch + 1, False, progress
+        self.iterator = functools.partial(SimpleNamespace, is_closed=False)

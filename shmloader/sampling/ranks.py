@@ -143,25 +143,14 @@ def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:
             f"environment variables {rank_name} and {size_name} should be set both or not at all, "
             f"but got {rank_name}={own!r}, {size_name}={size!r}"
         )
-    world_size = _number_of_environment(size_name, size, minimum=1)
-    rank = _number_of_environment(rank_name, own, minimum=0)
-    if rank >= world_size:
-        raise EnvironmentVariableError(
-            f"environment variable {rank_name} should be below {size_name}={world_size}, "
-            f"but got {rank_name}={rank}"
-        )
-    return rank, world_size
-
-
-def _number_of_environment(name: str, text: str, *, minimum: int) -> int:
     # int() alone would accept "1_0" and digits of any script.
-    digits = text.strip()
-    if not (digits.isascii() and digits.isdecimal() and int(digits) >= minimum):
+    are_numbers = all(text.strip().isascii() and text.strip().isdecimal() for text in (own, size))
+    if not are_numbers or int(own) >= int(size):
         raise EnvironmentVariableError(
-            f"environment variable {name} should be a whole number, {minimum} or more, "
-            f"but got {name}={text!r}"
+            f"environment variables {rank_name} and {size_name} should be whole numbers, the first "
+            f"below the second, but got {rank_name}={own!r}, {size_name}={size!r}"
         )
-    return int(digits)
+    return int(own), int(size)
 
 
 def is_cut_for_ranks(sampler: object) -> bool:

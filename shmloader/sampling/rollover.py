@@ -2,9 +2,8 @@
 
 An epoch begins with the samples that the last *complete* epoch left over. An epoch is complete when
 the sampler was drawn to its end and the user is done with all batches. It is not enough that all
-batches are drawn, since workers run ahead. :meth:`CarryOver.commit` replaces these samples only
-when the epoch is complete. So if the user leaves an epoch early, the next one begins with the same
-samples again.
+batches are drawn, since workers run ahead. So if the user leaves an epoch early, the next one
+begins with the same samples again.
 """
 
 import functools
@@ -14,6 +13,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import BatchSampler, Sampler
 
 from shmloader.sampling.drawing import iterate
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.steps import Cut, DrawnSteps, Steps
 
 
@@ -26,36 +26,38 @@ class CarryOver:
 
     def __init__(self, samples: Iterable[Any] = ()) -> None:
         self.samples: list[Any] = list(samples)
-        self._epoch: Steps | None = None
-        self._drawing: Iterator[Any] = iter(())
+        self._steps: Steps | None = None
+        self._size = 1
 
-    def begin(self, epoch: Steps, drawing: Iterator[Any]) -> None:
+    def begin(self, steps: Steps, size: int) -> None:
         """Begin an epoch.
 
         Args:
-            epoch: The epoch, which begins with the samples as they are now.
-            drawing: The iterator that draws it.
+            steps: The epoch's steps, which begin with the samples as they are now.
+            size: How many items of the steps each batch has that the epoch's progress counts.
         """
-        self._epoch, self._drawing = epoch, drawing
+        self._steps, self._size = steps, size
 
     def replace(self, samples: Iterable[Any]) -> None:
         """Make the next epoch begin with these samples, whatever the running one leaves over."""
-        self.samples, self._epoch = list(samples), None
+        self.samples, self._steps = list(samples), None
 
-    def commit(self, position: int, batches: Sized) -> None:
+    def commit(self, progress: Progress, batches: Sized) -> None:
         """Take over what the running epoch leaves over, if the user is done with all its batches.
 
         Args:
-            position: Number of batches that the user is done with.
+            progress: The epoch's progress. With ``on_error="skip"``, the last batches may not be
+                delivered, and then only the epoch's end counts.
             batches: An object whose length, if it has one, is the number of batches in the epoch.
         """
-        epoch = self._epoch
-        if epoch is None or position < epoch.drawn:
+        steps = self._steps
+        is_done = steps is not None and progress.position * self._size >= steps.position
+        if steps is None or not (progress.is_ended or is_done):
             return
-        if not epoch.is_over and _is_all(position, batches):
-            next(self._drawing, None)  # without workers, the end has not been drawn yet
-        if epoch.is_over:
-            self.samples, self._epoch = epoch.left_over, None
+        if progress.is_ended or _is_all(progress.position, batches):
+            next(steps, None)  # without workers, the end has not been drawn yet
+        if steps.is_over:
+            self.replace(steps.left_over)
 
     def copy(self) -> "CarryOver":
         """Return a copy without the running epoch, which stays with the original."""

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 
 from shmloader.probing import probe
 from shmloader.sampling.progress import EpochCounter
-from shmloader.sampling.steps import Cut, Steps, order_of
+from shmloader.sampling.steps import Cut, Order, Steps
 
 # Lightning's two packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -71,7 +71,7 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""
         length = len(self.data_source)
-        order = order_of(length, self.seed, self.epochs.begin_pass(), shuffle=True)
+        order = Order(length, self.seed, self.epochs.begin_pass(), is_shuffled=True)
         for start in range(0, length, _BLOCK):
             yield from order.at(np.arange(start, min(start + _BLOCK, length))).tolist()
 

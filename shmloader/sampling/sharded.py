@@ -9,9 +9,9 @@ from shmloader.sampling.checks import whole_number
 from shmloader.sampling.drawing import iterate
 from shmloader.sampling.ranks import divides_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
-from shmloader.sampling.sampler_checkpoint import are_known, set_epoch_of
+from shmloader.sampling.sampler_state import set_epoch_of
 from shmloader.sampling.samplers import EpochSampler
-from shmloader.sampling.steps import Cut, DrawnSteps, step_count
+from shmloader.sampling.steps import Cut, DrawnSteps
 
 
 class ShardedSampler(EpochSampler[Any]):
@@ -83,11 +83,7 @@ class ShardedSampler(EpochSampler[Any]):
         Raises:
             TypeError: If the sampler has no length.
         """
-        count = len(self.sampler)  # type: ignore[arg-type]
-        whole, left = divmod(count, self._cut.global_count)
-        if self.last_batch == "keep":
-            return whole * self._cut.share + self._cut.count(left)
-        return step_count(count, self._cut, self.last_batch) * self._cut.share
+        return self._cut.own_count(len(self.sampler), self.last_batch)  # type: ignore[arg-type]
 
     def _draw(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
@@ -96,7 +92,6 @@ class ShardedSampler(EpochSampler[Any]):
             self._cut,
             self.last_batch,
             rng_state=RngState(self.seed, epoch),
-            draws_first=are_known(self.sampler),
         )
         for step in steps:
             yield from step

@@ -189,7 +189,7 @@ def test_a_change_of_a_dataset_that_does_not_show_its_epoch_is_told_of_as_well()
         dataset.set_epoch(5)
         list(loader)
         dataset.set_epoch(6)
-        with pytest.warns(UserWarning, match=r"Private was changed, as by its set_epoch\(\)"):
+        with pytest.warns(UserWarning, match=r"of the Private was called, or"):
             list(loader)
 
 

@@ -514,7 +514,7 @@ def test_an_empty_shard_is_named(workers) -> None:
     loader = ShardedDataLoader(
         torch.arange(9), batch_sampler=[[[1], [2]], [[3], []], [[4], [5]]], num_workers=workers
     )
-    with pytest.raises(ValueError, match="step 1 of the batch sampler has an empty shard: 1"):
+    with pytest.raises(ValueError, match="step 1 of the batch sampler should be a"):
         list(loader)
 
 
@@ -575,8 +575,8 @@ def test_devices_that_are_all_the_cpu_need_no_thread(workers) -> None:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        ([1, 2], "step 1 .* should be a list of index lists, one for each of the 2 devices"),
-        ([[1], [2], [3]], "step 1 .* has 3 index lists, and there are 2 devices"),
+        ([1, 2], "step 1 .* at most 2 lists of indices, one for each device, .* but is .1, 2.$"),
+        ([[1], [2], [3]], "step 1 .* at most 2 lists of indices"),
     ],
 )
 def test_a_step_that_does_not_fit_the_devices_is_told(workers, devices, step, text, late) -> None:

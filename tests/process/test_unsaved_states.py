@@ -117,27 +117,6 @@ def sampler_of(kind: type) -> Any:
     return {"dataset": range(8), "batch_size": 2, "sampler": Sampler()}
 
 
-def sampler_iterator_of(kind: type) -> Any:
-    class Numbers(kind):
-        def __init__(self) -> None:
-            self.numbers = iter(range(8))
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> int:
-            return next(self.numbers)
-
-    class Sampler:
-        def __len__(self) -> int:
-            return 8
-
-        def __iter__(self) -> Any:
-            return Numbers()
-
-    return {"dataset": range(8), "batch_size": 2, "sampler": Sampler()}
-
-
 def batch_sampler_of(kind: type) -> Any:
     class Batches(kind, BatchSampler):
         pass
@@ -146,9 +125,7 @@ def batch_sampler_of(kind: type) -> Any:
     return {"dataset": range(8), "batch_sampler": batches}
 
 
-PLACES = [
-    samples_of, stream_of, stream_iterator_of, sampler_of, sampler_iterator_of, batch_sampler_of,
-]  # fmt: skip
+PLACES = [samples_of, stream_of, stream_iterator_of, sampler_of, batch_sampler_of]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])

@@ -9,7 +9,8 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.batch.failures import describe_indices
 from shmloader.sampling.indices import PositionedIndices, PositionedStreams, without_position
-from shmloader.sampling.sampler_checkpoint import set_epoch_of
+from shmloader.sampling.progress import Progress
+from shmloader.sampling.sampler_state import set_epoch_of
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut
 
@@ -64,8 +65,9 @@ def test_a_position_counts_what_the_epoch_before_has_left_over():
     plan = plan_of(batch=4, length=6, last_batch="rollover", shuffle=False)
     for _ in plan:
         pass
-    plan.commit(1)
-    plan.epoch = 1
+    plan._progress.done(0)
+    plan.commit()
+    plan.begin(1, Progress())
     assert [(step.indices, step.epoch, step.first) for step in plan] == [
         ([4, 5, 0, 1], 1, 0),
         ([2, 3, 4, 5], 1, 4),

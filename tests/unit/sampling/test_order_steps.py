@@ -3,7 +3,7 @@
 import pytest
 
 from shmloader.sampling.indices import IndexArray, as_list
-from shmloader.sampling.steps import Cut, OrderSteps, Prefixed, order_of
+from shmloader.sampling.steps import Cut, Order, OrderSteps
 
 
 @pytest.mark.parametrize("last_batch", ["pad", "keep", "discard", "rollover"])
@@ -16,9 +16,7 @@ def test_arrays_and_ranges_hold_the_indices_of_the_lists(
 ) -> None:
     found = []
     for as_arrays in (False, True):
-        order = order_of(length, 7, 1, shuffle=shuffle)
-        if carried:
-            order = Prefixed(carried, order)
+        order = Order(length, 7, 1, is_shuffled=shuffle, carried=carried)
         steps = OrderSteps(order, Cut(4, rank, 2), last_batch)
         steps.as_arrays = as_arrays
         drawn = list(steps)
@@ -28,7 +26,7 @@ def test_arrays_and_ranges_hold_the_indices_of_the_lists(
 
 
 def test_an_order_without_shuffling_comes_as_ranges_until_it_wraps_around() -> None:
-    steps = OrderSteps(order_of(10, 7, 1, shuffle=False), Cut(4), "pad")
+    steps = OrderSteps(Order(10, is_shuffled=False), Cut(4), "pad")
     steps.as_arrays = True
     *full, last = steps
     assert full == [range(4), range(4, 8)]

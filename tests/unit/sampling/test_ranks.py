@@ -1,6 +1,5 @@
 """Where rank and world size come from, and what is refused."""
 
-import re
 import signal
 import types
 
@@ -185,24 +184,17 @@ def test_variables_that_are_no_numbers_are_refused(environment, name, text):
     environment.setenv("RANK", "1")
     environment.setenv("WORLD_SIZE", "2")
     environment.setenv(name, text)
-    with pytest.raises(ValueError, match=f"environment variable {name} should be a") as caught:
+    with pytest.raises(ValueError, match=r"RANK and WORLD_SIZE should be whole numbers") as caught:
         resolve_ranks(None, None)
-    assert f"but got {name}={text!r}" in str(caught.value)
+    assert f"{name}={text!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size", "text"),
-    [
-        ("2", "2", "RANK should be below WORLD_SIZE=2, but got RANK=2"),
-        ("0", "0", "WORLD_SIZE should be a whole number, 1 or more, but got WORLD_SIZE='0'"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("0", "0")])
 @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), SLURM[:2]])
-def test_variables_that_cannot_be_are_refused(environment, names, rank, world_size, text):
-    for name, used, value in zip(("RANK", "WORLD_SIZE"), names, (rank, world_size), strict=True):
-        environment.setenv(used, value)
-        text = re.sub(rf"\b{name}\b", used, text)
-    with pytest.raises(ValueError, match=f"environment variable {text}$"):
+def test_variables_that_cannot_be_are_refused(environment, names, rank, world_size):
+    for name, value in zip(names, (rank, world_size), strict=True):
+        environment.setenv(name, value)
+    with pytest.raises(ValueError, match=f"first below the second, but got {names[0]}='{rank}'"):
         find_ranks()
 
 

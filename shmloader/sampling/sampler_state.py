@@ -1,0 +1,244 @@
+"""What the order of a sampler depends on, as plain values.
+
+A sampler, torch's or the user's, may draw from a generator of its own or from the process's global
+generators, and may count its epochs. The state of a sampler has the states of all of these before
+the epoch was drawn, so that another process can draw the same epoch again.
+
+Guarantees:
+    * Taking a state draws nothing and changes nothing.
+    * The process's global generators are not changed, except while a sampler that drew from them
+      draws its epoch again, up to the first batch that was not delivered.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from shmloader.messages import Unsaved
+from shmloader.probing import probe
+from shmloader.sampling.own_state import ask_state, has_own_state
+from shmloader.sampling.ranks import is_cut_for_ranks
+from shmloader.sampling.rng import (
+    GLOBAL_GENERATORS,
+    dump_generator,
+    global_rng_state,
+    load_generator,
+    with_global_rng_state,
+)
+from shmloader.sampling.rollover import CarryOver
+from shmloader.sampling.samplers import EpochSampler
+
+# These draw from torch's global generator if they have no generator of their own.
+_DRAWING = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+
+# torch's samplers, of which nothing is asked that users' samplers may have.
+_TORCHS = {BatchSampler, SequentialSampler, *_DRAWING}
+
+# Of these, too, a state has all that their order depends on.
+_SEQUENCES = {list, tuple, range, torch.Tensor, DistributedSampler}
+
+_LONGEST_CHAIN = 8
+
+
+def chain(index_sampler: object) -> list[Any]:
+    """Return a sampler, its attribute ``sampler``, the ``sampler`` of that, and so on."""
+    samplers: list[Any] = []
+    while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
+        samplers.append(index_sampler)
+        get: Any = getattr if type(index_sampler) in _TORCHS else probe
+        index_sampler = get(index_sampler, "sampler", None)
+    return samplers
+
+
+def describe(index_sampler: object) -> str:
+    """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``."""
+    kinds = [type(each).__name__ for each in chain(index_sampler)]
+    return "(".join(kinds) + ")" * (len(kinds) - 1)
+
+
+def is_known(sampler: object) -> bool:
+    """Whether a sampler is torch's or ours. Its state then has all that its order depends on."""
+    kind = type(sampler)
+    is_ours = kind.__module__.startswith("shmloader.") and kind.__name__ != "FilterSampler"
+    return kind in _TORCHS or kind in _SEQUENCES or is_ours
+
+
+def may_differ_between_ranks(index_sampler: object) -> bool:
+    """Whether torch's or our sampler yields one rank's share.
+
+    One rank may then save the state for all ranks, to which its own share does not matter.
+    """
+    samplers = [each for each in chain(index_sampler) if type(each) not in _TORCHS]
+    return any(is_known(each) and is_cut_for_ranks(each) for each in samplers)
+
+
+def size_of_batches(index_sampler: object) -> int | None:
+    """Return the batch size of torch's or our batch samplers; None for any other."""
+    return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
+
+
+# Epochs ----------------------------------------------------------------------------------
+
+
+def told_of_epochs(sampler: object) -> Any:
+    """Return a sampler, or the sampler in a batch sampler, that has ``set_epoch``; else None."""
+    for each in (sampler, probe(sampler, "sampler")):
+        if callable(probe(each, "set_epoch")):
+            return each
+    return None
+
+
+def set_epoch_of(sampler: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a sampler, or of the sampler in a batch sampler, if there is one."""
+    told = told_of_epochs(sampler)
+    if told is not None:
+        told.set_epoch(epoch)
+
+
+def epoch_of(sampler: object) -> int | None:
+    """Return the ``epoch`` of a sampler that is told of epochs; None if it is no whole number."""
+    epoch = probe(told_of_epochs(sampler), "epoch")
+    return epoch if type(epoch) is int and epoch >= 0 else None
+
+
+# States ----------------------------------------------------------------------------------
+
+
+class SamplerState:
+    """Takes and restores the state of one sampler. Used on the user's thread.
+
+    Args:
+        index_sampler: A sampler or a batch sampler; None for an order without one.
+        carry_over: The samples that the next epoch begins with; None if epochs carry nothing over.
+        generator: The loader's generator, from which torch draws the base seed of the workers for
+            each epoch.
+
+    Attributes:
+        global_generators: Names of the process's generators that an epoch may draw from.
+        stateful: The sampler in the chain that has a state of its own, or None.
+    """
+
+    def __init__(
+        self,
+        index_sampler: object,
+        carry_over: CarryOver | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        samplers = chain(index_sampler)
+        self._carry_over = carry_over
+        self._is_known = all(map(is_known, samplers))
+        self.stateful: Any = next(
+            (each for each in samplers if not is_known(each) and has_own_state(each)), None
+        )
+        generators = [] if generator is None else [generator]
+        draws, sets_generators = False, False
+        for sampler in samplers:
+            # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+            # generators that depend only on that sampler's seed and epoch.
+            sets_generators = sets_generators or isinstance(sampler, EpochSampler)
+            own = probe(sampler, "generator")
+            if isinstance(own, torch.Generator):
+                generators.append(own)
+            draws = draws or (own is None and not sets_generators and type(sampler) in _DRAWING)
+        self._generators = list(dict.fromkeys(generators))
+        self._counting = [
+            each
+            for each in samplers
+            if type(each) not in _TORCHS and callable(probe(each, "set_epoch"))
+        ]
+        # A sampler with a state may draw from them, too.
+        names: tuple[str, ...] = ("torch",) if draws else ()
+        self.global_generators = names if self._is_known else GLOBAL_GENERATORS
+
+    def dump(self, *, is_begun: bool) -> dict[str, Any]:
+        """Return the state, as plain values.
+
+        Args:
+            is_begun: Whether an epoch begins now. Otherwise the states of the process's global
+                generators are left out, since they may change before an epoch begins.
+        """
+        state: dict[str, Any] = {"is_begun": is_begun}
+        if self._generators:
+            state["generators"] = [dump_generator(generator) for generator in self._generators]
+        epochs = [probe(sampler, "epoch") for sampler in self._counting]
+        if any(isinstance(epoch, int) for epoch in epochs):
+            state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
+        if self._carry_over is not None:
+            state["carry_over"] = list(self._carry_over.samples)
+        if self.stateful is not None:
+            own: object = ask_state(
+                self.stateful,
+                "Correct its state_dict(), or set state_dict = None in its class: the sampler is "
+                "then iterated again from the epoch's beginning when the loader is resumed",
+            )
+            state["unsaved" if isinstance(own, Unsaved) else "state"] = own
+        if is_begun and self.global_generators:
+            state["global_generators"] = global_rng_state(self.global_generators)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Make the next epoch begin as in the state, except for what is restored when it is drawn.
+
+        Raises:
+            ValueError: If the state does not fit, or cannot be read.
+        """
+        count = len(state.get("generators", ()))
+        if count != len(self._generators) and self._is_known:
+            raise ValueError(
+                "the state does not fit this loader:\n- number of generators of the loader and its "
+                f"samplers: {count} in the state, {len(self._generators)} in this loader.\n"
+                "Give the arguments with which the state was saved."
+            )
+        self.restore_generators(state)
+        self.restore_epochs(state)
+        if self._carry_over is not None:
+            self._carry_over.replace(state.get("carry_over", ()))
+
+    def restore_own(self, state: dict[str, Any]) -> bool:
+        """Load the sampler's own state; return whether there is one."""
+        has_state = self.stateful is not None and "state" in state
+        if has_state:
+            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
+        return has_state
+
+    def restore_generators(self, state: dict[str, Any]) -> None:
+        """Set the generators of the samplers and of the loader."""
+        for generator, text in zip(self._generators, state.get("generators", ()), strict=False):
+            load_generator(generator, text)
+
+    def restore_epochs(self, state: dict[str, Any]) -> None:
+        """Set the epochs of the samplers that count them."""
+        for sampler, epoch in zip(self._counting, state.get("epochs", ()), strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+
+    @contextlib.contextmanager
+    def drawing(self, state: dict[str, Any]) -> Iterator[None]:
+        """Set the generators to their states at the epoch's first index, for a ``with`` block.
+
+        After the block, the global generators have the process's own states again.
+        """
+        self.restore_generators(state)
+        with with_global_rng_state(state.get("global_generators", {})):
+            yield
+
+
+#: Entry of the state of an epoch from which other code has drawn batches first.
+DRAWN_ELSEWHERE = {
+    "unsaved": Unsaved(
+        "the state of this epoch cannot be saved: other code has drawn batches from the sampler "
+        "before the loader did, as toolkits do to resume, so the position is not known. Save the "
+        "toolkit's state, or call state_dict() in the next epoch."
+    )
+}
