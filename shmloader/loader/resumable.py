@@ -296,8 +296,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan.set_epoch(epoch)
         self._parts.dataset_epoch.is_named = True
         sampler = plan.order.index_sampler
-        told = told_of_epochs(sampler) or dataset_epoch.told_datasets(self.dataset)
-        if not (told or self._sample_seed is not None or self._has_warned_of_epoch):
+        told = told_of_epochs(sampler), *dataset_epoch.told_datasets(self.dataset)
+        if not (told != (None,) or self._sample_seed is not None or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
             warn_user(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
@@ -390,13 +390,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
         from the states of all workers would need the same number of workers again.
         """
+        if self._is_iterable:
+            return ""
+        if not self._asks_for_state:
+            return "a dataset without state_dict() and load_state_dict()"
         reasons = {
-            "a dataset without state_dict() and load_state_dict()": not self._asks_for_state,
             "thread_pool=True": self.thread_pool,
             "executor=": self.executor is not None,
             "num_workers='auto'": self._adapter is not None,
         }
-        return "" if self._is_iterable else next((why for why in reasons if reasons[why]), "")
+        return next((why for why in reasons if reasons[why]), "")
 
     @property
     def _saves_dataset(self) -> bool:

@@ -83,12 +83,9 @@ class DatasetEpoch:
         self._is_users |= was_set and mark != epoch
         if was_set and has_workers and not self._has_warned:
             self._has_warned = True
-            name = type(dataset).__name__
-            what = f"set_epoch() of the {name} was called"
-            if not isinstance(mark, int):
-                what = f"the {name} was changed, as by its set_epoch(),"
             warn_user(
-                f"{what} while workers have copies of it, which do not see that. Call set_epoch() "
+                f"set_epoch() of the {type(dataset).__name__} was called, or the dataset was "
+                "changed, while workers have copies of it, which do not see that. Call set_epoch() "
                 "of the loader instead: it passes the number to the dataset, here and in all "
                 "workers."
             )

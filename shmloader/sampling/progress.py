@@ -104,8 +104,8 @@ class Progress:
     @classmethod
     def load(cls, state: dict[str, Any], unit: int = 1) -> Self:
         """Return the progress that :meth:`dump` has saved."""
-        ahead = tuple((first, end) for first, end in state.get("ahead", ()))
-        return cls(state["position"], ahead, unit)
+        ahead = [*map(tuple, state["ahead"])] if "ahead" in state else ()
+        return cls(state["position"], tuple(ahead), unit)
 
 
 class EpochCounter:

@@ -143,7 +143,7 @@ class SamplerOrder:
         """
         state = self.state(generator)
         names = GLOBAL_GENERATORS if self._is_iterable else state.global_generators
-        if not names and generator is None:
+        if not names and (state.draws_seed or generator is None):
             names = ("torch",)
         dumped = state.dump(is_begun=False)
         if self._seed is None and names:
@@ -233,7 +233,7 @@ class EpochDraw(Iterator[Any]):
         self._epoch, self._index_sampler, self._state = epoch, index_sampler, state
         self._iterator, self._carry_over = drawing, carry_over
         # Numbers of the batches, to which those that were delivered ahead of their turn belong.
-        self._position = iter(epoch.progress.left_to_do(itertools.count(epoch.progress.start)))
+        self._position = epoch.progress.left_to_do(itertools.count(epoch.progress.start))
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
@@ -275,13 +275,14 @@ class EpochDraw(Iterator[Any]):
         if is_drawn(self._iterator):
             epoch.saved = {**state.dump(is_begun=False), "is_begun": True, **DRAWN_ELSEWHERE}
             return drawing
-        saved = epoch.saved or {}
-        state.restore_generators(saved)
+        saved = epoch.saved
+        if saved is not None:
+            state.restore_generators(saved)
         epoch.saved = state.dump(is_begun=True)
-        if state.restore_own(saved):
+        if saved is not None and state.restore_own(saved):
             epoch.saved["state"] = saved["state"]
             return restart_if_exhausted(self._iterate(), self._iterate)
-        return drawing
+        return state.begin(epoch.saved, drawing)
 
     def _continue(self) -> Iterator[Any]:
         """Return an iterator of the batches from the position on, of which one is drawn.

@@ -5,13 +5,15 @@ generators, and may count its epochs. The state of a sampler has the states of a
 the epoch was drawn, so that another process can draw the same epoch again.
 
 Guarantees:
-    * Taking a state draws nothing and changes nothing.
+    * Taking a state draws nothing and changes nothing, except when an epoch begins: then the seed
+      of torch's RandomSampler is drawn here instead of there.
     * The process's global generators are not changed, except while a sampler that drew from them
       draws its epoch again, up to the first batch that was not delivered.
 """
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,10 +42,10 @@ from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.samplers import EpochSampler
 
 # These draw from torch's global generator if they have no generator of their own.
-_DRAWING = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+_DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
 
 # torch's samplers, of which nothing is asked that users' samplers may have.
-_TORCHS = {BatchSampler, SequentialSampler, *_DRAWING}
+_TORCHS = {BatchSampler, RandomSampler, SequentialSampler, *_DRAWING}
 
 # Of these, too, a state has all that their order depends on.
 _SEQUENCES = {list, tuple, range, torch.Tensor, DistributedSampler}
@@ -54,7 +56,9 @@ _LONGEST_CHAIN = 8
 def chain(index_sampler: object) -> list[Any]:
     """Return a sampler, its attribute ``sampler``, the ``sampler`` of that, and so on."""
     samplers: list[Any] = []
-    while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
+    for _ in range(_LONGEST_CHAIN):
+        if index_sampler is None:
+            break
         samplers.append(index_sampler)
         get: Any = getattr if type(index_sampler) in _TORCHS else probe
         index_sampler = get(index_sampler, "sampler", None)
@@ -126,6 +130,7 @@ class SamplerState:
 
     Attributes:
         global_generators: Names of the process's generators that an epoch may draw from.
+        draws_seed: Whether an epoch draws a seed from torch's generator, and nothing else.
         stateful: The sampler in the chain that has a state of its own, or None.
     """
 
@@ -135,44 +140,54 @@ class SamplerState:
         carry_over: CarryOver | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        samplers = chain(index_sampler)
         self._carry_over = carry_over
-        self._is_known = all(map(is_known, samplers))
-        self.stateful: Any = next(
-            (each for each in samplers if not is_known(each) and has_own_state(each)), None
-        )
+        self._is_known = True
+        self.stateful: Any = None
         generators = [] if generator is None else [generator]
-        draws, sets_generators = False, False
-        for sampler in samplers:
-            # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
-            # generators that depend only on that sampler's seed and epoch.
-            sets_generators = sets_generators or isinstance(sampler, EpochSampler)
-            own = probe(sampler, "generator")
-            if isinstance(own, torch.Generator):
+        # These draw one seed from torch's global generator, and everything else from that seed.
+        self._seeding: list[RandomSampler] = []
+        self._counting: list[Any] = []
+        draws = sets_generators = False
+        for sampler in chain(index_sampler):
+            if type(sampler) in _TORCHS:
+                own = getattr(sampler, "generator", None)
+            else:
+                # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+                # generators that depend only on that sampler's seed and epoch.
+                sets_generators = sets_generators or isinstance(sampler, EpochSampler)
+                own = probe(sampler, "generator")
+                if callable(probe(sampler, "set_epoch")):
+                    self._counting.append(sampler)
+                if not is_known(sampler):
+                    self._is_known = False
+                    if self.stateful is None and has_own_state(sampler):
+                        self.stateful = sampler
+            if own is None:
+                if type(sampler) is RandomSampler and not sets_generators:
+                    self._seeding.append(sampler)
+                draws = draws or (type(sampler) in _DRAWING and not sets_generators)
+            elif isinstance(own, torch.Generator):
                 generators.append(own)
-            draws = draws or (own is None and not sets_generators and type(sampler) in _DRAWING)
         self._generators = list(dict.fromkeys(generators))
-        self._counting = [
-            each
-            for each in samplers
-            if type(each) not in _TORCHS and callable(probe(each, "set_epoch"))
-        ]
-        # A sampler with a state may draw from them, too.
         names: tuple[str, ...] = ("torch",) if draws else ()
-        self.global_generators = names if self._is_known else GLOBAL_GENERATORS
+        if not self._is_known:  # it may draw from any, also one with a state
+            names, self._seeding = GLOBAL_GENERATORS, []
+        self.global_generators = names
+        self.draws_seed = bool(self._seeding)
 
     def dump(self, *, is_begun: bool) -> dict[str, Any]:
         """Return the state, as plain values.
 
         Args:
-            is_begun: Whether an epoch begins now. Otherwise the states of the process's global
-                generators are left out, since they may change before an epoch begins.
+            is_begun: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
+                process's global generators are left out, since they may change before an epoch
+                begins.
         """
         state: dict[str, Any] = {"is_begun": is_begun}
         if self._generators:
             state["generators"] = [dump_generator(generator) for generator in self._generators]
-        epochs = [probe(sampler, "epoch") for sampler in self._counting]
-        if any(isinstance(epoch, int) for epoch in epochs):
+        if self._counting:
+            epochs = [probe(sampler, "epoch") for sampler in self._counting]
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
         if self._carry_over is not None:
             state["carry_over"] = list(self._carry_over.samples)
@@ -183,9 +198,26 @@ class SamplerState:
                 "then iterated again from the epoch's beginning when the loader is resumed",
             )
             state["unsaved" if isinstance(own, Unsaved) else "state"] = own
+        if is_begun and self._seeding:
+            state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
         if is_begun and self.global_generators:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
+
+    def begin(self, state: dict[str, Any], drawing: Iterator[Any]) -> Iterator[Any]:
+        """Begin to draw the epoch of a state that was just taken.
+
+        Args:
+            state: The state.
+            drawing: Yields the epoch's batches, and has not begun.
+        """
+        if "seed" not in state:
+            return drawing
+        self._seed(state)
+        try:
+            return itertools.chain(list(itertools.islice(drawing, 1)), drawing)
+        finally:
+            self._unseed()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as in the state, except for what is restored when it is drawn.
@@ -231,7 +263,21 @@ class SamplerState:
         """
         self.restore_generators(state)
         with with_global_rng_state(state.get("global_generators", {})):
-            yield
+            try:
+                self._seed(state)
+                yield
+            finally:
+                self._unseed()
+
+    def _seed(self, state: dict[str, Any]) -> None:
+        """Let RandomSamplers begin with the state's seed."""
+        for sampler in self._seeding if "seed" in state else ():
+            sampler.generator = torch.Generator()
+            sampler.generator.manual_seed(state["seed"])
+
+    def _unseed(self) -> None:
+        for sampler in self._seeding:
+            sampler.generator = None
 
 
 #: Entry of the state of an epoch from which other code has drawn batches first.

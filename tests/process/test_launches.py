@@ -232,7 +232,7 @@ def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(run) -> 
 
     ranks = [run.start(lambda: differences(make), rank) for rank in range(2)]
     (told,) = filter(None, [one.result() for one in ranks])
-    assert "dataset.seed of rank" in told
+    assert "in dataset.seed." in told
     assert all(f"(process {one.process.pid})" in told for one in ranks)
     assert "dataset.parts" not in told
     assert "worker_scope='rank'" in told

@@ -141,8 +141,13 @@ def test_too_many_failures_end_the_epoch_of_their_rank_alone(run):
 
 @pytest.mark.slow
 def test_worker_init_fn_is_called_once_in_each_worker_of_the_host(run, tmp_path):
+    def have_all_begun() -> bool:
+        return {path.name.split()[0] for path in tmp_path.iterdir()} == {*map(str, range(WORKERS))}
+
     def epochs() -> Any:
-        with loader(worker_init_fn=Note(tmp_path)) as one:
+        # One worker alone may load all batches before the other begins: the first sample waits.
+        dataset = Samples(at={0: functools.partial(wait_until, have_all_begun, LONG_S)})
+        with loader(dataset, worker_init_fn=Note(tmp_path)) as one:
             return [contents(one) for _ in range(2)]
 
     run.results(epochs, 2)
