@@ -59,10 +59,15 @@ def refuse_during_import() -> None:
 
 
 @contextlib.contextmanager
-def sigint_blocked() -> Iterator[None]:
-    """Block SIGINT on this thread, and in processes that are started in this block."""
-    # multiprocessing starts it otherwise, and unblocks SIGINT afterwards.
-    resource_tracker.ensure_running()
+def sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
+    """Block SIGINT on this thread, and in processes that are started in this block.
+
+    Args:
+        is_fresh: Whether multiprocessing starts an interpreter, and so a resource tracker.
+    """
+    if is_fresh:
+        # Otherwise multiprocessing starts it within the block, and unblocks SIGINT afterwards.
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -131,7 +131,7 @@ def start_nursery(start: HostStart | None) -> "Nursery":
         args=(theirs, _Surroundings.current().modules, start),
     )
     nursery = Nursery(ours, process, is_own=start is None)
-    with theirs, sigint_blocked(), unimportable_main_hidden():
+    with theirs, sigint_blocked(is_fresh=True), unimportable_main_hidden():
         process.start()
     # At this process's exit, multiprocessing would wait for it.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]

@@ -42,7 +42,13 @@ class ParentDeathPipe:
     def hold(self) -> None:
         """Make this process end with the main process: at once if that has ended already."""
         # Opened again, since the signal and its receiver belong to the open file, not to the pipe.
-        read = os.open(f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Without /proc, only the newest worker gets the signal: the others end when they next look
+        # for a task.
+        try:
+            path, flags = f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            read = os.open(path, flags)
+        except FileNotFoundError:
+            read = os.dup(self._read)
         self.close()
         fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)

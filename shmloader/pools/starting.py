@@ -183,7 +183,7 @@ class OwnWorkers:
         try:
             with (
                 theirs,
-                sigint_blocked(),
+                sigint_blocked(is_fresh=not is_fork),
                 all_parked() if is_fork else nullcontext(),  # the other methods copy no threads
                 unimportable_main_hidden(),
             ):

@@ -14,7 +14,7 @@ def test_ctrl_c_is_blocked_after_a_start_only_if_it_was_before(was_blocked: bool
     how = signal.SIG_BLOCK if was_blocked else signal.SIG_UNBLOCK
     before = signal.pthread_sigmask(how, [signal.SIGINT])
     try:
-        with sigint_blocked():
+        with sigint_blocked(is_fresh=False):
             assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
