@@ -41,15 +41,17 @@ class ParentDeathPipe:
 
     def hold(self) -> None:
         """Make this process end with the main process: at once if that has ended already."""
+        self.close_write()
         # Opened again, since the signal and its receiver belong to the open file, not to the pipe.
-        # Without /proc, only the newest worker gets the signal: the others end when they next look
-        # for a task.
+        # Where that cannot be, as without /proc, only the newest worker gets the signal: the others
+        # end when they next look for a task.
+        path, flags = f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            path, flags = f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             read = os.open(path, flags)
-        except FileNotFoundError:
-            read = os.dup(self._read)
-        self.close()
+        except OSError:
+            read = self._read
+        else:
+            self.close_read()
         fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
