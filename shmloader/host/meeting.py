@@ -1,9 +1,10 @@
 """Connects the ranks of one host, by a Unix socket that has a name but no file.
 
 The first rank that binds the name is the host of the meeting, and the others are its guests. It
-does not matter which rank is the host. The kernel removes the name when the process that bound it
-ends, however it ends. The name exists once for each network namespace, so ranks in containers with
-separate networks do not meet.
+does not matter which rank is the host. A guest waits until the host admits it, which may be long:
+the host may build a dataset first. The kernel removes the name when the process that bound it ends,
+however it ends. Its guests then try the name again. The name exists once for each network
+namespace, so ranks in containers with separate networks do not meet.
 
 Any user can bind a name or connect to it. So each side asks the kernel which user the other side is
 (``SO_PEERCRED``, unix(7)), and refuses another user before it reads anything.
@@ -13,18 +14,16 @@ behind. They must not meet those of the next launch.
 
 * If ``torch.distributed`` is initialised, the ranks agree on a random number through the store of
   its process group. The name contains it, so no other launch can have the name.
-* Otherwise the name contains the variables of the run, and each guest tells the host who it is. It
-  is admitted if the same process has launched both, at about the same time, or if one of them has
-  launched the other. Else it goes on to the next name.
+* Otherwise the name contains the variables of the run, and the process that launched the rank. If
+  host and guest were not started at about the same time, the guest goes on to the next name.
 * A launcher, such as a shell, may launch twice within seconds. So no guest is admitted whose rank
-  has come before as another process.
+  has come before as another process. It goes on to the next name.
 * A host that is stopped cannot answer. Its guests go on to the next name.
 """
 
 import contextlib
 import errno
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -33,10 +32,10 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed
 
+from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
 
 _log = logging.getLogger("shmloader")
@@ -62,11 +61,10 @@ _CREDENTIALS = struct.Struct("3i")
 # Between the host's bind and listen the kernel refuses guests. They try again after this time.
 _RETRY_S = 0.01
 
-# How long a guest may take to say who it is. How long a host may take to answer before the guest
-# looks whether it is stopped, and after how many such times a warning names it.
+# How long a guest may take to say which rank it is. How long a host may take to answer before the
+# guest looks whether it is stopped.
 _GUEST_S = 1.0
 _HOST_S = 2.0
-_TIMES = 30
 
 # A number of tasks, and on how many nodes in a row there are so many.
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -74,20 +72,21 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 # Ranks that one launcher starts at once are started within this time of each other.
 _TOGETHER_S = 10.0
 
-# A guest's first message: the fields of Hello. The host answers with one of the words below.
-_HELLO = struct.Struct("=qqdqd?")
+# A guest first sends its rank. The host answers with one of the words.
+_RANK = struct.Struct("=q")
 _ADMITTED, _REFUSED = b"admitted", b"refused"
 
 
-def name_of_run() -> str:
-    """Return a text that names this run: from the environment, else from the parent process.
-
-    Ranks that no launcher started, such as those of ``torch.multiprocessing.spawn``, have the same
-    parent.
-    """
+def name_of_run(launcher: int) -> str:
+    """Return a text that names a run: its launcher, and the variables of the environment."""
     found = [f"{name}={os.environ[name]}" for name in _RUN_VARIABLES if name in os.environ]
-    parent = os.getppid()
-    return "\n".join(found) or f"child of {parent}, started at {_started_s(parent)}"
+    return "\n".join([*found, f"launched by {launcher}, started at {_started_s(launcher)}"])
+
+
+def name_of_socket(run: str, topic: str, number: int = 0) -> str:
+    """Return the abstract name of a meeting's socket: the first one, or one of the next ones."""
+    digest = hashlib.sha256(os.fsencode(f"{run}\n{topic}\n{number}")).hexdigest()[:32]
+    return f"\0shmloader-{os.geteuid()}-{digest}"
 
 
 def _token_of_group() -> str | None:
@@ -148,74 +147,42 @@ def _is_stopped(pid: int) -> bool:
     return stats[0] is not None and all(stat is None or stat[0] in "TtZ" for stat in stats)
 
 
-class Hello(NamedTuple):
-    """Who takes part in a meeting.
-
-    Attributes:
-        rank: The rank's number.
-        pid: The rank's process id, as the process itself sees it.
-        started_s: When the process was started, in seconds since boot.
-        launcher: Process id of the process that launched it; 0 if that is not visible.
-        launched_s: When the launcher was started, in seconds since boot.
-        is_certain: Whether no other launch can have the name.
-    """
-
-    rank: int
-    pid: int
-    started_s: float
-    launcher: int
-    launched_s: float
-    is_certain: bool
-
-    def belongs_with(self, other: "Hello") -> bool:
-        """Whether both processes are ranks of one launch."""
-        is_near = abs(self.started_s - other.started_s) <= _TOGETHER_S
-        return (
-            self.is_certain
-            or (self[3:5] == other[3:5] and is_near)
-            or self[3:5] == other[1:3]
-            or self[1:3] == other[3:5]
-        )
-
-
 class Roll:
-    """The ranks that have come to a meeting. Its host keeps it.
+    """The ranks that have come to a meeting, and their processes. Its host keeps it.
 
     Args:
-        host: The rank that is the host.
+        rank: The rank that is the host.
     """
 
-    def __init__(self, host: Hello) -> None:
-        self._host = host
-        self._processes = {host.rank: host[1:3]}
+    def __init__(self, rank: int) -> None:
+        self._pids = {rank: os.getpid()}
 
     def admit(self, guest: socket.socket) -> bool:
-        """Read who a guest is, and tell it whether it may take part.
+        """Read which rank a guest is, and tell it whether it may take part.
 
         The connection is closed if the guest is of another launch or another user.
         """
         guest.settimeout(_GUEST_S)
         with contextlib.suppress(ConnectionError, TimeoutError):  # it has gone
-            if peer_of(guest)[1] == os.geteuid():
-                hello = Hello(*_HELLO.unpack(guest.recv(_HELLO.size).ljust(_HELLO.size, b"\0")))
-                is_known = self._processes.get(hello.rank, hello[1:3]) == hello[1:3]
-                if hello.belongs_with(self._host) and is_known:
-                    self._processes[hello.rank] = hello[1:3]
-                    guest.send(_ADMITTED)
+            pid, user = peer_of(guest)
+            if user == os.geteuid():
+                (rank,) = _RANK.unpack(guest.recv(_RANK.size) or bytes(_RANK.size))
+                is_known = self._pids.setdefault(rank, pid) == pid
+                guest.send(_ADMITTED if is_known else _REFUSED)
+                if is_known:
                     return True
-                guest.send(_REFUSED)
         guest.close()
         return False
 
 
 class Meeting:
-    """One side of a meeting: the host that was first to bind a name, or a guest of it.
+    """One side of a meeting: the host that was first to bind a name, or a guest that it admitted.
 
     Attributes:
         is_host: Whether this process is the host.
-        hello: What this rank says of itself.
+        roll: The ranks that have come, if it is the host.
         socket: The host's is the one that guests connect to. A guest's is its connection to the
-            host, which has admitted it.
+            host.
         name: The socket's abstract name.
         host_pid: Process id of the host; 0 if it is in another container.
 
@@ -232,32 +199,35 @@ class Meeting:
 
     def __init__(self, topic: str, rank: int = 0, *, is_alone: bool = False) -> None:
         token = secrets.token_hex(16) if is_alone else _token_of_group()
-        launcher = _launcher()
-        self.hello = Hello(
-            rank, os.getpid(), _started_s("self"), launcher, _started_s(launcher), token is not None
-        )
-        self.host_pid = os.getpid()
-        name, number, found = f"{token or name_of_run()}\n{topic}", 0, None
-        while found is None:
-            digest = hashlib.sha256(os.fsencode(f"{name}\n{number}")).hexdigest()[:32]
-            self.name = f"\0shmloader-{os.geteuid()}-{digest}"
+        run, number = token or name_of_run(_launcher()), 0
+        self.roll, self.host_pid = Roll(rank), os.getpid()
+        while True:
+            self.name = name_of_socket(run, topic, number)
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 self.socket.settimeout(_HOST_S)
-                found = self._try_name()
+                self.is_host = self._try_to_host()
+                why = "" if self.is_host else self._try_to_be_admitted(rank, token)
+                if not why:
+                    break
             except (BlockingIOError, ConnectionError):
                 time.sleep(_RETRY_S)
+            except BaseException:
+                self.socket.close()
+                raise
             else:
-                number += found is None
-            finally:
-                if found is None:
-                    self.socket.close()
-        self.is_host = found == "host"
+                number += 1
+                _log.warning(
+                    "Process %d has the name of this run on this host, but %s. Rank %d does not "
+                    "use its data. If an earlier run left it behind, end it: kill -9 %d",
+                    self.host_pid, why, rank, self.host_pid,
+                )  # fmt: skip
+            self.socket.close()
         self.socket.settimeout(None)
         PROCESS.meetings.add(self.socket)
 
-    def _try_name(self) -> str | None:
-        """Become the host or a guest. Returns None if the name belongs to another launch.
+    def _try_to_host(self) -> bool:
+        """Connect to the host, or become the host. Returns whether it is the host.
 
         Raises:
             BlockingIOError, ConnectionError: If neither is possible at this moment.
@@ -272,47 +242,39 @@ class Meeting:
                     raise
                 raise BlockingIOError from error  # another rank has bound it meanwhile
             self.socket.listen(socket.SOMAXCONN)
-            return "host"
+            return True
+        return False
+
+    def _try_to_be_admitted(self, rank: int, token: str | None) -> str:
+        """Wait until the host admits this rank. Returns why it does not; "" if it does.
+
+        Raises:
+            ConnectionError: If the host has ended, or has closed the meeting.
+        """
         self.host_pid, user = peer_of(self.socket)
         if user != os.geteuid():
             raise PermissionError(
                 f"user {user} has taken the name by which the ranks of this run find each other; "
                 "give the run another id or port"
             )
-        self.socket.send(_HELLO.pack(*self.hello))
-        answer = self._await_answer()
-        if answer == _ADMITTED:
-            return "guest"
-        why = "belongs to another launch" if answer == _REFUSED else "is stopped"
-        text = "has the name of this run on this host, but %s. Rank %d does not use its data"
-        self._warn(text, why, self.hello.rank)
-        return None
-
-    def _await_answer(self) -> bytes:
-        """Return the host's answer; b"stopped" if the host is stopped and has not answered.
-
-        Raises:
-            ConnectionError: If the host has ended, or has closed the meeting.
-        """
-        for times in itertools.count(1):
+        another = "belongs to another launch"
+        if not token and abs(_started_s(self.host_pid) - _started_s("self")) > _TOGETHER_S:
+            return another
+        self.socket.send(_RANK.pack(rank))
+        _log.info("rank %d waits for process %d", rank, self.host_pid)
+        while True:
             try:
                 answer = self.socket.recv(len(_ADMITTED))
-            except TimeoutError:
+            except TimeoutError as error:
+                if is_interruption(error):
+                    raise
                 if _is_stopped(self.host_pid):
-                    return b"stopped"
-                if times == _TIMES:
-                    self._warn("has not answered rank %d for a minute", self.hello.rank)
+                    return "is stopped"
             else:
                 break
         if not answer:
             raise ConnectionResetError("the meeting was closed")
-        return answer
-
-    def _warn(self, text: str, *arguments: object) -> None:
-        _log.warning(
-            f"Process %d {text}. If an earlier run left it behind, end it: kill -9 %d",
-            self.host_pid, *arguments, self.host_pid,
-        )  # fmt: skip
+        return "" if answer == _ADMITTED else another
 
     def detach(self) -> socket.socket:
         """Return the socket, which the caller owns from now on."""

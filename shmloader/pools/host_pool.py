@@ -141,7 +141,7 @@ def _start(meeting: Meeting, objects: tuple[object, ...], base_seed: int, facts:
         payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
         try:
             return start_nursery(
-                HostStart(meeting.detach(), meeting.hello, payload, base_seed, facts)
+                HostStart(meeting.detach(), meeting.roll, payload, base_seed, facts)
             )
         finally:
             payload.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from shmloader.batch.payload import receive_payload
-from shmloader.host.meeting import Hello, Roll
+from shmloader.host.meeting import Roll
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.child import WorkerStart, worker_main
@@ -108,14 +108,14 @@ class HostStart:
 
     Attributes:
         listener: The socket to which the other ranks connect.
-        first: The rank that starts the nursery.
+        roll: The ranks that have come: the one that starts the nursery.
         payload: What the workers get: (dataset, worker_init_fn).
         base_seed: Seeds the workers' random generators.
         facts: What ranks are told.
     """
 
     listener: socket.socket
-    first: Hello
+    roll: Roll
     payload: Any
     base_seed: int
     facts: Facts
@@ -180,7 +180,7 @@ class _Server:
         else:
             self._parent_death = ParentDeathPipe()
             self._facts = start.facts
-            self._roll = Roll(start.first)
+            self._roll = start.roll
             if start.facts.wanted_count is not None:
                 self._adapter = Adapter(start.facts.wanted_count, start.facts.worker_count)
             self._poll.register(start.listener, select.POLLIN)

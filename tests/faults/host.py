@@ -4,10 +4,9 @@ In most trials a few ranks read some epochs from one pool (``worker_scope="host"
 is killed by SIGKILL at a random moment, or a rank is stopped until all others have ended. If a
 worker or a rank dies or is stopped, the other ranks must get all batches and no error. If the owner
 dies, each rank must get one clear error, in time, and then continue. In the other trials the ranks
-share a dataset (``share_on_host``), and the rank that builds it is killed, or one that takes it. If
-it was the builder, each rank must have the dataset or a clear error, in time, and after a restart
-of the run all ranks must have the dataset. In the end nothing may be left: no process, no name of a
-socket, nothing in /dev/shm, no memory of a dead rank in the workers.
+share a dataset (``share_on_host``), and the rank that builds it is killed, or one that takes it.
+All other ranks must have the dataset, also after a restart of the run. In the end nothing may be
+left: no process, no name of a socket, nothing in /dev/shm, no memory of a dead rank in the workers.
 
 Each trial is a process that adopts the orphans of its ranks and has a /dev/shm of its own, if it
 may mount one, so several can run at a time. In most trials the ranks fork what they would spawn
@@ -22,7 +21,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import multiprocessing.connection
 import os
 import random
@@ -43,7 +41,7 @@ import psutil
 import torch
 
 from shmloader import ShardedDataLoader, share_on_host
-from shmloader.host.meeting import name_of_run
+from shmloader.host.meeting import name_of_run, name_of_socket
 from tests.faults import docs
 from tests.faults.spares import Announcements, is_running, tell_forks_of_spawned
 from tests.process.ranks import FORK, Rank, variables
@@ -54,7 +52,7 @@ _MOST_RANKS = 4
 _SAMPLE_S, _BUILD_S = 0.001, 0.1
 # How long after a kill a rank's result may take, and what a process used may outlive it.
 _HANG_S, _LEFT_S = 60.0, 10.0
-# How soon a rank must learn that the owner, or the rank that builds, is dead.
+# How soon a rank must learn that the owner is dead.
 _TOLD_S = 2.0
 # Of so many trials, the owner of one is a new interpreter.
 _FRESH_OF = 20
@@ -63,7 +61,6 @@ _VICTIMS = (
     *("builder", "taking rank"),
 )
 _OWNER_ERRORS = ("owns the workers", "forks the workers")
-_BUILDER_ERRORS = ("the rank that was building the object for this host, ended before sharing it",)
 # What is counted for each victim, and its heading. A problem's text begins with its sort.
 _COUNTED = (
     ("trial", "kills"),
@@ -154,27 +151,12 @@ def _read(announcements: Announcements, spare_count: int, is_persistent: bool) -
 
 def _take(announcements: Announcements, late_s: float) -> _Found:
     """Take the dataset, or build it."""
-    log = logging.getLogger("shmloader")
-    log.setLevel(logging.INFO)
-    log.addHandler(_WaitTeller(announcements))
     time.sleep(late_s)
     try:
         found = share_on_host(functools.partial(_build, announcements))
     except RuntimeError as error:
         return [], [(f"{type(error).__name__}: {error}", time.monotonic())]
     return [_digest(found)], []
-
-
-class _WaitTeller(logging.Handler):
-    """Announces that this rank waits for the one that builds, when shmloader logs that."""
-
-    def __init__(self, announcements: Announcements) -> None:
-        super().__init__()
-        self._announcements = announcements
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.INFO:
-            self._announcements.tell("waiting")
 
 
 def _build(announcements: Announcements) -> dict[str, Any]:
@@ -402,8 +384,6 @@ class _PoolTrial(_Trial):
 class _ShareTrial(_Trial):
     """Ranks that share a dataset."""
 
-    _in_vain: set[int]
-
     def run(self, expected: _Expected) -> None:
         for restarts in range(2):
             late_s = [self._random.uniform(0, _BUILD_S) for _ in range(self._count)]
@@ -421,8 +401,7 @@ class _ShareTrial(_Trial):
                     self._kill()
                 for number in range(self._count):
                     if number != self._dead_rank:
-                        may_fail = self._victim == "builder" and not restarts
-                        self._check(number, expected.dataset, may_fail=may_fail)
+                        self._check(number, expected.dataset)
             finally:
                 self._end_ranks()
             self._check_left("share_on_host 0", restarts=restarts)
@@ -441,28 +420,20 @@ class _ShareTrial(_Trial):
             self._dead_rank = self._random.choice(
                 [number for number, pid in enumerate(pids) if pid != builder]
             )
-        waiting = self._announcements.pids("waiting")
         self._signal(pids[self._dead_rank], signal.SIGKILL)
         self._ranks[self._dead_rank].process.join()
-        # The ranks that had begun to wait for a dataset that was never built.
-        self._in_vain = set()
-        if self._victim == "builder" and not self._announcements.was_told("built", builder):
-            self._in_vain = {pids.index(pid) for pid in waiting}
 
-    def _check(self, number: int, expected: str, *, may_fail: bool) -> None:
+    def _check(self, number: int, expected: str) -> None:
         result = self._result(number)
         if result is not None:
             found, errors = result
-            if may_fail and number in self._in_vain and not errors:
-                self._problems.append(f"other problem: rank {number} was not told")
             if found != ([] if errors else [expected]):
                 self._problems.append(f"wrong batch: rank {number} has another dataset")
-            self._check_errors(number, errors, *(_BUILDER_ERRORS if may_fail else ()))
+            self._check_errors(number, errors)
 
 
 def _name_of_meeting(topic: str) -> str:
-    digest = hashlib.sha256(os.fsencode(f"{name_of_run()}\n{topic}\n0")).hexdigest()[:32]
-    return f"shmloader-{os.geteuid()}-{digest}"
+    return name_of_socket(name_of_run(os.getpid()), topic).removeprefix("\0")
 
 
 def _processes() -> list[psutil.Process]:

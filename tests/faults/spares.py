@@ -44,11 +44,6 @@ class Announcements:
         self._take()
         return [pid for pid in self._pids[what] if is_running(pid)]
 
-    def was_told(self, what: str, pid: int) -> bool:
-        """Whether a process was announced. It may have ended since."""
-        self._take()
-        return pid in self._pids[what]
-
     def _take(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while lines := os.read(self._read, select.PIPE_BUF):

@@ -21,10 +21,12 @@ from tests.process.host_loaders import Samples, loader
 from tests.process.ranks import FORK, LONG_S
 
 
-def started_before() -> None:
-    """Have this process count as one of an earlier launch by the same launcher."""
-    own = meeting._started_s
-    meeting._started_s = lambda pid: own(pid) - 2000 * (pid == "self")
+@pytest.fixture
+def earlier(monkeypatch) -> set[int]:
+    """Processes that count as started by an earlier launch of the same launcher."""
+    pids, found = set[int](), meeting._started_s
+    monkeypatch.setattr(meeting, "_started_s", lambda pid: found(pid) - 2000 * (pid in pids))
+    return pids
 
 
 @contextlib.contextmanager
@@ -50,7 +52,7 @@ def built_by() -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "building"])
-def test_a_rank_left_behind_does_not_share_its_object(run, is_built) -> None:
+def test_a_rank_left_behind_does_not_share_its_object(run, earlier, is_built) -> None:
     begun = FORK.Event()
 
     def build() -> list[int]:
@@ -59,11 +61,8 @@ def test_a_rank_left_behind_does_not_share_its_object(run, is_built) -> None:
             signal.pause()
         return [os.getpid()] * 1000
 
-    def left_behind() -> int:
-        started_before()
-        return share_on_host(build)[0]
-
-    old = run.start(left_behind, 1)
+    old = run.start(lambda: share_on_host(build)[0], 1)
+    earlier.add(old.process.pid)
     assert begun.wait(LONG_S)
     if is_built:
         assert old.result() == old.process.pid
@@ -117,14 +116,11 @@ def runs_of(dataset: Run, kept: list[Any]) -> set[int]:
     return {number for batch in one for number in batch.tolist()}
 
 
-def test_a_pool_of_a_rank_left_behind_does_not_serve_the_next_launch(run) -> None:
+def test_a_pool_of_a_rank_left_behind_does_not_serve_the_next_launch(run, earlier) -> None:
     kept: list[Any] = []
 
-    def left_behind() -> set[int]:
-        started_before()
-        return runs_of(Run(1), kept)
-
-    old = [run.start(left_behind, rank) for rank in range(2)]
+    old = [run.start(lambda: runs_of(Run(1), kept), rank) for rank in range(2)]
+    earlier.update(one.process.pid for one in old)
     assert [one.result() for one in old] == [{1}, {1}]
     old[0].process.kill()
     old[0].process.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, share_on_host
+from shmloader.host import meeting
 from shmloader.host.meeting import Meeting
 from shmloader.host.sharing import _Server
 from shmloader.memory.segment import address_of, find_segment
@@ -34,6 +36,10 @@ def as_rank(run, monkeypatch) -> None:
     for name, value in variables(run.run_id, 1, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(PROCESS, "calls_on_host", 0)
+    # The forked ranks and this process count as launched together.
+    launcher = os.getpid()
+    monkeypatch.setattr(meeting, "_launcher", lambda: launcher)
+    monkeypatch.setattr(meeting, "_TOGETHER_S", math.inf)
 
 
 @contextlib.contextmanager
@@ -282,14 +288,6 @@ def test_what_is_no_function_is_refused() -> None:
         share_on_host([1, 2])
 
 
-def test_a_process_that_knows_no_rank_is_told_where_to_call_it(monkeypatch) -> None:
-    """Lightning sets this in the processes that it starts, before fit() makes them ranks."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"RANK=None.*under Lightning, call it in setup\(\)"):
-        share_on_host(must_not_build)
-
-
 def test_an_exception_of_build_is_raised_in_all_ranks(run) -> None:
     def fail() -> Any:
         raise KeyError("no such file")
@@ -366,36 +364,34 @@ def test_what_cannot_be_pickled_is_named_in_all_ranks(run) -> None:
         assert "Set it to None in build()" in str(error)
 
 
-@pytest.mark.parametrize("has_child", [False, True])
-def test_the_others_are_told_if_the_rank_that_builds_is_killed(run, has_child) -> None:
+@pytest.mark.parametrize("end", ["killed", "killed, with a child", "interrupted"])
+def test_if_the_rank_that_builds_ends_another_one_builds(run, end) -> None:
     begun, waiting, child = FORK.Event(), FORK.Event(), FORK.Value("i", 0)
 
     def build() -> None:
-        if has_child:  # which has a copy of all that the rank has open
+        if "child" in end:  # which has a copy of all that the rank has open
             fork_child(child)
         begun.set()
-        signal.pause()
+        waiting.wait(LONG_S)
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    builder = run.start(lambda: share_on_host(build), 0)
+    first = run.start(lambda: share_on_host(build), 0)
     assert begun.wait(LONG_S)
 
-    def wait() -> Any:
+    def wait() -> int:
         with told_when_waiting(waiting):
-            return share_on_host(must_not_build)
+            return share_on_host(make)["builder"]
 
-    other = run.start(wait, 1)
-    assert waiting.wait(LONG_S)
-    builder.process.kill()
-    killed_s = time.monotonic()
+    second = run.start(wait, 1)
     try:
-        error = other.result()
-        assert time.monotonic() - killed_s < TOLD_S
+        assert second.result(TOLD_S) == second.process.pid
     finally:
-        builder.process.join()
-        if has_child:
+        if child.value:
             os.kill(child.value, signal.SIGKILL)
-    assert type(error) is RuntimeError
-    assert f"process {builder.process.pid}, the rank that was building" in str(error)
+    if end == "interrupted":
+        assert type(first.result()) is KeyboardInterrupt
 
 
 def test_a_stopped_rank_holds_up_the_others_for_a_moment_and_gets_it_later(run) -> None:
@@ -443,34 +439,14 @@ def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
     assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
 
 
-def test_if_a_build_is_interrupted_another_rank_builds(run) -> None:
-    begun, waiting = FORK.Event(), FORK.Event()
-
-    def build() -> None:
-        begun.set()
-        waiting.wait(LONG_S)
-        raise KeyboardInterrupt
-
-    first = run.start(lambda: share_on_host(build), 0)
-    assert begun.wait(LONG_S)
-
-    def wait() -> int:
-        with told_when_waiting(waiting):
-            return share_on_host(make)["builder"]
-
-    second = run.start(wait, 1)
-    assert type(first.result()) is KeyboardInterrupt
-    assert second.result() == second.process.pid
-
-
 def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
-    finish = _Server.finish
+    serve = _Server.serve
 
-    def finish_interrupted(server: _Server, *args: Any) -> None:
-        finish(server, *args)
+    def serve_interrupted(server: _Server) -> None:
+        serve(server)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Server, "finish", finish_interrupted)
+    monkeypatch.setattr(_Server, "serve", serve_interrupted)
     builder = run.start(lambda: share_on_host(make), 0)
     assert type(builder.result()) is KeyboardInterrupt
     assert run.start(contents, 1).result()[0] == builder.process.pid
@@ -567,11 +543,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 def test_another_user_gets_nothing(run) -> None:
     builder = run.start(contents, 0)
     built = builder.result()
-    meeting = Meeting("share_on_host 0", 1)
-    name = meeting.name
-    meeting.close()
+    guest = Meeting("share_on_host 0", 1)
+    guest.close()
 
-    assert sent_to_nobody(name) == b""
+    assert sent_to_nobody(guest.name) == b""
     assert contents() == built
 
 

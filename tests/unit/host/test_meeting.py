@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from shmloader.host.meeting import name_of_run, ranks_of_host
@@ -48,15 +46,10 @@ RUN = {
 def test_runs_are_told_apart_by_each_variable_of_theirs(monkeypatch, name):
     for each, value in RUN.items():
         monkeypatch.setenv(each, value)
-    before = name_of_run()
-    assert name_of_run() == before
+    before = name_of_run(7)
+    assert name_of_run(7) == before
+    assert name_of_run(8) != before
     monkeypatch.setenv(name, RUN[name] + "1")
-    assert name_of_run() != before
+    assert name_of_run(7) != before
     monkeypatch.delenv(name)
-    assert name_of_run() != before
-
-
-def test_without_variables_ranks_are_the_children_of_one_process(monkeypatch):
-    for each in RUN:
-        monkeypatch.delenv(each, raising=False)
-    assert str(os.getppid()) in name_of_run()
+    assert name_of_run(7) != before
