@@ -1,26 +1,144 @@
-"""Lists and dicts whose items lie in shared memory. Made by :func:`shmloader.share`."""
+"""Lists and dicts whose items lie in shared memory. Made by :func:`shmloader.share`.
+
+Each item is a record: a pickle of its own in a segment, and a table says where each begins.
+Unpickling a text, or a tuple of numbers and texts, takes 0.25 µs, less than any loop in Python.
+Tensors and large arrays lie outside the pickles, and an object that is read has views of them.
+"""
 
 import bisect
 import functools
 import itertools
 import numbers
 import operator
+import pickle
 import reprlib
 import zlib
+from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from shmloader.memory.segment import Segment, SegmentWriter
-from shmloader.shared.records import RecordTable, read_record
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, batch_reducers, dump, reduce_data
+from shmloader.memory.segment import (
+    BULK_BYTES,
+    BufferTable,
+    Segment,
+    SegmentWriter,
+    load_with_buffers,
+    write_buffers,
+)
+from shmloader.shared.arrays import array_over, reduce_tensor
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
+# Bytes of records that are written at a time.
+_CHUNK_BYTES = 1 << 20
+
+# The pickle of these, or of a tuple of these, has no out-of-band buffers.
+_SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
 # Items that are enough for a repr, which leaves the last one out.
 _SHOWN = 7
+
+
+class RecordTable(NamedTuple):
+    """Where the records of a list lie in their segment.
+
+    Attributes:
+        length: Number of records.
+        starts: Offset of the table of each record's first byte; int64.
+        others: Segments that items refer to, since parts of the items were shared before. They are
+            kept alive here.
+    """
+
+    length: int
+    starts: int
+    others: tuple[Segment, ...] = ()
+
+
+class _Parts(NamedTuple):
+    """What is pickled for an item with out-of-band buffers.
+
+    Attributes:
+        body: The item's pickle.
+        table: Where its buffers lie.
+    """
+
+    body: bytes
+    table: BufferTable
+
+
+def write_records(
+    items: Iterable[Any],
+    writer: SegmentWriter,
+    *,
+    writable: bool,
+    least_bytes: int = BULK_BYTES,
+    word: str = "item",
+) -> RecordTable:
+    """Write a record for each item.
+
+    Args:
+        items: The items.
+        writer: Writer of the segment.
+        writable: Whether arrays in the records are writable when they are read.
+        least_bytes: Smaller arrays are copied when they are read; any other is a view.
+        word: What an item is called in an error.
+
+    Raises:
+        TypeError: If an item cannot be pickled.
+        SharedMemoryError: If there is not enough memory.
+    """
+    chunk, starts, others, reducers = bytearray(), array("q"), {}, batch_reducers()
+
+    def flush() -> None:
+        writer.append(chunk, is_aligned=False)
+        chunk.clear()
+
+    def reduce(value: Any, out_of_band: OutOfBand) -> Any:
+        """Reduce tensors and large arrays of an item, so that their data lie beside the pickle."""
+        if type(value) is Segment:
+            others[id(value)] = value
+            return NotImplemented
+        is_array = type(value) is np.ndarray and not value.dtype.hasobject
+        if is_array and value.nbytes >= least_bytes:
+            is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+            order: Any = "F" if is_fortran else "C"
+            data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)
+            fields = (value.dtype, value.shape, order, writable)
+            return array_over, (pickle.PickleBuffer(data.data), *fields)
+        if type(value).__module__.partition(".")[0] == "torch":
+            return reduce_tensor(value) or reduce_data(value, out_of_band)
+        return NotImplemented
+
+    def encode(item: Any) -> bytes:
+        kind = type(item)
+        if kind not in _SIMPLE and not (kind is tuple and _SIMPLE.issuperset(map(type, item))):
+            body, out_of_band = dump(item, reduce, reducers, least_bytes=least_bytes)
+            if not out_of_band.order:
+                return body
+            flush()
+            item = _Parts(body, write_buffers(out_of_band, writer))
+        return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+
+    for number, item in enumerate(items):
+        try:
+            data = encode(item)
+        except PICKLE_ERRORS as error:
+            raise TypeError(
+                f"{word} {number} of a long list or dict cannot be pickled: {error}"
+            ) from error
+        starts.append(writer.used_bytes + len(chunk))
+        chunk += data
+        if len(chunk) >= _CHUNK_BYTES:
+            flush()
+    flush()
+    length = len(starts)
+    starts.append(writer.used_bytes)  # so that the table is never empty
+    return RecordTable(length, writer.append(starts), tuple(others.values()))
 
 
 class SharedList(Sequence[_T]):
@@ -47,7 +165,8 @@ class SharedList(Sequence[_T]):
         return SharedList, (self._segment, self._table, self._range)
 
     def _read(self, number: int) -> Any:
-        return read_record(self._data[self._starts[number] :], self._segment)
+        item = pickle.loads(self._data[self._starts[number] :])  # which ends by itself
+        return load_with_buffers(*item, self._segment) if type(item) is _Parts else item
 
     def __len__(self) -> int:
         return len(self._range)

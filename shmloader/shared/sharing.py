@@ -9,8 +9,6 @@ and so is the storage of several tensors.
 import collections
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +16,11 @@ import torch
 from torch.utils.data import Dataset
 
 from shmloader.memory.limits import is_supported, why_unsupported
-from shmloader.memory.pickled import PICKLE_ERRORS, is_plain
-from shmloader.memory.segment import Segment, SegmentWriter
+from shmloader.memory.pickled import is_plain
+from shmloader.memory.segment import SegmentWriter
 from shmloader.shared.arrays import enable_tensor_handles, reduce_tensor
-from shmloader.shared.containers import SharedDict, SharedList, write_index
+from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
 from shmloader.shared.counting import attributes_of
-from shmloader.shared.records import RecordTable, RecordWriter
 
 _T = TypeVar("_T")
 
@@ -69,57 +66,69 @@ def share(obj: _T, writable: bool = False) -> _T:
         TypeError: If an item of a long list or dict cannot be pickled.
         RuntimeError: On a system without ``memfd`` (Linux has it).
     """
-    walk = _Walk()
-    walk.visit(obj)
-    if not walk.bulk:
+    bulk, contents = _find_bulk(obj)
+    if not bulk:
         return obj
     if not is_supported():
         raise RuntimeError(f"share() does not work here, since {why_unsupported()}")
     with SegmentWriter() as writer:
-        build = _write(list(walk.bulk.values()), writer, writable=writable)
+        # Arrays together, so that tensors of one storage still share it.
+        arrays = [key for key, value in bulk.items() if type(value) not in _LONG_KINDS]
+        table = write_records(
+            [[bulk[key] for key in arrays]], writer, writable=writable, least_bytes=0
+        )
+        tables = {
+            key: _write_long(value, writer, writable=writable)
+            for key, value in bulk.items()
+            if type(value) in _LONG_KINDS
+        }
         segment = writer.finish()
-    copies = dict(zip(walk.bulk, build(segment), strict=True))
-    if any(isinstance(value, torch.Tensor) for value in walk.bulk.values()):
+    made: dict[int, Any] = dict(zip(arrays, SharedList[Any](segment, table)[0], strict=True))
+    for key, (kind, *arguments) in tables.items():
+        made[key] = kind(segment, *arguments)
+    if any(isinstance(value, torch.Tensor) for value in bulk.values()):
         enable_tensor_handles()
-    shared_copy: _T = _SharedCopies(walk.changing, copies).shared_copy(obj)
+    shared_copy: _T = _SharedCopies(_changing(bulk, contents), made).shared_copy(obj)
     return shared_copy
 
 
-class _Walk:
-    """Finds the bulk in an object. Keeps the objects that it notes alive, so that ids stay unique.
+# A value in which bulk was looked for, and the objects in it, by index, key or name.
+_Contents = tuple[Any, dict[Any, Any]]
 
-    Attributes:
-        changing: The ids of objects that have bulk in them, at any depth; these get a shared copy.
-        bulk: The bulk, by id.
+
+def _find_bulk(root: object) -> tuple[dict[int, Any], dict[int, _Contents]]:
+    """Return the bulk in an object, and the contents of each object that was looked at, by id.
+
+    These keep the objects alive, so that ids stay unique.
     """
+    bulk: dict[int, Any] = {}
+    contents: dict[int, _Contents] = {}
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        key = id(value)
+        if key in bulk or key in contents:
+            continue
+        if _is_bulk(value):
+            bulk[key] = value
+        elif inner := _contents(value, is_root=value is root):
+            contents[key] = value, inner
+            waiting += inner.values()
+    return bulk, contents
 
-    def __init__(self) -> None:
-        self.changing: set[int] = set()
-        self.bulk: dict[int, Any] = {}
 
-    def visit(self, root: object) -> None:
-        """Look for bulk in an object and all that is in it."""
-        seen: dict[int, Any] = {}
-        holders: dict[int, list[int]] = collections.defaultdict(list)
-        waiting: list[tuple[Any, int]] = [(root, 0)]
-        while waiting:
-            value, holder = waiting.pop()
-            key = id(value)
-            if key not in seen:
-                if _is_bulk(value):
-                    self.bulk[key] = value
-                elif (inner := _contents(value, is_root=value is root)) is not None:
-                    waiting += [(one, key) for one in inner.values()]
-                else:
-                    continue
-                seen[key] = value
-            holders[key].append(holder)
-        changed = list(self.bulk)
-        while changed:
-            for holder in holders[changed.pop()]:
-                if holder and holder not in self.changing:
-                    self.changing.add(holder)
-                    changed.append(holder)
+def _changing(bulk: dict[int, Any], contents: dict[int, _Contents]) -> dict[int, _Contents]:
+    """Return the objects that have bulk in them, at any depth. These get a shared copy."""
+    changing: dict[int, _Contents] = {}
+    changed = set(bulk)
+    while changed:
+        changed = {
+            key
+            for key, (_, inner) in contents.items()
+            if key not in changing and not changed.isdisjoint(map(id, inner.values()))
+        }
+        changing.update((key, contents[key]) for key in changed)
+    return changing
 
 
 def _is_bulk(value: Any) -> bool:
@@ -137,8 +146,8 @@ def _is_bulk(value: Any) -> bool:
     return kind in _LONG_KINDS and len(value) >= LONG
 
 
-def _contents(value: Any, *, is_root: bool) -> dict[Any, Any] | None:
-    """Return the objects in a value that may have bulk; None if the value is used unchanged.
+def _contents(value: Any, *, is_root: bool) -> dict[Any, Any]:
+    """Return the objects in a value that may have bulk; none if the value is used unchanged.
 
     They are the items of a list, tuple or dict, or the attributes of a dataset, a dataclass or the
     root, by index, key or name.
@@ -156,61 +165,23 @@ def _contents(value: Any, *, is_root: bool) -> dict[Any, Any] | None:
         or any("__getitem__" in vars(base) for base in kind.__mro__)
     )
     is_module = isinstance(value, torch.nn.Module) and not is_root
-    if not is_looked_at or is_module or isinstance(value, _WHOLE):
-        return None
-    return attributes_of(value) or None
+    is_whole = not is_looked_at or is_module or isinstance(value, _WHOLE)
+    return {} if is_whole else attributes_of(value)
 
 
-def _write(
-    bulk: list[Any], writer: SegmentWriter, *, writable: bool
-) -> Callable[[Segment], list[Any]]:
-    """Write all bulk. Return a function that opens it and returns the shared copies, in order."""
-    # Arrays together, so that tensors of one storage still share it.
-    arrays = RecordWriter(writer, writable=writable, least_bytes=0)
-    arrays.add([value for value in bulk if type(value) not in _LONG_KINDS])
-    array_table = arrays.finish()
-    makers: list[Callable[[Segment], Any] | None] = []
-    for items in bulk:
-        if type(items) not in _LONG_KINDS:
-            makers.append(None)
-        elif isinstance(items, dict):
-            tables = [
-                _write_items(column, writer, word, writable=writable)
-                for word, column in (("key", items), ("value", items.values()))
-            ]
-            index = write_index(items, writer)
-            makers.append(
-                functools.partial(SharedDict, keys=tables[0], values=tables[1], index=index)
-            )
-        else:
-            table = _write_items(items, writer, "item", writable=writable)
-            makers.append(functools.partial(SharedList, table=table))
-
-    def build(segment: Segment) -> list[Any]:
-        opened = iter(SharedList[Any](segment, array_table)[0])
-        return [next(opened) if make is None else make(segment) for make in makers]
-
-    return build
-
-
-def _write_items(
-    items: Iterable[Any], writer: SegmentWriter, word: str, *, writable: bool
-) -> RecordTable:
-    records = RecordWriter(writer, writable=writable)
-    for number, item in enumerate(items):
-        try:
-            records.add(item)
-        except PICKLE_ERRORS as error:
-            raise TypeError(
-                f"{word} {number} of a long list or dict cannot be pickled: {error}"
-            ) from error
-    return records.finish()
+def _write_long(items: Any, writer: SegmentWriter, *, writable: bool) -> tuple[Any, ...]:
+    """Write a list, tuple or dict. Return its class, and the arguments after the segment."""
+    if not isinstance(items, dict):
+        return SharedList, write_records(items, writer, writable=writable)
+    keys = write_records(items, writer, writable=writable, word="key")
+    values = write_records(items.values(), writer, writable=writable, word="value")
+    return SharedDict, keys, values, write_index(items, writer)
 
 
 class _SharedCopies:
     """Copies objects that have bulk in them, with the shared copies in place of the bulk."""
 
-    def __init__(self, changing: set[int], made: dict[int, Any]) -> None:
+    def __init__(self, changing: dict[int, _Contents], made: dict[int, Any]) -> None:
         self._changing, self._made = changing, made
 
     def shared_copy(self, value: Any) -> Any:
@@ -220,6 +191,7 @@ class _SharedCopies:
             return self._made[key]
         if key not in self._changing:
             return value
+        contents = self._changing[key][1]
         if isinstance(value, tuple):
             inner = [self.shared_copy(one) for one in value]
             # The tuple may contain itself, inside a list, and then has been made meanwhile.
@@ -228,18 +200,16 @@ class _SharedCopies:
             except TypeError:  # a structseq, as torch's functions return
                 same = type(value)(inner)
             return self._made.setdefault(key, same)
-        is_container = isinstance(value, list | dict)
+        put: Any = object.__setattr__
         try:
-            made = copy.copy(value) if is_container else object.__new__(type(value))
-        except TypeError:  # a base class in C
-            made = value
-        self._made[key] = made
-        contents = {} if made is value else _contents(value, is_root=True) or {}
-        for name, one in contents.items():
-            if isinstance(value, list):
-                list.__setitem__(made, name, self.shared_copy(one))
-            elif isinstance(value, dict):
-                dict.__setitem__(made, name, self.shared_copy(one))
+            if isinstance(value, list | dict):
+                made: Any = copy.copy(value)
+                put = list.__setitem__ if isinstance(value, list) else dict.__setitem__
             else:
-                object.__setattr__(made, name, self.shared_copy(one))
+                made = object.__new__(type(value))
+        except TypeError:  # a base class in C
+            made, contents = value, {}
+        self._made[key] = made
+        for name, one in contents.items():
+            put(made, name, self.shared_copy(one))
         return made

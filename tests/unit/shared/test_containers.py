@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shmloader.memory.segment import SegmentWriter
 from shmloader.shared import containers
-from shmloader.shared.containers import SharedDict, SharedList, write_index
-from shmloader.shared.records import RecordWriter
+from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
 
 # Lists -------------------------------------------------------------------------------------
 
@@ -41,10 +40,7 @@ STEPS = st.none() | st.integers(-4, 4).filter(bool)
 
 def shared_list(items, *, writable=False) -> SharedList:
     with SegmentWriter() as writer:
-        records = RecordWriter(writer, writable=writable)
-        for item in items:
-            records.add(item)
-        table = records.finish()
+        table = write_records(items, writer, writable=writable)
         return SharedList(writer.finish(), table)
 
 
@@ -168,12 +164,8 @@ KEYS = st.one_of(STABLE_KEYS, st.frozensets(st.integers(0, 5), max_size=2))
 
 def shared_dict(items: dict) -> SharedDict:
     with SegmentWriter() as writer:
-        tables = []
-        for column in (items.keys(), items.values()):
-            records = RecordWriter(writer, writable=False)
-            for item in column:
-                records.add(item)
-            tables.append(records.finish())
+        columns = (items.keys(), items.values())
+        tables = [write_records(column, writer, writable=False) for column in columns]
         index = write_index(items, writer)
         return SharedDict(writer.finish(), *tables, index)
 
