@@ -45,19 +45,12 @@ def _code_of(handler: Any) -> CodeType | None:
     return getattr(handler, "__code__", None)
 
 
-def describe_interruption(error: BaseException, *, in_sampler: bool = False) -> str:
-    """Say why an iterator is closed, to follow "the iterator is closed".
-
-    Args:
-        error: The exception from outside, such as one raised by a signal handler.
-        in_sampler: Whether it left the sampler's own code.
-    """
-    what = "it while a batch was in transit, which would be missing if it went on"
-    if in_sampler:
-        what = "the sampler, and an interrupted generator cannot go on"
+def describe_interruption(error: BaseException) -> str:
+    """Say why an iterator is closed, to follow "the iterator is closed"."""
     return (
-        f" since {type(error).__name__}, raised from outside, interrupted {what}. The loader's "
-        "state_dict() is that of the last batch that next() returned."
+        f" since {type(error).__name__}, raised from outside, interrupted it while a batch was in "
+        "transit, which would be missing if it went on. The loader's state_dict() is that of the "
+        "last batch that next() returned."
     )
 
 

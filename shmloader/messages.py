@@ -145,7 +145,6 @@ class BatchDone(NamedTuple):
             batch, or why there is none; None if none was due.
         times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by the worker's clock.
         fingerprint: Fingerprint of the batch, if the dataset is iterable.
-        state_ns: How long it took to take the snapshot, in nanoseconds.
     """
 
     seq: int
@@ -158,7 +157,6 @@ class BatchDone(NamedTuple):
     snapshot: SentState = None
     times: tuple[int, ...] | None = None
     fingerprint: int | None = None
-    state_ns: int = 0
 
 
 class BatchFailed(NamedTuple):

@@ -38,16 +38,6 @@ def user_part(entry: TracebackType | None) -> TracebackType | None:
     return first or entry
 
 
-def without_ours(entry: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without any of the loader's frames."""
-    if entry is None:
-        return None
-    kept = without_ours(entry.tb_next)
-    if _is_our_file(entry.tb_frame.f_code.co_filename):
-        return kept
-    return TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-
-
 def format_for_user(error: BaseException) -> str:
     """Return an exception as Python prints it, without the loader's frames around the user's."""
     lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))

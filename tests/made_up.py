@@ -59,11 +59,6 @@ class System:
         self.write(f"{base}/memory.usage_in_bytes", f"{usage}\n")
         self.write(f"{base}/memory.stat", _lines(rss=usage, **stat))
 
-    def set_kills(self, directory: str, count: int) -> None:
-        """Set the number of out-of-memory kills of a group of the unified hierarchy."""
-        events = f"low 0\nhigh 0\nmax 17\noom 3\noom_kill {count}\noom_group_kill 0\n"
-        self.write(f"sys/fs/cgroup{directory}/memory.events", events)
-
 
 def _lines(**values: int) -> str:
     return "".join(f"{name} {value}\n" for name, value in values.items())

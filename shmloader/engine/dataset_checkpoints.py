@@ -23,10 +23,6 @@ from shmloader.tracebacks import warn_user
 
 _LARGE_BYTES = 1_000_000
 
-# States may take this share of the time of batches. It is judged once the states have taken so long
-# that it matters.
-_SHARE, _LONG_NS = 0.1, 500_000_000
-
 
 class DatasetUpdate(NamedTuple):
     """The checkpoint of a worker's dataset after a batch that is delivered or left out.
@@ -34,12 +30,10 @@ class DatasetUpdate(NamedTuple):
     Attributes:
         worker_id: The worker.
         checkpoint: The checkpoint.
-        state_ns: How long it took to take the dataset's state, in nanoseconds.
     """
 
     worker_id: int
     checkpoint: Checkpoint
-    state_ns: int = 0
 
 
 class DatasetCheckpoints:
@@ -78,7 +72,7 @@ class DatasetCheckpoints:
     def update(self, updates: Iterable[DatasetUpdate]) -> None:
         """Replace checkpoints, in the order in which batches were handed over."""
         checkpoints = list(self.checkpoints)
-        for worker_id, checkpoint, _ in updates:
+        for worker_id, checkpoint in updates:
             checkpoints[worker_id] = checkpoint
             self.next_worker = (worker_id + 1) % len(checkpoints)
         self.checkpoints = tuple(checkpoints)
@@ -165,42 +159,27 @@ def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
 
 
 class StateCost:
-    """What the states of one loader's dataset cost. Warns once.
+    """Warns once if the states of a loader's dataset are large.
 
     Attributes:
         is_watched: Whether to warn: not if the user has set ``snapshot_every_n_steps``.
     """
 
-    __slots__ = ("_batches_ns", "_has_warned", "_states_ns", "is_watched")
-
     def __init__(self) -> None:
         self.is_watched, self._has_warned = True, False
-        self._states_ns = self._batches_ns = 0
 
-    def add(self, update: DatasetUpdate, batch_ns: int) -> None:
-        """Add a batch.
-
-        Args:
-            update: The checkpoint after the batch.
-            batch_ns: How long it took to make the batch.
-        """
-        checkpoint = update.checkpoint
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Look at the checkpoint after a batch."""
         is_watched = self.is_watched and not self._has_warned
         if not is_watched or checkpoint.snapshot is None or checkpoint.skip:
             return
         nbytes = len(checkpoint.snapshot)
-        self._states_ns += update.state_ns
-        self._batches_ns += batch_ns
-        is_slow = self._states_ns > max(_LONG_NS, _SHARE * self._batches_ns)
-        if nbytes < _LARGE_BYTES and not is_slow:
+        if nbytes < _LARGE_BYTES:
             return
         self._has_warned = True
-        cost = f"{nbytes / 1e6:.1f} MB with each batch"
-        if nbytes < _LARGE_BYTES:
-            share = self._states_ns / max(1, self._batches_ns)
-            cost = f"{share:.2f} times as long as the batches take"
         warn_user(
-            f"the loader saves the state of the dataset for each batch, which costs {cost}. Set "
-            "snapshot_every_n_steps=0 if no state is needed. For an iterable dataset, 100 saves it "
-            "rarely; 1 saves it for each batch without this warning.",
+            "the loader saves the state of the dataset for each batch, which costs "
+            f"{nbytes / 1e6:.1f} MB with each batch. Set snapshot_every_n_steps=0 if no state is "
+            "needed. For an iterable dataset, 100 saves it rarely; 1 saves it for each batch "
+            "without this warning."
         )

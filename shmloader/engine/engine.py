@@ -13,7 +13,6 @@ The module is long because one object performs every action of the scheduler and
 report of the pool.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -206,7 +205,7 @@ class Engine:
             dead = scheduler.workers.first(DEAD)
             if dead is not None:
                 assert isinstance(dead.death, Death)
-                self._fail(WorkerDiedError(describe_death(dead.worker_id, dead.death, None)))
+                self._fail(self._died(dead.worker_id, dead.death, None))
             if scheduler.is_epoch_left:
                 break
             if not self._receive_any(self._deadline()):
@@ -407,7 +406,7 @@ class Engine:
         """Raise the error that came in place of a batch, and offer one more ticket if possible."""
         self._scheduler.free_slot(ticket)
         if isinstance(answer, Death):
-            self._fail(WorkerDiedError(describe_death(ticket.worker_id, answer, ticket)))
+            self._fail(self._died(ticket.worker_id, answer, ticket))
         assert isinstance(answer, Failure)
         error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
         if answer.is_final:
@@ -416,11 +415,15 @@ class Engine:
         self._offer()
         raise Instead(error)
 
+    def _died(self, worker_id: int, death: Death, ticket: Ticket | None) -> WorkerDiedError:
+        limit = self._scheduler.restart_limit
+        return WorkerDiedError(describe_death(worker_id, death, ticket, restart_limit=limit))
+
     def _set_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         left_out, self._left_out = self._left_out, []
         updates = [
-            DatasetUpdate(one.worker_id, one.checkpoint, getattr(one.answer, "state_ns", 0))
+            DatasetUpdate(one.worker_id, one.checkpoint)
             for one in (*left_out, ticket)
             if one.checkpoint is not None
         ]
@@ -612,15 +615,8 @@ class Engine:
         if scheduler.workers[worker_id].state is GONE:
             return  # it had left
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
-        scheduler.worker_lost(
-            worker_id,
-            dataclasses.replace(death, restart_limit=scheduler.restart_limit),
-            was_at.seq if is_ours else None,
-            held=held,
-            was_elsewhere=death.was_elsewhere,
-            may_restart=not death.is_final,
-            is_blameless=bool(death.reason),
-        )
+        at_work = was_at.seq if is_ours else None
+        scheduler.worker_lost(worker_id, death, at_work, held=held)
 
     # Ends --------------------------------------------------------------------------------
 

@@ -5,17 +5,14 @@ up by a slow sample, and the sample's worker may go on.
 """
 
 import time
-from collections.abc import Iterable
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.engine.records import Worker
-from shmloader.engine.scheduler import UNASSIGNED, Scheduler
+from shmloader.engine.scheduler import Scheduler
 from shmloader.engine.texts import (
     describe_hang,
     describe_hung_work,
-    describe_late_start,
     describe_ticket,
-    describe_timeout,
     describe_work,
 )
 from shmloader.errors import LoaderTimeoutError
@@ -29,51 +26,43 @@ _ASK_S = 1.0
 def late_batch(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTimeoutError:
     """Return the error for a batch that has not come in time. Called from any thread."""
     tickets = [ticket for ticket in scheduler.tickets if ticket.is_awaited]
-    if scheduler.in_order:
-        tickets = tickets[:1]
-    living = [worker.worker_id for worker in scheduler.workers if worker.is_alive]
-    # With a queue, only the worker knows which ticket it has, until it answers.
-    at_work = [(pool.was_at(worker_id), worker_id) for worker_id in living]
-    takers = {
-        each.seq: worker_id
-        for each, worker_id in at_work
-        if each.phase is Phase.LOADING and each.epoch == scheduler.epoch
-    }
-    waiting = []
-    for ticket in tickets:
-        holder: int | None = ticket.worker_id
-        if holder == UNASSIGNED:
-            holder = takers.get(ticket.seq)
-        waiting.append((ticket, holder, None if holder is None else pool.pid(holder)))
-    # Workers that have an awaited ticket come first, in the order of these.
-    holders = [holder for _, holder, _ in waiting]
-    living.sort(key=lambda one: holders.index(one) if one in holders else len(holders))
-    return LoaderTimeoutError(
-        describe_timeout(timeout_s, waiting, _describe_all(pool, scheduler, living))
+    awaited = f"any of {len(tickets)} batches"
+    if scheduler.in_order and tickets:
+        awaited = describe_ticket(tickets[0])
+    text = (
+        f"{awaited}. No batch is lost. A for loop ends here; call next() on the same iterator to "
+        "go on waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker "
+        "whose sample hangs."
     )
+    workers = [worker for worker in scheduler.workers if worker.is_alive]
+    return _late(timeout_s, text, pool, scheduler, workers)
 
 
 def late_start(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTimeoutError:
     """Return the error for workers that have not left the previous epoch in time."""
-    workers = [worker for worker in scheduler.workers if worker.is_alive]
-    busy = [worker.worker_id for worker in workers if not worker.has_left_epoch]
-    return LoaderTimeoutError(describe_late_start(timeout_s, _describe_all(pool, scheduler, busy)))
+    text = (
+        "its workers to finish the previous epoch. The workers were ended; iter() starts new ones."
+    )
+    workers = [one for one in scheduler.workers if one.is_alive and not one.has_left_epoch]
+    return _late(timeout_s, text, pool, scheduler, workers)
 
 
-def _describe_all(pool: Pool, scheduler: Scheduler, worker_ids: Iterable[int]) -> list[str]:
-    """Describe what workers are doing.
+def _late(
+    timeout_s: float, text: str, pool: Pool, scheduler: Scheduler, workers: list[Worker]
+) -> LoaderTimeoutError:
+    """Return an error that says what was waited for, and what each worker is doing.
 
-    If many do not answer, the last of them are not asked for their stacks.
+    If many workers do not answer, the last of them are not asked for their stacks.
     """
     until = time.monotonic() + _ASK_S
     tickets = {ticket.seq: ticket for ticket in scheduler.tickets}
-    texts = []
-    for worker_id in worker_ids:
+    lines = [f"DataLoader timed out after {timeout_s:g} seconds, waiting for {text}"]
+    for worker in workers:
         look = pool.ask if time.monotonic() < until else pool.was_at
-        pid, at_work = pool.pid(worker_id), look(worker_id)
+        pid, at_work = pool.pid(worker.worker_id), look(worker.worker_id)
         ticket = tickets.get(at_work.seq) if at_work.epoch == scheduler.epoch else None
-        texts.append(describe_work(worker_id, pid, at_work, ticket))
-    return texts
+        lines.append(describe_work(worker.worker_id, pid, at_work, ticket))
+    return LoaderTimeoutError("\n".join(lines))
 
 
 def end_hanging(pool: ReplaceablePool, scheduler: Scheduler, timeout_s: float) -> float:

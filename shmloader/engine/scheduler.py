@@ -35,6 +35,7 @@ import collections
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import (
@@ -337,33 +338,23 @@ class Scheduler:
         self.unsent = collections.deque(sorted([*again, *self.unsent], key=_by_seq))
 
     def worker_lost(
-        self,
-        worker_id: int,
-        death: object,
-        at_work: int | None = None,
-        *,
-        held: Collection[int] = (),
-        was_elsewhere: bool = False,
-        may_restart: bool = True,
-        is_blameless: bool = False,
+        self, worker_id: int, death: Any, at_work: int | None = None, *, held: Collection[int] = ()
     ) -> None:
         """Record that a worker is dead and reaped.
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
         has killed a worker before. A worker that was ended since a sample took too long, or that
-        was loading a batch of another rank, is always restarted.
+        was loading a batch of another rank, is always restarted. A ticket is known not to have
+        killed it if an executor says how it was lost.
 
         Args:
             worker_id: Number of the worker.
-            death: The answer to all its present and future tickets if it is not restarted.
+            death: A :class:`~shmloader.pools.answers.Death`, which answers all its present and
+                future tickets if it is not restarted.
             at_work: Number of the ticket of this epoch that it was loading; None if there is none.
                 Not looked at if the pool has a queue.
             held: Numbers of the tickets that other workers have, if the pool has a queue. What is
                 neither answered, nor to be sent, nor held was the dead worker's.
-            was_elsewhere: Whether it was loading a batch of another rank.
-            may_restart: Whether a restart can help.
-            is_blameless: Whether its ticket is known not to have killed it, for example because an
-                executor has lost a node. The ticket may then be lost more than once.
         """
         worker = self.workers[worker_id]
         worker.death = death
@@ -379,8 +370,8 @@ class Scheduler:
             self.unsent = collections.deque(rest)
         if (
             worker.hang
-            or was_elsewhere
-            or (may_restart and self._may_restart([] if is_blameless else culprits))
+            or death.was_elsewhere
+            or (not death.is_final and self._may_restart([] if death.reason else culprits))
         ):
             self.workers.move(worker_id, GONE if worker.state is LEAVING else LOST)
             worker.unfinished = [ticket.seq for ticket in lost if not ticket.is_dropped]

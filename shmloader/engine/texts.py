@@ -6,7 +6,6 @@ Where torch has a text, ours begins with it, since people search for it.
 import itertools
 import re
 import signal
-from collections.abc import Iterable
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import describe_indices
@@ -19,6 +18,11 @@ from shmloader.pools.status_page import AtWork, Phase
 _SIGBUS_HINT = (
     "It is possible that dataloader's workers are out of shared memory. "
     "Please try to raise your shared memory limit. "
+)
+
+_SIGKILL_HINT = (
+    " If nobody sent the signal, the kernel's out-of-memory killer did: lower num_workers or "
+    "prefetch_factor, or allow more memory."
 )
 
 # The most calls of a stack that a text shows.
@@ -60,29 +64,23 @@ def describe_end(death: Death) -> str:
     )
 
 
-def describe_death(worker_id: int, death: Death, ticket: Ticket | None) -> str:
+def describe_death(
+    worker_id: int, death: Death, ticket: Ticket | None, *, restart_limit: int = 0
+) -> str:
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     if death.because:
         return death.because
     if death.exit_code == NO_GUARD_EXIT:
         return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
-    text = f"{describe_end(death)}Worker {worker_id} {work}.{_describe_oom(death)}"
+    text = f"{describe_end(death)}Worker {worker_id} {work}."
+    if death.exit_code == -signal.SIGKILL:
+        text += _SIGKILL_HINT
     if ticket is not None and ticket.kill_count > 1:
         return f"{text} This batch has killed a worker before, and is not loaded a third time."
-    if death.restart_limit and not death.is_final:
-        text += f" No restart is left in this epoch (worker_restarts={death.restart_limit})."
+    if restart_limit and not death.is_final:
+        text += f" No restart is left in this epoch (worker_restarts={restart_limit})."
     return text
-
-
-def _describe_oom(death: Death) -> str:
-    if death.oom_kills <= 0:
-        return ""
-    return (
-        f" The kernel's out-of-memory killer ended "
-        f"{counted(death.oom_kills, 'process', 'processes')} of this control group since the "
-        "loader started: lower num_workers or prefetch_factor, or allow more memory."
-    )
 
 
 def describe_hang(worker_id: int, pid: int | None, timeout_s: float, batch: str) -> str:
@@ -139,7 +137,7 @@ def describe_restart(
         text += f" Its dataset resumes from its {start}{skipping}."
     if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
         text += " Its random number generators start over."
-    return text + _describe_oom(death)
+    return text
 
 
 def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
@@ -175,37 +173,3 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     if at_work.is_stopped:
         return f"{text}; the process is stopped (SIGSTOP)."
     return f"{text}." if at_work.phase is Phase.IDLE else _with_stack(text, at_work)
-
-
-def describe_timeout(
-    timeout_s: float, waiting: Iterable[tuple[Ticket, int | None, int | None]], work: list[str]
-) -> str:
-    """Say what a call of ``next()`` waited for when it timed out.
-
-    Args:
-        timeout_s: The timeout in seconds.
-        waiting: Tickets, each with the number of its worker (None if no worker has it) and that
-            worker's process id (None for a thread).
-        work: What each worker is doing, from :func:`describe_work`.
-    """
-    parts = [f"DataLoader timed out after {timeout_s:g} seconds."]
-    for ticket, worker_id, pid in waiting:
-        holder = "waits for a worker"
-        if worker_id is not None:
-            holder = f"is with {describe_worker(worker_id, pid)}"
-        parts.append(f"B{describe_ticket(ticket)[1:]} {holder}.")
-    parts.append(
-        "No batch is lost. A for loop ends here; call next() on the same iterator to go on "
-        "waiting, or raise timeout=. Without executor=, sample_timeout= replaces a worker whose "
-        "sample hangs."
-    )
-    return "\n".join([" ".join(parts), *work])
-
-
-def describe_late_start(timeout_s: float, work: list[str]) -> str:
-    """Say what a timeout at an epoch's start waited for, and what each late worker is doing."""
-    head = (
-        f"DataLoader timed out after {timeout_s:g} seconds, waiting for its workers to finish the "
-        "previous epoch. The workers were ended; iter() starts new ones."
-    )
-    return "\n".join([head, *work])

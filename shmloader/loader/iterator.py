@@ -356,7 +356,7 @@ class BatchIterator(_BaseDataLoaderIter):
         times: Any = delivery.times
         busy_ns = sum((times if self._is_inline else times.work)[1:4])
         for update in delivery.datasets:
-            self._parts.state_cost.add(update, busy_ns - update.state_ns)
+            self._parts.state_cost.add(update.checkpoint)
         if self._opened.adapting is not None:
             self._opened.adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
             loader, present = self._loader(), self._engine.present_workers

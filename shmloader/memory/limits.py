@@ -41,13 +41,13 @@ RESERVE_BYTES = 16 << 20
 _STEP_BYTES = 8 << 20
 _LEAST_STEP_BYTES = 256 << 10
 
-# Names of a control group's limit, its use and its counts of killed processes, by whether the
-# hierarchy is the unified one; then those of the page cache in ``memory.stat``. Kubernetes counts
-# only inactive files as memory that can be dropped. A file that is read a second time is active,
-# but the kernel drops it too before it kills a process, and MemAvailable counts both.
+# Names of a control group's limit and its use, by whether the hierarchy is the unified one; then
+# those of the page cache in ``memory.stat``. Kubernetes counts only inactive files as memory that
+# can be dropped. A file that is read a second time is active, but the kernel drops it too before it
+# kills a process, and MemAvailable counts both.
 _FILES = {
-    False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
-    True: ("memory.max", "memory.current", "memory.events"),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    True: ("memory.max", "memory.current"),
 }
 _CACHE = {
     False: ("total_inactive_file", "total_active_file"),
@@ -162,44 +162,13 @@ def _limits(root: Path, groups: tuple[ControlGroup, ...]) -> Iterator[Free]:
         left = max(0, info["CommitLimit"] - info["Committed_AS"])
         yield Free(left * 1024, "CommitLimit, since vm.overcommit_memory = 2")
     for group in groups:
-        limit_file, usage_file, _ = _FILES[group.is_v2]
+        limit_file, usage_file = _FILES[group.is_v2]
         limit = _read(group.path / limit_file).strip()  # may be "max"
         usage = _read(group.path / usage_file).strip()
         if limit.isdecimal() and usage.isdecimal():
             stat = _numbers(group.path / "memory.stat")
             used = max(0, int(usage) - sum(stat.get(name, 0) for name in _CACHE[group.is_v2]))
             yield Free(max(0, int(limit) - used), f"limit of the control group {group.name}")
-
-
-class OomKills:
-    """Counts what the out-of-memory killer ends in the control group of this process.
-
-    Args:
-        root: Directory that holds ``proc`` and ``sys``, normally ``/``.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._groups = control_groups(root)
-        self._before = self.count()
-
-    def count(self) -> int | None:
-        """Return the count of the innermost group that has one; None if none has."""
-        for group in self._groups:
-            count = _numbers(group.path / _FILES[group.is_v2][2]).get("oom_kill")
-            if count is not None:
-                return count
-        return None
-
-    def since(self, exit_code: int | None) -> int:
-        """Return how many processes it has ended since this object was made.
-
-        Args:
-            exit_code: How the process ended that is asked about. The result is 0 unless it was
-                killed by SIGKILL.
-        """
-        if exit_code != -signal.SIGKILL or self._before is None:
-            return 0
-        return (self.count() or 0) - self._before
 
 
 def describe_address_space() -> str:

@@ -27,7 +27,6 @@ class Batch:
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due.
         fingerprint: Fingerprint of the batch, if one was taken.
-        state_ns: How long it took to take the snapshot, in nanoseconds.
         times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
             arrays.
@@ -45,7 +44,6 @@ class Batch:
         "report",
         "seen_ns",
         "snapshot",
-        "state_ns",
         "times",
     )
 
@@ -64,7 +62,7 @@ class Batch:
         self.check: tuple[int, int] | None = None
         self.snapshot: bytes | memoryview | Unsaved | None = None
         self.fingerprint: int | None = None
-        self.looked_ns = self.seen_ns = self.state_ns = 0
+        self.looked_ns = self.seen_ns = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,6 @@ class Death:
         pid: The worker's process id; 0 if it never started, ``UNKNOWN_PID`` for a task of an
             executor.
         exit_code: The worker's exit code, negative for a signal; None if it is not known.
-        oom_kills: How many processes of the control group the out-of-memory killer has ended. The
-            worker may be one of them.
-        restart_limit: The most workers that are restarted in an epoch.
         was_elsewhere: Whether the worker was loading a batch of another rank that shares it.
         because: Why the worker is gone or could not be started, if that is known; else "".
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
@@ -125,8 +120,6 @@ class Death:
 
     pid: int
     exit_code: int | None
-    oom_kills: int = 0
-    restart_limit: int = 0
     was_elsewhere: bool = False
     because: str = ""
     reason: str = ""

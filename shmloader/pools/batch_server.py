@@ -147,7 +147,7 @@ class BatchServer:
         return pack(
             BatchDone(
                 seq, epoch, slot_id, layout, used_bytes, check, report, snapshot,
-                self._timer.read(), dataset.fingerprint, dataset.state_ns,
+                self._timer.read(), dataset.fingerprint,
             )
         )  # fmt: skip
 

@@ -280,8 +280,7 @@ class ProcessPool:
             return Failure(reader, report)
         answer = Batch(reader, report, message.times, message.used_bytes)
         answer.lends, answer.fingerprint = reader.lends, message.fingerprint
-        if snapshot is not None:
-            answer.snapshot, answer.state_ns = snapshot, message.state_ns
+        answer.snapshot = snapshot
         if message.checksum is not None:
             answer.check = (message.used_bytes, message.checksum)
         return answer

@@ -5,7 +5,6 @@ exception while the dataset is made ready or resumed, this exception answers eve
 epoch, in the order of the tasks.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,6 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         snapshot: The dataset's pickled state after the last task, or why there is none; None if
             none was due.
-        state_ns: How long it took to take ``snapshot``, in nanoseconds.
         fingerprint: Fingerprint of the batch in work; None if none is taken or its samples were not
             read.
         has_report: Whether bad samples are reported.
@@ -106,7 +104,6 @@ class WorkerDataset:
         # predecessors.
         self._given = 0
         self.snapshot: bytes | InStateSlot | Unsaved | None = None
-        self.state_ns = 0
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -319,12 +316,10 @@ class WorkerDataset:
                 self.fingerprint = self.maker.fetcher.fingerprint
 
     def _take_snapshot(self) -> None:
-        began_ns = time.monotonic_ns()
         if self._config.is_iterable and self.maker is not None:
             self.snapshot = save(self.maker.fetcher, self._states.dump)
         else:
             self.snapshot = save_dataset(self._dataset, self._states.dump)
-        self.state_ns = time.monotonic_ns() - began_ns
 
 
 def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:

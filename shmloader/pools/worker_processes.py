@@ -20,12 +20,10 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.memory.limits import OomKills
 from shmloader.pools.answers import Death
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
 from shmloader.pools.starting import raise_with_remedy
@@ -66,7 +64,6 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         if starter.is_shared:
             self.looks = SHARED_LOOKS
         self._grace_s = grace_s
-        self._oom_kills = OomKills(Path("/" if tasks.memory is None else tasks.memory.root))
         # Worker numbers by the descriptors of their processes.
         self._by_pidfd: dict[int, int] = {}
         # From here on, a child that another thread forks abandons this.
@@ -193,7 +190,6 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         return Death(
             worker.pid,
             code,
-            self._oom_kills.since(code),
             was_elsewhere=was_elsewhere,
             because=starter.lost,
         )

@@ -349,7 +349,7 @@ def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
         Calls(sample, 2 * count), num_workers=2, prefetch_factor=count, collate_fn=only, timeout=0.5
     )
     batches = iter(loader)
-    with pytest.raises(LoaderTimeoutError, match="is with worker 0"):
+    with pytest.raises(LoaderTimeoutError, match="waiting for batch 0 "):
         next(batches)
     assert made.value < count, "it was late only when nothing more could come"
     gate.open()

@@ -350,10 +350,10 @@ def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(
 def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
     make = lambda index: gate.pass_through() or index  # noqa: E731
     iterator = iter(numbers(pool, make, length=3, timeout=0.2))
-    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
+    with pytest.raises(LoaderTimeoutError, match=r"waiting for batch 0 \(index 0\)") as caught:
         next(iterator)
     text = str(caught.value)
-    assert "is with worker 0 (of the executor)" in text
+    assert "Worker 0 (of the executor) has been loading batch 0 (index 0) for" in text
     assert "Worker 2 (of the executor) has been loading batch 2 (index 2) for" in text
     assert "raise timeout=" in text
     gate.open(3)

@@ -870,19 +870,18 @@ def test_a_timeout_says_where_a_sleeping_worker_sleeps_and_the_epoch_goes_on() -
     for _ in range(2):
         lines = late(batches)
         assert lines[0] == (
-            f"DataLoader timed out after 0.3 seconds. Batch 1 (index 1) is with worker 1 (pid "
-            f"{second}). No batch is lost. A for loop ends here; call next() on the same iterator "
-            "to go on waiting, or raise timeout=. Without executor=, sample_timeout= replaces a "
-            "worker whose sample hangs."
+            "DataLoader timed out after 0.3 seconds, waiting for batch 1 (index 1). No batch is "
+            "lost. A for loop ends here; call next() on the same iterator to go on waiting, or "
+            "raise timeout=. Without executor=, sample_timeout= replaces a worker whose sample "
+            "hangs."
         )
-        awaited, other = of_workers(lines)
+        other, awaited = of_workers(lines)
         assert awaited.startswith(f"Worker 1 (pid {second}) has been loading batch 1 (index 1)")
         assert awaited.endswith(" s, the innermost call first:")
         assert other.startswith(f"Worker 0 (pid {first}) has been idle for ")
-        stack = lines[lines.index(awaited) + 1 : lines.index(other)]
+        stack = lines[lines.index(awaited) + 1 :]
         names = [re.search(r"in (\S+)$", line)[1] for line in stack]  # type: ignore[index]
         assert names[:3] == ["pass_through", "wait_for_the_gate", "sample"]
-        assert lines[-1] == other
     gate.open()
     assert list(however_late(batches)) == list(range(1, 8))
     gate.close()
@@ -1006,8 +1005,8 @@ def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_ord
     lines = late(batches)
     assert time.monotonic() - began < 4
     assert sorted(line[:8] for line in lines[1:]) == [f"Worker {number}" for number in range(6)]
-    for number, line in enumerate(lines[1:]):
-        assert f"has been loading batch {number} (index {number}) for " in line
+    loaded = sorted(line.partition(" has been loading batch ")[2][:11] for line in lines[1:])
+    assert loaded == [f"{number} (index {number})"[:11] for number in range(6)]
     gate.open(6)
     assert sorted(however_late(batches)) == list(range(6))
     gate.close()

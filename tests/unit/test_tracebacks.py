@@ -9,7 +9,7 @@ from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.sampling.checks import whole_number
-from shmloader.tracebacks import format_for_user, user_part, without_ours
+from shmloader.tracebacks import format_for_user, user_part
 
 
 class Dataset:
@@ -45,13 +45,11 @@ def test_frames_before_the_users_first_are_left_out_and_later_ones_are_kept():
     assert names_of(entry)[0] == "make"
     assert names_of(entry)[-3:] == ["_load_each", "__getitem__", "whole_number"]
     assert names_of(user_part(entry)) == ["__getitem__", "whole_number"]
-    assert names_of(without_ours(entry)) == ["__getitem__"]
 
 
 def test_an_error_of_our_own_keeps_its_frames():
     entry = raised_by(lambda: whole_number(-1, "index", minimum=0)).__traceback__.tb_next
     assert names_of(user_part(entry)) == ["whole_number"]
-    assert without_ours(entry) is None
 
 
 def test_the_text_is_python_s_but_for_those_frames():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
 from shmloader.engine.scheduler import Scheduler
+from shmloader.pools.answers import Death
 
 #: States of random number generators, which are only passed on here.
 RNG = ({"torch": "text"},)
@@ -169,7 +170,7 @@ def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
     subject.end_epoch()
     subject.beginning_part(0, data[:5])
     subject.beginning_part(1, b"lost ")
-    subject.worker_lost(1, "death")
+    subject.worker_lost(1, Death(1, -9))
     subject.worker_started(1)
     subject.beginning_part(0, data[5:9])
     subject.left_epoch(0, data[9:])

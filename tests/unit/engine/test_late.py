@@ -78,12 +78,20 @@ def test_a_worker_that_goes_on_while_it_is_asked_is_not_ended(again):
     assert all(ticket.hung is None for ticket in scheduler.tickets)
 
 
-def test_a_timeout_names_a_batch_of_another_epoch_by_its_number_alone() -> None:
+@pytest.mark.parametrize(
+    ("in_order", "awaited"), [(True, "batch 0 (index 0)"), (False, "any of 4 batches")]
+)
+@pytest.mark.parametrize(("epoch", "loaded"), [(0, "batch 0 (index 0)"), (7, "batch 0")])
+def test_a_timeout_says_what_is_awaited_and_what_each_worker_does(in_order, awaited, epoch, loaded):
     pool = Threads(1.0, 1.0)
-    pool.was_at = pool.ask = lambda worker_id: AtWork(Phase.LOADING, 7, worker_id, 1.0)
-    scheduler = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
+    pool.was_at = pool.ask = lambda worker_id: AtWork(Phase.LOADING, epoch, worker_id, 1.0)
+    scheduler = Scheduler(2, 4, 0, in_order=in_order, has_queue=True, has_slots=False)
     for seq in range(4):
         scheduler.offer([seq])
     head, first, *_ = str(late_batch(5, pool, scheduler)).splitlines()
-    assert "Batch 0 (index 0) waits for a worker. " in head
-    assert first == "Worker thread 0 has been loading batch 0 for 1.0 s."
+    assert head == (
+        f"DataLoader timed out after 5 seconds, waiting for {awaited}. No batch is lost. A for "
+        "loop ends here; call next() on the same iterator to go on waiting, or raise timeout=. "
+        "Without executor=, sample_timeout= replaces a worker whose sample hangs."
+    )
+    assert first == f"Worker thread 0 has been loading {loaded} for 1.0 s."

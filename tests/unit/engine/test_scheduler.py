@@ -19,6 +19,9 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import SlotState, WorkerState
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.errors import InternalError
+from shmloader.pools.answers import Death
+
+DEATH = Death(7, -9)
 
 # What the model knows of a ticket.
 WAITING, ANSWERED, ENDED, ABANDONED = "waiting", "answered", "ended", "abandoned"
@@ -112,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             collections.deque() for _ in range(worker_count)
         ]
         self.is_dead = [False] * worker_count
-        self.deaths = [f"death of worker {worker_id}" for worker_id in range(worker_count)]
+        self.deaths = [Death(1000 + number, -9) for number in range(worker_count)]
         self.unsent: list[Known] = []
         self.lent: list[int] = []
         self.known_slots: set[int] = set()
@@ -131,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.delivered: list[int] = []
         self.lost_to_stream_ends: set[int] = set()
         self.waiting: list[Known] = []  # in the pool's queue, or about to be sent to it
-        self.unreported: str | None = None  # a death that no ticket was there to report
+        self.unreported: Death | None = None  # a death that no ticket was there to report
 
     # What the engine and the workers do ---------------------------------------------------
 
@@ -653,7 +656,7 @@ def taken(subject: Scheduler) -> list[tuple[int, int]]:
     return [(ticket.seq, ticket.worker_id) for ticket in sent(subject)]
 
 
-def lose(subject: Scheduler, worker_id: int, death="death", at_work=None) -> None:
+def lose(subject: Scheduler, worker_id: int, death=DEATH, at_work=None) -> None:
     subject.worker_lost(worker_id, death, at_work)
     assert subject.workers[worker_id].death == death
 
@@ -783,8 +786,8 @@ def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_
         assert not subject.workers[0].hang
     assert subject.tickets[0].hung == {2: "in f", 5: "in f"}
     assert subject.tickets[1].hung is None
-    subject.worker_lost(0, "death", at_work=0)
-    assert [ticket.answer for ticket in subject.tickets] == ["death"] * 3
+    subject.worker_lost(0, DEATH, at_work=0)
+    assert [ticket.answer for ticket in subject.tickets] == [DEATH] * 3
 
 
 def test_a_sample_whose_batch_came_after_all_is_forgotten():

@@ -20,7 +20,6 @@ from shmloader.memory.limits import (
     Free,
     MemoryAdmission,
     MemoryConfig,
-    OomKills,
     control_groups,
     free_memory,
     is_supported,
@@ -46,7 +45,6 @@ def free(system: System) -> Free | None:
 def test_where_nothing_can_be_read_there_is_no_limit(tmp_path):
     assert control_groups(tmp_path) == ()
     assert free_memory(tmp_path, ()) is None
-    assert OomKills(tmp_path).count() is None
 
 
 def test_without_control_groups_what_is_available_counts(system):
@@ -157,23 +155,6 @@ def test_this_machine_has_something_free():
     found = free_memory(Path("/"), control_groups(Path("/")))
     assert found is not None
     assert found.nbytes > 0
-
-
-def test_kills_are_those_of_the_innermost_group_that_counts(system):
-    system.join_v2("/job/worker")
-    assert OomKills(system.root).count() is None
-    system.set_kills("", 90)
-    system.set_kills("/job", 5)
-    assert OomKills(system.root).count() == 5
-    system.set_kills("/job/worker", 0)
-    assert OomKills(system.root).count() == 0
-
-
-def test_kills_are_counted_by_the_first_version_too(system):
-    system.join_v1("/job")
-    text = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
-    system.write("sys/fs/cgroup/memory/job/memory.oom_control", text)
-    assert OomKills(system.root).count() == 3
 
 
 # What is admitted -------------------------------------------------------------------------
