@@ -30,10 +30,9 @@ from shmloader.memory.segment import address_of
 from shmloader.memory.writer import SlotWriter
 from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.sampling.steps import is_sharded
-from shmloader.shared.arrays import SharedArray
 from shmloader.shared.containers import SharedList
 
-_ARRAYS = (np.ndarray, np.memmap, SharedArray, torch.Tensor)
+_ARRAYS = (np.ndarray, np.memmap, torch.Tensor)
 _SEQUENCES = (list, tuple, range)
 
 # The types of a subset's indices that run no code of the user's.

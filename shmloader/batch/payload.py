@@ -48,7 +48,7 @@ from shmloader.memory.segment import (
 )
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
-from shmloader.shared.arrays import reduce_tensor
+from shmloader.shared.arrays import reduce_array, reduce_tensor
 
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250
@@ -110,7 +110,7 @@ def spawning(popen: Any) -> Iterator[None]:
 def reducers_of_multiprocessing() -> dict[type, Any]:
     """Return the reducers for a process that multiprocessing starts, torch's among them."""
     reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    return reducers
+    return {kind: each for kind, each in reducers.items() if kind is not np.ndarray}
 
 
 # Pickles in segments ----------------------------------------------------------------------
@@ -166,7 +166,8 @@ def reduce_bulk(value: Any, parts: OutOfBand, *, is_portable: bool = False) -> A
     storage = value._untyped_storage if isinstance(value, torch.TypedStorage) else value
     if not is_portable and isinstance(storage, torch.UntypedStorage) and storage.is_shared():
         return NotImplemented
-    return reduce_data(value, parts)
+    is_array = type(value) is np.ndarray and not is_portable
+    return (is_array and reduce_array(value)) or reduce_data(value, parts)
 
 
 def _seal(

@@ -19,8 +19,8 @@ from shmloader.cli.target import UsageError, close, without_workers
 from shmloader.grammar import counted, described_type, seconds, size
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import free_memory
+from shmloader.memory.segment import address_of, find_segment
 from shmloader.probing import probe
-from shmloader.shared.arrays import SharedArray
 from shmloader.shared.counting import estimate_objects
 
 #: How workers start, and what that means.
@@ -165,7 +165,7 @@ def _memory_of(value: Any) -> Iterator[tuple[int, int, bool]]:
     elif isinstance(value, np.ndarray):
         while isinstance(value.base, np.ndarray):
             value = value.base
-        is_shared = isinstance(value, np.memmap | SharedArray)
+        is_shared = isinstance(value, np.memmap) or find_segment(*address_of(value)) is not None
         yield value.__array_interface__["data"][0], value.nbytes, is_shared
 
 

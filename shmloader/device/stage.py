@@ -18,6 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from shmloader.device.backend import relax_this_thread
 from shmloader.memory.arena import align
 from shmloader.memory.flat import COPY_OUT_BYTES
+from shmloader.memory.pickled import is_plain
 
 
 class StageBrokenError(RuntimeError):
@@ -103,15 +104,10 @@ def is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor shares a block with others of its batch."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_cpu
+        and is_plain(tensor)
         and tensor.is_contiguous()
         and 0 < tensor.nbytes <= COPY_OUT_BYTES
         and not tensor.requires_grad
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shmloader.probing import probe
+from shmloader.shared.counting import attributes_of
 
 # Immutable values, which hold no memory of a slot.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -90,7 +91,7 @@ class _Mapper:
         except TypeError:
             return mapped
         self._mapped[id(container)] = (container, clone)  # attributes may refer to it
-        for name, value in _attributes(clone) if self._other is not None else ():
+        for name, value in attributes_of(clone).items() if self._other is not None else ():
             # Where the container's copy has an object of its own, that holds the items.
             if value is probe(container, name) and any(True for _ in _find(value, {}, _MEMORY)):
                 object.__setattr__(clone, name, self.walk(value))
@@ -116,18 +117,10 @@ def _find(value: Any, seen: dict[int, object], kinds: tuple[type, ...]) -> Itera
     if isinstance(value, kinds):
         yield value
         return
-    inner = [part for _, part in _attributes(value)]
+    inner = [*attributes_of(value).values()]
     if isinstance(value, Mapping):
         inner += value.values()
     elif isinstance(value, Sequence | Set):
         inner += value
     for part in inner:
         yield from _find(part, seen, kinds)
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of an object's own attributes."""
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
-    own = [(name, probe(value, name)) for name in names if name not in {"__dict__", "__weakref__"}]
-    return [*probe(value, "__dict__", {}).items(), *own]

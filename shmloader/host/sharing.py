@@ -6,14 +6,12 @@
     ─────────────────────────                      ──────────
     binds the run's name for this call             connect, say which rank they are, and wait
     share(build()), pickled in shared memory
-    a thread ──── "built", handle, descriptors ──▶ map the same memory
-             └─── "failed", exception ───────────▶ raise it
+    a thread ──── handle, descriptors ───────────▶ map the same memory, or raise what build() raised
 """
 
 import contextlib
 import logging
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -37,19 +35,10 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("shmloader")
 
-# How the first message to a guest begins. After "built", the payload follows in further messages.
-# After "failed", the rest of this message is the error.
-_BUILT, _FAILED = b"built", b"failed"
-
 # What a guest sends when it has received everything.
 _RECEIVED = b"received"
 
-# The most characters of an error's text, which may be four bytes each, and the most bytes of the
-# first message, which has to fit into the socket's buffer of about 212 KB.
-_ERROR_CHARACTERS = 20_000
-_ANSWER_BYTES = 128 * 1024
-
-# How long a guest waits for the rest of a payload.
+# How long a guest waits for the payload.
 _REST_S = 30.0
 
 
@@ -132,12 +121,12 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
         try:
-            answer = _receive(meeting.socket)
+            payload = _receive(meeting.socket)
         except (ConnectionError, TimeoutError) as error:
             if is_interruption(error):
                 raise
         else:
-            found: _T = _open(answer, meeting.host_pid)
+            found: _T = _open(payload, meeting.host_pid)
             mark_common(found)
             return found
         finally:
@@ -148,18 +137,19 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
 
 
 def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
-    try:
-        shared = share(_call(build), writable)
-        payload = _pickled(shared)
-    except BaseException as error:
-        if is_interruption(error):
-            meeting.close()  # another rank builds
+    with contextlib.ExitStack() as stack:
+        stack.callback(meeting.close)  # then another rank builds
+        try:
+            shared = share(_call(build), writable)
+            payload = _pickled(shared)
+        except Exception as error:
+            if not is_interruption(error):
+                remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
+                _Server(meeting, guests, Payload((None, remote))).start()
+                stack.pop_all()
             raise
-        remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
-        answer = _FAILED + pickle.dumps(remote.shortened(_ERROR_CHARACTERS))
-        _Server(meeting, guests, answer).serve()
-        raise
-    _Server(meeting, guests, payload, shared).serve()
+        _Server(meeting, guests, payload, shared).start()
+        stack.pop_all()
     mark_common(shared)
     return shared
 
@@ -179,7 +169,7 @@ def _call(build: Callable[[], _T]) -> _T:
 
 def _pickled(shared: object) -> Payload:
     try:
-        return Payload([shared])
+        return Payload((shared, None))
     except PICKLE_ERRORS as error:
         if is_interruption(error):
             raise
@@ -198,24 +188,16 @@ class _Server(BackgroundThread):
     Args:
         meeting: The meeting that the ranks come to. The server closes it.
         guests: How many other ranks will come at most.
-        answer: The pickled object, or the message of an error.
+        payload: The object, or None, and the error, or None.
         shared: The object, which owns descriptors of the payload.
     """
 
     def __init__(
-        self, meeting: Meeting, guests: int, answer: Payload | bytes, shared: object = None
+        self, meeting: Meeting, guests: int, payload: Payload, shared: object = None
     ) -> None:
         super().__init__("shmloader_host")
         self._meeting, self._left = meeting, guests
-        self._answer, self._shared = answer, shared
-
-    def serve(self) -> None:
-        """Start, and close all if that is refused."""
-        try:
-            self.start()
-        except BaseException:
-            self._close()
-            raise
+        self._payload, self._shared = payload, shared
 
     def work(self) -> None:
         """Admit ranks as they come, and answer them. Runs on the server's thread."""
@@ -226,64 +208,49 @@ class _Server(BackgroundThread):
                 if self._meeting.roll.admit(guest):
                     self._send(guest)
         finally:
-            self._close()
+            self._meeting.close()
+            self._payload.close()
+            self._shared = None
 
     def _send(self, guest: socket.socket) -> None:
         """Answer a rank. It is not counted if it goes before it has received everything."""
         with guest:
             try:
-                if isinstance(self._answer, bytes):
-                    guest.send(self._answer)
-                else:
-                    guest.send(_BUILT)
-                    self._answer.send(guest)
-                if guest.recv(_ANSWER_BYTES) == _RECEIVED:
-                    self._left -= 1
+                self._payload.send(guest)
+                self._left -= guest.recv(len(_RECEIVED)) == _RECEIVED
             except OSError as error:
                 _log.warning("could not send the shared object to a rank of this host: %s", error)
-
-    def _close(self) -> None:
-        self._meeting.close()
-        if isinstance(self._answer, Payload):
-            self._answer.close()
-        self._answer, self._shared = b"", None
 
 
 # The others ----------------------------------------------------------------------------------
 
 
-def _receive(channel: socket.socket) -> RemoteError | ReceivedPayload:
-    """Receive the object that the host has built, or its error.
+def _receive(channel: socket.socket) -> ReceivedPayload:
+    """Receive what the host has built.
 
     Raises:
         ConnectionError, TimeoutError: If the host has ended or is stopped.
     """
     channel.settimeout(_REST_S)
-    data = channel.recv(_ANSWER_BYTES)
-    if not data:
-        raise ConnectionResetError("the connection was closed")
-    answer: RemoteError | ReceivedPayload
-    if data.startswith(_FAILED):
-        answer = pickle.loads(data.removeprefix(_FAILED))
-    else:
-        answer = receive_payload(channel)
+    payload = receive_payload(channel)
     with contextlib.suppress(ConnectionError):  # the host may have ended, and is needed no more
         channel.send(_RECEIVED)
-    return answer
+    return payload
 
 
-def _open(answer: RemoteError | ReceivedPayload, builder: int) -> Any:
+def _open(payload: ReceivedPayload, builder: int) -> Any:
     """Return the object that the host has built.
 
     Raises:
         Exception: What the host raised, or what unpickling the object raises.
     """
-    if isinstance(answer, RemoteError):
-        who = f"process {builder}" if builder else "a process in another container"
-        raise answer.rebuilt(f"The object for all ranks of this host was built by {who}.")
     with PROCESS.opening:
         before = PROCESS.received
         try:
-            return answer.load()[0]
+            shared, error = payload.load()
         finally:
             PROCESS.received = before
+    if error is not None:
+        who = f"process {builder}" if builder else "a process in another container"
+        raise error.rebuilt(f"The object for all ranks of this host was built by {who}.")
+    return shared

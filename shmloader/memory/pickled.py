@@ -13,7 +13,7 @@ A batch that is pickled lies in its slot: :func:`write_batch` writes it in the w
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -28,8 +28,14 @@ from shmloader.memory.writer import SlotWriter
 #: What pickling raises for an object that cannot be pickled.
 PICKLE_ERRORS = (TypeError, AttributeError, pickle.PicklingError)
 
-_COMPRESSED_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
-_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csc, torch.sparse_bsc, *_COMPRESSED_ROWS})
+# The methods that return the plain tensors of a sparse one.
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 # Stands for the bytes of a storage in a pickle. It is writable, since for a read-only buffer pickle
 # would make a read-only view of what replaces it.
@@ -40,20 +46,10 @@ _MARK = pickle.PickleBuffer(bytearray())
 _WIDEST_ITEM = 16
 
 
-class Span(NamedTuple):
-    """One buffer in a slot or a segment.
-
-    Attributes:
-        offset: Bytes from the start; a multiple of 64, except for pieces of an array that a
-            collate function put into the slot.
-        nbytes: Length of the span.
-        first_byte: For a tensor's storage, which of its bytes is the span's first; -1 for a
-            plain buffer.
-    """
-
-    offset: int
-    nbytes: int
-    first_byte: int
+#: One buffer in a slot or a segment: its offset in bytes, a multiple of 64, except for pieces of an
+#: array that a collate function put into the slot; its length; and which byte of a tensor's storage
+#: is its first, or -1 for a plain buffer.
+Span = tuple[int, int, int]
 
 
 class PartialStorage(NamedTuple):
@@ -148,7 +144,7 @@ class OutOfBand:
             else:
                 raw = np.frombuffer(part.raw(), np.uint8) if part.raw().nbytes else np.empty(0)
                 address, nbytes, first = raw.__array_interface__["data"][0], raw.nbytes, -1
-            spans.append(Span(put(address, nbytes) if nbytes else 0, nbytes, first))
+            spans.append((put(address, nbytes) if nbytes else 0, nbytes, first))
         return tuple(spans)
 
 
@@ -217,12 +213,21 @@ def dump(
     return file.getvalue(), parts
 
 
+def load(body: Any, buffers: Sequence[Any], order: Sequence[int]) -> Any:
+    """Unpickle a body, with the buffers that lie outside it.
+
+    Raises:
+        Exception: Whatever the user's objects raise when they are unpickled.
+    """
+    return pickle.loads(body, buffers=[buffers[index] for index in order])
+
+
 def batch_reducers() -> dict[type, Any]:
     """Return multiprocessing's reducers without torch's, which send a descriptor per storage."""
     return {
         kind: reducer
         for kind, reducer in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
-        if not reducer.__module__.startswith("torch.")
+        if not reducer.__module__.startswith("torch.") and kind is not np.ndarray
     }
 
 
@@ -246,7 +251,7 @@ def reduce_data(value: Any, parts: OutOfBand) -> Any:
 
 def _reduce_tensor(tensor: torch.Tensor, parts: OutOfBand) -> Any:
     is_dense = is_plain(tensor)
-    if not is_dense and not (tensor.layout in _SPARSE and tensor.device.type == "cpu"):
+    if not is_dense and not (tensor.layout in _SPARSE_PARTS and tensor.device.type == "cpu"):
         return NotImplemented
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
@@ -279,12 +284,13 @@ def _reduce_sparse(tensor: torch.Tensor) -> tuple[Callable[..., object], Any]:
     options: dict[str, object] = {"layout": tensor.layout}
     if tensor.layout is torch.sparse_coo:
         options = {"is_coalesced": tensor.is_coalesced()}
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in _COMPRESSED_ROWS:
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return rebuild_sparse, (parts, tuple(tensor.shape), {**options, "requires_grad": grad})
+    options["requires_grad"] = grad
+    return rebuild_sparse, (sparse_parts(tensor), tuple(tensor.shape), options)
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors of a sparse one; none for another layout."""
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -436,7 +442,7 @@ class PickledReader:
 
     def __init__(self, layout: PickledLayout) -> None:
         self.layout = layout
-        self.lends = any(span.nbytes > COPY_OUT_BYTES for span in layout.spans)
+        self.lends = any(nbytes > COPY_OUT_BYTES for _, nbytes, _ in layout.spans)
 
     def read(self, slot: Slot, lease: object | None) -> object:
         """Build the batch.
@@ -451,8 +457,8 @@ class PickledReader:
         body: Any = self.layout.body
         if not isinstance(body, bytes):
             body = slot.memory[body[0] : body[0] + body[1]]
-        buffers = [_open_span(span, slot, lease) for span in self.layout.spans]
-        return pickle.loads(body, buffers=[buffers[index] for index in self.layout.order])
+        _, spans, order = self.layout
+        return load(body, [_open_span(span, slot, lease) for span in spans], order)
 
 
 def _open_span(span: Span, slot: Slot, lease: Any) -> object:

@@ -28,11 +28,10 @@ import fcntl
 import mmap
 import multiprocessing.context
 import os
-import pickle
 import secrets
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
 from shmloader.memory.arena import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile, align
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.pickled import OutOfBand, PartialStorage, Span, storage_over
+from shmloader.memory.pickled import OutOfBand, PartialStorage, Span, load, storage_over
 from shmloader.process_state import PROCESS
 
 # A seal of <linux/fcntl.h>, as in the arena.
@@ -285,17 +284,9 @@ class SegmentWriter:
 
 # The buffers of a pickle ------------------------------------------------------------------
 
-
-class BufferTable(NamedTuple):
-    """Where the out-of-band buffers of a pickle lie in a segment.
-
-    Attributes:
-        spans: The buffers, as (offset, nbytes, first_byte) of :class:`Span`.
-        order: For each out-of-band buffer of the body, in turn, the index of its span.
-    """
-
-    spans: tuple[tuple[int, int, int], ...]
-    order: tuple[int, ...]
+#: Where the out-of-band buffers of a pickle lie in a segment; and for each of its buffers, in turn,
+#: the index of its span.
+BufferTable = tuple[tuple[Span, ...], list[int]]
 
 
 def write_buffers(parts: OutOfBand, writer: SegmentWriter) -> BufferTable:
@@ -304,8 +295,7 @@ def write_buffers(parts: OutOfBand, writer: SegmentWriter) -> BufferTable:
     Raises:
         SharedMemoryError: If there is not enough memory.
     """
-    spans = parts.write(writer.append_memory)
-    return BufferTable(tuple((*span,) for span in spans), tuple(parts.order))
+    return parts.write(writer.append_memory), parts.order
 
 
 def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
@@ -314,16 +304,14 @@ def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
     Raises:
         Exception: Whatever the user's objects raise when they are unpickled.
     """
-    buffers = [open_buffer(Span(*span), segment) for span in table.spans]
-    return pickle.loads(body, buffers=[buffers[index] for index in table.order])
-
-
-def open_buffer(span: Span, segment: Segment) -> "memoryview | PartialStorage":
-    """Return a buffer of a segment as pickle needs it."""
-    offset, nbytes, first_byte = span
-    if first_byte < 0:
-        return memoryview(segment)[offset : offset + nbytes]
-    return PartialStorage(storage_over(segment, offset, nbytes), first_byte)
+    spans, order = table
+    buffers = [
+        memoryview(segment)[offset : offset + nbytes]
+        if first_byte < 0
+        else PartialStorage(storage_over(segment, offset, nbytes), first_byte)
+        for offset, nbytes, first_byte in spans
+    ]
+    return load(body, buffers, order)
 
 
 # Memory maps -------------------------------------------------------------------------------

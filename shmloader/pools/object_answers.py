@@ -69,8 +69,8 @@ def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
         return len(arrays) - 1
 
     spans = parts.write(put)
-    copies = [arrays[span.offset] for span in spans]
-    return body, parts.order, copies, [span.first_byte for span in spans]
+    copies = [arrays[offset] for offset, _, _ in spans]
+    return body, parts.order, copies, [first_byte for _, _, first_byte in spans]
 
 
 def unpack_batch(

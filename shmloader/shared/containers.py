@@ -28,7 +28,7 @@ from shmloader.memory.segment import (
     load_with_buffers,
     write_buffers,
 )
-from shmloader.shared.arrays import array_over, reduce_tensor
+from shmloader.shared.arrays import array_over, reduce_array, reduce_tensor
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
@@ -105,6 +105,8 @@ def write_records(
             return NotImplemented
         is_array = type(value) is np.ndarray and not value.dtype.hasobject
         if is_array and value.nbytes >= least_bytes:
+            if (handle := reduce_array(value)) is not None:
+                return handle
             is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             order: Any = "F" if is_fortran else "C"
             data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)

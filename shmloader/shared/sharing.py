@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
-from shmloader.memory.segment import SegmentWriter
-from shmloader.shared.arrays import enable_tensor_handles, reduce_tensor
+from shmloader.memory.segment import SegmentWriter, address_of, find_segment
+from shmloader.shared.arrays import enable_handles, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
 from shmloader.shared.counting import attributes_of
 
@@ -86,8 +86,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     made: dict[int, Any] = dict(zip(arrays, SharedList[Any](segment, table)[0], strict=True))
     for key, (kind, *arguments) in tables.items():
         made[key] = kind(segment, *arguments)
-    if any(isinstance(value, torch.Tensor) for value in bulk.values()):
-        enable_tensor_handles()
+    enable_handles()
     shared_copy: _T = _SharedCopies(_changing(bulk, contents), made).shared_copy(obj)
     return shared_copy
 
@@ -134,7 +133,8 @@ def _changing(bulk: dict[int, Any], contents: dict[int, _Contents]) -> dict[int,
 def _is_bulk(value: Any) -> bool:
     kind = type(value)
     if kind is np.ndarray:
-        return bool(value.nbytes and not value.dtype.hasobject)
+        is_plain_data = value.nbytes and not value.dtype.hasobject
+        return bool(is_plain_data and find_segment(*address_of(value)) is None)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return (
             is_plain(value)

@@ -21,9 +21,8 @@ from torch.utils.data import Dataset
 
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, share_on_host
-from shmloader.host import meeting
+from shmloader.host import meeting, sharing
 from shmloader.host.meeting import Meeting
-from shmloader.host.sharing import _Server
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
@@ -440,13 +439,10 @@ def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
 
 
 def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
-    serve = _Server.serve
-
-    def serve_interrupted(server: _Server) -> None:
-        serve(server)
+    def mark_interrupted(shared: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Server, "serve", serve_interrupted)
+    monkeypatch.setattr(sharing, "mark_common", mark_interrupted)
     builder = run.start(lambda: share_on_host(make), 0)
     assert type(builder.result()) is KeyboardInterrupt
     assert run.start(contents, 1).result()[0] == builder.process.pid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmloader.memory.flat import Field, FlatLayout
-from shmloader.memory.pickled import PickledLayout, Span
+from shmloader.memory.pickled import PickledLayout
 from shmloader.messages import (
     INLINE_BYTES,
     RECEIVE_BYTES,
@@ -34,7 +34,7 @@ from shmloader.messages import (
 )
 
 FLAT = FlatLayout(2, ("x", 1), (Field(0, torch.float32, (2, 3)), Field(64, torch.float32, (2, 3))))
-PICKLED = PickledLayout(b"body", (Span(64, 100, -1), Span(0, 0, 16)), (1, 0))
+PICKLED = PickledLayout(b"body", ((64, 100, -1), (0, 0, 16)), (1, 0))
 MESSAGES = [
     Task(0, 0, 0, [1, 2, 3]),
     Task(10**12, 7, 5, {"any": ("key", None)}),
