@@ -438,12 +438,15 @@ def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
     assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
 
 
-def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run, monkeypatch) -> None:
+def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run) -> None:
     def mark_interrupted(shared: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sharing, "mark_common", mark_interrupted)
-    builder = run.start(lambda: share_on_host(make), 0)
+    def build() -> Any:
+        sharing.mark_common = mark_interrupted  # of this forked process
+        return share_on_host(make)
+
+    builder = run.start(build, 0)
     assert type(builder.result()) is KeyboardInterrupt
     assert run.start(contents, 1).result()[0] == builder.process.pid
 
