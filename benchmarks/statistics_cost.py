@@ -29,7 +29,7 @@ from _workloads import Nothing
 import shmloader
 from shmloader.insight.measurements import BatchTimes
 from shmloader.insight.record import Record
-from shmloader.messages import BatchDone, pack, unpack
+from shmloader.messages import DONE, DONE_HEAD
 
 _RUN_LIMIT_S = 180.0
 _SHORT, _SHORT_RUNS = 300, 400
@@ -40,8 +40,7 @@ def run_alone() -> dict[str, float]:
     record = Record(0, "processes", 1)
     now = time.monotonic_ns
     work = (now(), 20_000, 5_000, 10_000, 16)
-    done = BatchDone(1, 2, 3, None, 640)
-    plain, timed = pack(done), pack(done._replace(times=work))
+    done = DONE_HEAD.pack(DONE, 1, 2, 3, 640, *work)
 
     def note() -> None:
         began_ns = now()
@@ -52,8 +51,7 @@ def run_alone() -> dict[str, float]:
     def least(function: Callable[[], object]) -> float:
         return min(timeit.repeat(function, number=_SHORT, repeat=_SHORT_RUNS)) / _SHORT * 1e6
 
-    answer = least(lambda: unpack(timed)) - least(lambda: unpack(plain))
-    return {"alone": least(note) + answer}
+    return {"alone": least(note) + least(lambda: DONE_HEAD.unpack(done))}
 
 
 def run_loader(kind: str, batches: int) -> dict[str, float]:

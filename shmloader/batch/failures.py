@@ -220,10 +220,6 @@ class SampleReport:
         self.failed_count += 1
         self.newest = (*self.newest, bad)[-LISTED:]
 
-    def counts(self) -> Self:
-        """Return the counts only."""
-        return replace(self, newest=())
-
 
 def describe_indices(ticket_indices: object) -> str:
     """Summarize a batch's indices: "indices 64 to 127"."""

@@ -28,7 +28,6 @@ from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.texts import (
     describe_death,
     describe_loading,
-    describe_lost_state,
     describe_restart,
     describe_ticket,
 )
@@ -583,14 +582,6 @@ class Engine:
         """Record that a worker's iterable dataset has no batch for this task or a later one."""
         self._scheduler.stream_ended(seq, epoch, beginning)
         self._ask_for_tickets()
-
-    def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Keep one piece of the state that a worker's next epoch begins with."""
-        self._scheduler.beginning_part(worker_id, data)
-
-    def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
-        """Log that the state of a worker's dataset did not fit into a slot."""
-        _log.warning("%s", describe_lost_state(worker_id, nbytes, most_bytes))
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
         """Record that a worker has finished all tasks of the previous epoch."""

@@ -125,7 +125,6 @@ class Worker:
             map-style dataset.
         checkpoint: How far its dataset has come, up to its last answer; a replacement resumes
             there. Used only if states of the loader contain the dataset's.
-        next_beginning: Pieces of the pickled checkpoint of its next epoch that have come.
         has_left_epoch: Whether it has finished with the epoch that is being left.
         death: How it died, while it is LOST or DEAD. The scheduler does not look at it.
         unfinished: Numbers of the tickets that were lost with it, while it is LOST.
@@ -137,7 +136,6 @@ class Worker:
     in_flight: int = 0
     has_stream: bool = True
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    next_beginning: bytearray = field(default_factory=bytearray)
     has_left_epoch: bool = False
     death: object = None
     unfinished: list[int] = field(default_factory=list)
@@ -176,8 +174,6 @@ class WorkerTable(list[Worker]):
         """Change a worker's state."""
         worker = self[worker_id]
         worker.state = new
-        if not worker.is_alive:  # its replacement does not know this
-            worker.next_beginning.clear()
 
     def next_leaving(self) -> Worker | None:
         """Make a running worker that is not wanted LEAVING, and return it; None if there is none.

@@ -490,7 +490,6 @@ class Scheduler:
         self._is_leaving = True
         for worker, checkpoint in zip(self.workers, self.next_beginnings, strict=True):
             worker.has_left_epoch = False
-            worker.next_beginning.clear()
             worker.checkpoint = checkpoint
 
     @property
@@ -501,22 +500,15 @@ class Scheduler:
             worker.checkpoint.at_next_epoch(is_iterable=is_iterable) for worker in self.workers
         )
 
-    def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Keep a piece of a pickled checkpoint; :meth:`left_epoch` gets the last piece."""
-        self.workers[worker_id].next_beginning.extend(data)
-
     def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
         """Record that a worker has finished the epoch that is being left.
 
         Args:
             worker_id: The worker.
-            beginning: The pickled checkpoint with which its next epoch begins, or the last piece of
-                it; None if it has none.
+            beginning: The pickled checkpoint with which its next epoch begins; None if it has none.
         """
         worker = self.workers[worker_id]
-        worker.next_beginning.extend(beginning or b"")
-        worker.checkpoint = Checkpoint.loads(bytes(worker.next_beginning))
-        worker.next_beginning.clear()
+        worker.checkpoint = Checkpoint.loads(beginning)
         worker.has_left_epoch = True
 
     @property

@@ -29,7 +29,8 @@ _SIGKILL_HINT = (
 _FRAMES_SHOWN = 12
 # The frames from which a worker calls the user's code.
 _OURS = re.compile(
-    r"/shmloader/(batch/|pools/(batch_server|task_server|worker_dataset|object_answers)\.py)"
+    r"/shmloader/(batch/|pools/(answers|batch_server|worker_dataset)\.py|"
+    r'pools/thread\.py", line \d+ in (load|_call_init)$)'
 )
 
 
@@ -138,15 +139,6 @@ def describe_restart(
     if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
         text += " Its random number generators start over."
     return text
-
-
-def describe_lost_state(worker_id: int, nbytes: int, slot_bytes: int) -> str:
-    """Return the log message for a dataset's state that did not fit into its slot."""
-    return (
-        f"The state of worker {worker_id}'s dataset ({nbytes} bytes) does not fit beside its batch "
-        f"in a slot of at most {slot_bytes} bytes, and is left out. No batch is lost: what resumes "
-        "starts from an older state. Raise shm_size or make the state smaller."
-    )
 
 
 _AT_WORK = {

@@ -143,11 +143,17 @@ def stalled_ns(thread: str = "thread-self") -> int:
     Args:
         thread: The thread's directory in ``/proc``; by default that of the calling thread.
     """
+    fields = read_proc(f"{thread}/schedstat").split()
+    return int(fields[1]) if fields else 0
+
+
+def read_proc(name: str) -> str:
+    """Return a file of ``/proc``; "" if it is not there, or if no descriptor is left."""
     try:
-        return int(Path(f"/proc/{thread}/schedstat").read_bytes().split()[1])
+        return Path("/proc", name).read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0
+        return ""
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return 0
+        return ""

@@ -27,12 +27,12 @@ from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pools.adapting import Adapter
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
-from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.shared.counting import describe_many, estimate_objects
@@ -283,7 +283,6 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     arena = Arena.create(
         uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
         config.most_window + config.lend_limit,
-        config.most_workers if config.fetch.snapshot_every and slot_bytes is None else 0,
     )
     return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
 

@@ -301,53 +301,44 @@ class Arena:
         file: The file, which the arena takes over.
         slot_bytes: The most bytes that a slot may hold: the distance of two slots in the file.
         slot_count: The number of slots.
-        state_count: The number of state slots.
 
     Attributes:
-        slots: The slots of batches, by number.
-        state_slots: The slots of large states of datasets, one for each worker; empty if there are
-            none. See :mod:`shmloader.batch.state_slot`.
+        slots: The slots, by number.
         slot_bytes: The most bytes that a slot may hold.
         is_read_by_device: Whether only devices and our own copies read the slots. The user then
             gets no view of them, and their mappings must not be changed without need.
     """
 
-    def __init__(
-        self, file: MemoryFile, slot_bytes: int, slot_count: int, state_count: int = 0
-    ) -> None:
+    def __init__(self, file: MemoryFile, slot_bytes: int, slot_count: int) -> None:
         self._file = file
         self.slot_bytes = slot_bytes
         self.slots = [Slot(slot_id) for slot_id in range(slot_count)]
-        self.state_slots = [Slot(slot_count + number) for number in range(state_count)]
         self.is_read_by_device = False
         PROCESS.arenas[id(self)] = self
 
     @classmethod
-    def create(cls, slot_bytes: int, slot_count: int, state_count: int = 0) -> Self:
+    def create(cls, slot_bytes: int, slot_count: int) -> Self:
         """Make the file. Runs in the process that owns the slots.
 
         Args:
             slot_bytes: The most that a slot may hold; rounded up to a whole page. It is less if
                 files may not be that long.
             slot_count: The number of slots.
-            state_count: The number of state slots.
 
         Raises:
             OSError: If there is no descriptor left (EMFILE).
         """
         limit = soft_limit(resource.RLIMIT_FSIZE)
-        count = slot_count + state_count
-        most_bytes = (sys.maxsize if limit is None else limit) // count
+        most_bytes = (sys.maxsize if limit is None else limit) // slot_count
         slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         file = MemoryFile()
-        os.ftruncate(file.fileno(), slot_bytes * count)
+        os.ftruncate(file.fileno(), slot_bytes * slot_count)
         fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
-        return cls(file, slot_bytes, slot_count, state_count)
+        return cls(file, slot_bytes, slot_count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a process that is being started."""
-        counts = len(self.slots), len(self.state_slots)
-        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, *counts)
+        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, len(self.slots))
 
     def fileno(self) -> int:
         """Return the descriptor; -1 once closed."""
@@ -468,20 +459,20 @@ class Arena:
 
     def leave_to_parent(self) -> None:
         """Drop the parent's mappings in a forked worker, which uses the same slots."""
-        for slot in (*self.slots, *self.state_slots):
+        for slot in self.slots:
             slot.unmap()
             slot.lease = slot.kept = None
 
     def close(self) -> None:
         """Unmap all slots, except for memory under live views. May be called again."""
         self._file.close()  # at once, so that no interruption comes between
-        for slot in (*self.slots, *self.state_slots):
+        for slot in self.slots:
             slot.unmap()
             slot.kept = None
 
 
-def _attach(handle: Any, slot_bytes: int, slot_count: int, state_count: int) -> Arena:
+def _attach(handle: Any, slot_bytes: int, slot_count: int) -> Arena:
     """Return the arena of a handle. Called by pickle, in a worker."""
     fd = handle.detach()
     os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return Arena(MemoryFile(fd), slot_bytes, slot_count, state_count)
+    return Arena(MemoryFile(fd), slot_bytes, slot_count)

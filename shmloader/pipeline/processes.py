@@ -39,11 +39,11 @@ from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.pipeline.config import StageConfig, refuse_coroutine
 from shmloader.pipeline.executors import call_all, results_of
 from shmloader.pipeline.stages import Job
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
-from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import BackgroundThread, may_wait_here
 

@@ -29,9 +29,8 @@ Every pool keeps these rules:
   worker.
 * To begin a further epoch, the engine recalls what is queued and calls :meth:`Pool.start_epoch` for
   each worker. A pool of processes first answers all tasks of the previous epoch that workers have,
-  and then reports :meth:`Events.epoch_entered`. A pool of an executor does not wait for these
-  tasks: it answers them with empty batches, and then reports the same. A pool of threads recalls
-  all tasks, also those that are being made.
+  and then reports :meth:`Events.epoch_entered`. The other pools recall all tasks, also those that
+  are being made.
 * After :meth:`Pool.close` no process, thread, mapping or descriptor of the pool remains, except
   mappings under tensors that the user holds. A worker process that stays inside the user's code for
   long is killed. A thread cannot be killed: it is left behind, and ends once that code returns.
@@ -42,7 +41,7 @@ One thread at a time uses a pool. ``wake``, ``pid``, ``was_at``, ``ask``, ``end_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the interface needs no implementation
@@ -54,31 +53,23 @@ if TYPE_CHECKING:  # the interface needs no implementation
 
 
 class SentTicket(Protocol):
-    """What a pool sees of the scheduler's :class:`~shmloader.engine.scheduler.Ticket`."""
+    """What a pool sees of the scheduler's :class:`~shmloader.engine.scheduler.Ticket`.
 
-    @property
-    def seq(self) -> int:
-        """The ticket's number in the epoch."""
+    Attributes:
+        seq: The ticket's number in the epoch.
+        indices: The indices that the sampler yielded.
+        worker_id: The worker that gets the task. Not read if the task goes to a queue.
+        slot_id: The slot that the batch is written to. Not read by a pool without slots.
+        hung: Samples of the batch that are to raise an error, since they took too long before: maps
+            their numbers to what their worker was doing. Only read by pools that support
+            ``sample_timeout``: those of processes and of threads.
+    """
 
-    @property
-    def indices(self) -> object:
-        """The indices that the sampler yielded."""
-
-    @property
-    def worker_id(self) -> int:
-        """The worker that gets the task. Not read if the task goes to a queue."""
-
-    @property
-    def slot_id(self) -> int:
-        """The slot that the batch is written to. Not read by a pool without slots."""
-
-    @property
-    def hung(self) -> Mapping[int, str] | None:
-        """Samples of the batch that are to raise an error, since they took too long before.
-
-        Maps their numbers to what their worker was doing. Only read by pools that support
-        ``sample_timeout``: those of processes and of threads.
-        """
+    seq: int
+    indices: Any
+    worker_id: int
+    slot_id: int
+    hung: dict[int, str] | None
 
 
 class Events(Protocol):
@@ -96,14 +87,13 @@ class Events(Protocol):
             beginning: The checkpoint with which the worker's next epoch begins.
         """
 
-    def beginning_part(self, worker_id: int, data: bytes) -> None:
-        """Note one piece of the state that a worker's next epoch begins with."""
-
-    def state_lost(self, worker_id: int, nbytes: int, most_bytes: int) -> None:
-        """Note that the state of a worker's dataset did not fit into a slot of ``most_bytes``."""
-
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """Note that a worker has finished the previous epoch, with its state's last piece."""
+        """Note that a worker has finished the previous epoch.
+
+        Args:
+            worker_id: Number of the worker.
+            beginning: The pickled checkpoint with which its next epoch begins; None if it has none.
+        """
 
     def left(self, worker_id: int) -> None:
         """Note that a worker has answered its last task, after :meth:`SlotPool.leave`."""

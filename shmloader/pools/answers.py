@@ -4,18 +4,24 @@ The answer of a batch that lies in a slot carries the reader of its layout, sinc
 repeat a layout that is the same as that of its last batch.
 """
 
+import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shmloader.batch.collator import bytes_of
 from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.fetch import EmptyBatchError
+from shmloader.batch.maker import BatchMaker
+from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
 from shmloader.messages import Unsaved
 
 
+@dataclass(eq=False, slots=True)
 class Batch:
     """The answer with a ticket's batch.
 
@@ -34,35 +40,16 @@ class Batch:
         seen_ns: When the engine saw the answer.
     """
 
-    __slots__ = (
-        "check",
-        "content",
-        "fingerprint",
-        "lends",
-        "looked_ns",
-        "nbytes",
-        "report",
-        "seen_ns",
-        "snapshot",
-        "times",
-    )
-
-    def __init__(
-        self,
-        content: Any,
-        report: SampleReport | None = None,
-        times: Any = None,
-        nbytes: int = 0,
-    ) -> None:
-        self.content = content
-        self.report = report
-        self.times = times
-        self.nbytes = nbytes
-        self.lends = False
-        self.check: tuple[int, int] | None = None
-        self.snapshot: bytes | memoryview | Unsaved | None = None
-        self.fingerprint: int | None = None
-        self.looked_ns = self.seen_ns = 0
+    content: Any
+    report: SampleReport | None = None
+    times: Any = None
+    nbytes: int = 0
+    lends: bool = False
+    check: tuple[int, int] | None = None
+    snapshot: bytes | Unsaved | None = None
+    fingerprint: int | None = None
+    looked_ns: int = 0
+    seen_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class Failure:
 
     error: RemoteError
     report: SampleReport | None = None
-    snapshot: bytes | memoryview | Unsaved | None = None
+    snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
     is_final: bool = False
 
@@ -90,14 +77,13 @@ class Empty:
     """A batch without good samples: all of them failed and are left out.
 
     Attributes:
-        report: How many of the batch's samples failed, and how; None for a task whose epoch was
-            given up.
+        report: How many of the batch's samples failed, and how.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due.
     """
 
     report: SampleReport | None
-    snapshot: bytes | memoryview | Unsaved | None = None
+    snapshot: bytes | Unsaved | None = None
 
 
 Answer = Batch | Failure | Empty
@@ -124,6 +110,30 @@ class Death:
     because: str = ""
     reason: str = ""
     is_final: bool = False
+
+
+def make_answer(maker: BatchMaker, make: Callable[[], object], where: str) -> Answer:
+    """Make a batch as an ordinary object, and return the answer to its ticket.
+
+    An exception becomes a ``Failure``.
+
+    Args:
+        maker: Keeps the report on the samples and the times, since its timer was begun.
+        make: Makes the batch by the maker.
+        where: Where this runs, in words, for the texts of failures.
+    """
+    pid, batch, error = os.getpid(), None, None
+    try:
+        batch = make()
+    except EmptyBatchError:
+        return Empty(maker.pop_report())
+    except BaseException:  # noqa: BLE001 - it is the answer
+        end_if_forked(pid)
+        error = RemoteError.caught(where)
+    end_if_forked(pid)
+    if error is not None:
+        return Failure(error, report=maker.pop_report())
+    return Batch(batch, maker.pop_report(), maker.timer.read(), bytes_of(batch))
 
 
 Reader = FlatReader | PickledReader

@@ -1,90 +1,99 @@
 """Makes the batch of one task in a slot, and the answer to the task.
 
-All of it runs in a worker process, once for each of its channels, on the thread that makes batches.
-
-What is short travels in the answer's message, and what is long in the slot, after the batch. A
-batch that does not fit into its slot fails. An error or report that does not fit is shortened, and
-a state that does not fit is left out.
+All of it runs in a worker process, once for each of its clients, on the thread that makes batches.
 """
 
+import contextlib
 import ctypes
 import pickle
-from collections.abc import Callable
+from dataclasses import dataclass
 from os import getpid
 from typing import Any
 
 from shmloader.batch.collator import Timer
 from shmloader.batch.explain import pickle_or_explain
-from shmloader.batch.failures import RemoteError, SampleReport
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
-from shmloader.batch.state_slot import StatePickler
 from shmloader.errors import SharedMemoryError
 from shmloader.forked_child import end_if_forked
 from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
-from shmloader.memory.limits import MemoryAdmission
+from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
 from shmloader.messages import (
+    DONE,
+    DONE_HEAD,
     INLINE_BYTES,
     BatchDone,
-    BatchEmpty,
     BatchFailed,
-    SentState,
+    InSlot,
     Spilled,
     StreamEnded,
-    TooLong,
-    Unsaved,
+    Task,
     pack,
 )
+from shmloader.pools.status_page import Line
+from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
 
 # Once the user's code has kept memory of this many batches, it gets no more memory of slots.
 _KEPT_LIMIT = 4
 
-Sent = bytes | Spilled
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """How a client's tasks are served.
+
+    Attributes:
+        config: How batches are made.
+        arena: The slots.
+        queue: The queue from which the tasks are received; None if they come by the channel.
+        memory: The memory that workers may take; None if memory is not checked.
+        is_debugging: Whether answers carry a checksum.
+    """
+
+    config: FetchConfig
+    arena: Arena
+    queue: TaskQueue | None = None
+    memory: MemoryConfig | None = None
+    is_debugging: bool = False
+
+    def close(self) -> None:
+        """Close the slots and the queue, in the process that made them."""
+        self.arena.close()
+        if self.queue is not None:
+            self.queue.close()
 
 
 class BatchServer:
     """Makes batches of one dataset.
 
     Attributes:
-        dataset: The worker's dataset. Callers resume it and start its epochs through this object.
+        dataset: The worker's dataset. Callers resume it and start its epochs.
         writer: Writes to the task's slot.
+        where: Where this runs, for the texts of errors.
 
     Args:
-        config: How batches are made.
+        tasks: How tasks are served.
         worker_id: Number of the worker.
-        where: Where this runs, for the texts of errors.
-        arena: The slots.
-        publish: Shows the main process which sample is in work; see ``SampleWatch``.
-        admission: Admits the first touch of a slot's memory; None if memory is not checked.
-        is_debugging: Whether answers carry a checksum.
+        line: Where the worker shows the client what it is doing.
     """
 
-    def __init__(
-        self,
-        config: FetchConfig,
-        worker_id: int,
-        where: str,
-        arena: Arena,
-        publish: Callable[[int, int], None],
-        *,
-        admission: MemoryAdmission | None = None,
-        is_debugging: bool = False,
-    ) -> None:
-        self._config, self._where, self._arena = config, where, arena
-        self._admission, self._is_debugging = admission, is_debugging
+    def __init__(self, tasks: TaskConfig, worker_id: int, line: Line) -> None:
+        config, self._arena = tasks.config, tasks.arena
+        self._config, self._is_debugging = config, tasks.is_debugging
+        self.where = f"in DataLoader worker process {worker_id}"
+        self._admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
         self._timer = Timer()
-        self.writer = SlotWriter(arena, admission)
-        states = StatePickler(arena, worker_id, admission)
+        self.writer = SlotWriter(tasks.arena, self._admission)
         self.dataset = WorkerDataset(
-            config, worker_id, where, self.writer, self._timer, publish, states
+            config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
         # Whether the dataset was pickled by cloudpickle; its batches may need that, too.
         self._by_value = False
         # How often the user's code has kept memory of a slot, and whether it is still offered any.
-        self._kept_count, self._offers = 0, True
+        self._kept_count, self._offers = 0, not config.auto_collation
         # The layout by which the main process reads this worker's next batch, unless a new one
         # comes with the batch.
         self._last_layout = b""
@@ -95,105 +104,78 @@ class BatchServer:
         self._by_value = by_value
         self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
 
-    def serve(
-        self,
-        seq: int,
-        epoch: int,
-        slot: Slot,
-        indices: Sent,
-        dataset_epoch: int | None,
-        has_hung: bool,
-    ) -> bytes:
-        """Make a task's batch in a slot. The arguments are those of a :class:`Task`.
+    def serve(self, task: Task) -> bytes:
+        """Make a task's batch in its slot.
 
         Returns:
-            The answer's packed message. An exception of the user's code is in it.
+            The answer, packed. An exception of the user's code is in it.
         """
-        dataset, writer, pid, slot_id = self.dataset, self.writer, getpid(), slot.slot_id
+        answer = self._answer(task)
+        if len(answer) > INLINE_BYTES:
+            with contextlib.suppress(SharedMemoryError):
+                return pack(InSlot(task.slot_id, Spilled(*self.writer.put(answer))))
+        return answer
+
+    def _answer(self, task: Task) -> bytes:
+        seq, epoch, slot_id, touched_bytes, *_ = task
+        dataset, writer, pid = self.dataset, self.writer, getpid()
+        slot = self._arena.slots[slot_id]
+        slot.touched_bytes = touched_bytes
         self._timer.begin()
-        writer.open(slot, is_offered=self._offers and not self._config.auto_collation)
+        writer.open(slot, is_offered=self._offers)
+        dataset.snapshot = dataset.fingerprint = None
         error, is_empty = dataset.error, False
-        layout: Sent | None = None
-        if error is not None:
-            dataset.snapshot = dataset.fingerprint = None
-        else:
+        if error is None:
             try:
-                layout = self._make(slot, indices, dataset_epoch, has_hung)
+                layout = self._make(task, slot)
             except EmptyBatchError:
                 is_empty = True
             except BaseException as caught:  # noqa: BLE001 - it is the answer
                 end_if_forked(pid)
-                if isinstance(caught, StopIteration) and self._config.is_iterable:
-                    dataset.has_ended = True
-                else:
-                    error = RemoteError.of(caught, self._where)
-        if getpid() != pid:
-            end_if_forked(pid)
+                if not dataset.has_ended:
+                    error = RemoteError.of(caught, self.where)
+            if getpid() != pid:
+                end_if_forked(pid)
         if writer.part():
             # Code that keeps a batch once may be a cache. Code that always does (a generator that
             # holds its last batch) gets ordinary memory, which is copied to the slot: that is as
             # fast.
             self._kept_count += 1
-            self._offers = self._kept_count < _KEPT_LIMIT
-        if error is not None or is_empty or dataset.has_ended:
-            return self._answer_without_batch((seq, epoch, slot_id), error)
-        report = snapshot = None
-        if dataset.has_report or dataset.snapshot is not None:
-            report, snapshot = self._put_notes()
-        used_bytes, admission = writer.used_bytes, self._admission
-        if admission is not None and admission.is_tight:
-            _give_freed_memory_back()
-        check = self._checksum(slot, used_bytes) if self._is_debugging else None
-        return pack(
-            BatchDone(
-                seq, epoch, slot_id, layout, used_bytes, check, report, snapshot,
-                self._timer.read(), dataset.fingerprint,
-            )
-        )  # fmt: skip
-
-    def _answer_without_batch(
-        self, numbers: tuple[int, int, int], error: RemoteError | None
-    ) -> bytes:
-        """Return the message that a task failed, or has no samples, or that the stream ended."""
-        dataset, writer = self.dataset, self.writer
+            self._offers = self._offers and self._kept_count < _KEPT_LIMIT
         if dataset.has_ended:
-            is_persistent = self._config.is_persistent
-            sent = self._put(dataset.next_beginning()) if is_persistent else None
-            return pack(StreamEnded(*numbers, writer.touched_bytes, sent))
-        if error is None:
-            return pack(BatchEmpty(*numbers, *self._put_notes()))
-        error_sent = self._put_error(error)
-        report, snapshot = self._put_notes()
-        return pack(
-            BatchFailed(
-                *numbers, error_sent, writer.touched_bytes, report, snapshot, dataset.fingerprint,
-                dataset.is_lost,
-            )
-        )  # fmt: skip
+            beginning = dataset.next_beginning() if self._config.is_persistent else None
+            return pack(StreamEnded(seq, epoch, beginning))
+        snapshot, fingerprint, report = dataset.snapshot, dataset.fingerprint, dataset.pop_report()
+        if is_empty or error is not None:
+            touched_bytes = writer.touched_bytes
+            notes = report, snapshot, fingerprint, dataset.is_lost
+            return pack(BatchFailed(seq, epoch, slot_id, touched_bytes, error, *notes))
+        used_bytes, check = writer.used_bytes, None
+        if self._admission is not None and self._admission.is_tight:
+            _give_freed_memory_back()
+        if self._is_debugging:
+            self._arena.reach(slot, used_bytes)
+            check = checksum(slot, used_bytes)
+        extras = layout, check, report, snapshot, fingerprint
+        if extras == (None, None, None, None, None):
+            return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
+        return pack(BatchDone(seq, epoch, slot_id, used_bytes, self._timer.read(), *extras))
 
-    def _make(
-        self, slot: Slot, indices: Sent, dataset_epoch: int | None, has_hung: bool
-    ) -> Sent | None:
+    def _make(self, task: Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
-        if not isinstance(indices, bytes):
+        indices, pid = task.indices, getpid()
+        if isinstance(indices, Spilled):
             end = indices.offset + indices.nbytes
             self._arena.reach(slot, end)
             indices = bytes(slot.memory[indices.offset : end])
-        pid = getpid()
         content = pickle.loads(indices)
-        content, self.dataset.hung = content if has_hung else (content, {})
-        batch = self.dataset.load(content, dataset_epoch)
+        content, self.dataset.hung = content if task.has_hung else (content, {})
+        batch = self.dataset.load(content, task.dataset_epoch)
         if getpid() != pid:
             end_if_forked(pid)
         return self._put_batch(batch)
 
-    def _checksum(self, slot: Slot, used_bytes: int) -> int:
-        self._arena.reach(slot, used_bytes)
-        return checksum(slot, used_bytes)
-
-    # What an answer consists of ----------------------------------------------------------
-
-    def _put_batch(self, batch: Any) -> Sent | None:
+    def _put_batch(self, batch: Any) -> bytes | None:
         """Encode a batch into the slot. Returns its layout, or None if it is that of the last one.
 
         Raises:
@@ -212,59 +194,16 @@ class BatchServer:
         elif flat is self._last_flat_layout:
             return None
         data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
-        sent: Sent | None = None
-        if data != self._last_layout:
-            sent = data if len(data) <= INLINE_BYTES // 2 else Spilled(*self.writer.put(data))
+        is_new = data != self._last_layout
         # Set after the write: the main process does not get a layout that could not be written.
         self._last_layout, self._last_flat_layout = data, flat
-        return sent
+        return data if is_new else None
 
     def _read_back(self, shard: Any) -> Any:
         """Return the batch of a shard, which may lie in the slot."""
         if type(shard) is not FlatLayout:
             return shard
         return FlatReader(shard).read(self.writer.slot, None)
-
-    def _put(self, data: bytes | None) -> Sent | TooLong | None:
-        """Write a pickled value after the batch. Returns TooLong if it does not fit."""
-        if data is None or len(data) <= INLINE_BYTES // 4:
-            return data
-        try:
-            return Spilled(*self.writer.put(data))
-        except SharedMemoryError:
-            return TooLong(len(data))
-
-    def _put_error(self, error: RemoteError) -> Sent:
-        data = pickle.dumps(error)
-        if len(data) <= INLINE_BYTES // 2:
-            return data
-        self.writer.rewind()  # the batch has failed, so its memory is free
-        try:
-            return Spilled(*self.writer.put(data))
-        except SharedMemoryError:
-            return pickle.dumps(error.shortened(INLINE_BYTES // 4))
-
-    def _put_report(self, report: SampleReport | None) -> Sent | None:
-        if report is None:
-            return None
-        sent = self._put(pickle.dumps(report))
-        return pickle.dumps(report.counts()) if isinstance(sent, TooLong) else sent
-
-    def _put_notes(self) -> tuple[Sent | None, SentState]:
-        """Write what goes with a batch: the report on its samples, and the dataset's state."""
-        dataset, report = self.dataset, None
-        if dataset.has_report and dataset.maker is not None:
-            report = self._put_report(dataset.maker.pop_report())
-        snapshot = dataset.snapshot
-        if not isinstance(snapshot, bytes):
-            return report, snapshot
-        sent = self._put(snapshot)
-        if isinstance(sent, TooLong) and not self._config.is_iterable:
-            return report, Unsaved(
-                f"the state of the dataset ({sent.nbytes} bytes) does not fit beside its batch in "
-                "a slot. Raise shm_size, or set snapshot_every_n_steps=0 to leave this state out"
-            )
-        return report, sent
 
 
 def _give_freed_memory_back() -> None:

@@ -25,17 +25,16 @@ bytes, or by reference where the executor has a store.
 
 Guarantees:
     * The executor is the user's: it is never shut down. Tasks that have not started are cancelled
-      when the epoch is given up or the pool is closed. Running tasks are left to end.
+      when the epoch is given up or the pool is closed. Running tasks are left to end, and their
+      results are dropped.
     * An exception of the executor in place of a result (a node is lost, a process of a pool was
       killed), or in ``submit``, is the loss of a worker. An exception of the user's code is an
       answer.
-    * Callbacks of futures only append to a deque and set an event. They refer neither to the pool
+    * Callbacks of futures only write down the time and set an event. They refer neither to the pool
       nor to the loader.
 """
 
-import collections
 import concurrent.futures
-import contextlib
 import functools
 import os
 import pickle
@@ -51,7 +50,7 @@ from shmloader.grammar import UNKNOWN_PID
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.interruptions import Caught, attempt
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Death, Empty, Failure
+from shmloader.pools.answers import Death, Failure
 from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
@@ -75,8 +74,9 @@ class _Sent:
         worker_id: Number of the worker that the ticket has.
         indices: Its pickled indices.
         sent_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
-        number: Number of the task that was submitted last for the ticket.
-        future: The future of that task.
+        done_ns: When its future was done, by the same clock; 0 if that was not seen.
+        future: The future of its last task; None if the executor refused that.
+        refusal: Why the executor refused it.
     """
 
     seq: int
@@ -84,8 +84,19 @@ class _Sent:
     worker_id: int
     indices: bytes
     sent_ns: int
-    number: int = -1
+    done_ns: int = 0
     future: Any = None
+    refusal: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is something to report."""
+        return self.future is None or bool(self.future.done())
+
+    def describe(self) -> AtWork:
+        """Describe what the task is doing."""
+        elapsed_s = (time.monotonic_ns() - self.sent_ns) / 1e9
+        return AtWork(Phase.LOADING, self.epoch, self.seq, elapsed_s)
 
 
 class ExecutorPool:
@@ -122,17 +133,12 @@ class ExecutorPool:
         self._submit_task = executor.submit
         self._check: Callable[[], None] | None = getattr(executor, "check", None)
         self._share: Callable[[Any], Any] | None = getattr(executor, "share", None)
-        self._payload = payload
-        self._numbers = numbers
+        self._payload, self._numbers = payload, numbers
         self._owner_pid = os.getpid()
         self._common = Common(loader, tuple(payload.handle), PROCESS.tasks.token, base_seed)
-        # Tasks that were sent and not answered, by number.
-        self._tasks: dict[int, _Sent] = {}
-        # Numbers of tasks whose futures are done, each with the time by ``time.monotonic_ns()``.
-        self._done: collections.deque[tuple[int, int]] = collections.deque()
         self._wakeup = Wakeup()
-        # Reports to make besides answers.
-        self._reports: collections.deque[Callable[[Events], None]] = collections.deque()
+        # Tasks that were sent and not answered, by seq.
+        self._tasks: dict[int, _Sent] = {}
         # The reference to the payload in the executor's store, sent with each task; None if the
         # payload is not there.
         self._reference: Any = None
@@ -157,6 +163,7 @@ class ExecutorPool:
         if isinstance(indices, Caught):
             return Failure(RemoteError.of(indices.error, "while sending indices to the executor"))
         sent = _Sent(ticket.seq, epoch, ticket.worker_id, indices, time.monotonic_ns())
+        self._tasks[ticket.seq] = sent
         self._submit(sent, self._reference)
         return None
 
@@ -167,44 +174,35 @@ class ExecutorPool:
             sent: The ticket.
             contents: The payload, or a reference to it; None if the task carries no payload.
         """
-        number = sent.number = next(self._numbers)
         self._pids.pop(sent.worker_id, None)  # any process may run it
+        sent.done_ns = 0
         future = attempt(
             self._submit_task, make_batch, this_version(), (*self._common,),
-            number, self.dataset_epoch, sent.indices, contents,
+            next(self._numbers), self.dataset_epoch, sent.indices, contents,
         )  # fmt: skip
         if isinstance(future, Caught):
-            self._report_loss(sent, "the executor refuses tasks", future.error, is_final=True)
+            self._refuse(sent, "the executor refuses tasks", future.error)
             return
         sent.future = future
-        self._tasks[number] = sent
         # concurrent.futures swallows what a callback raises, including what a signal handler raises
         # in it. So a future that is done calls nothing on this thread.
         if not future.done():
-            future.add_done_callback(functools.partial(_post, self._done, self._wakeup, number))
-        if future.done():
-            _post(self._done, self._wakeup, number)
+            future.add_done_callback(functools.partial(_set_done, sent, self._wakeup))
+
+    def _refuse(self, sent: _Sent, reason: str, error: BaseException) -> None:
+        sent.future, sent.refusal = None, f"{reason} ({_text_of(error)})"
 
     def recall(self) -> list[int]:
-        """Return nothing: there is no queue."""
-        return []
+        """Give up all tasks in flight, and return their tickets' numbers. Ends an epoch."""
+        dropped, self._tasks = self._tasks, {}
+        for sent in dropped.values():
+            if sent.future is not None:
+                attempt(sent.future.cancel)  # the executor may be gone
+        return [*dropped]
 
-    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - reports need none
-        """Give up a worker's tasks. Running tasks are left to end."""
-        for sent in self._tasks_of(worker_id):
-            if self._give_up(sent):
-                self._report_answer(sent, Empty(None))
-        self._reports.append(lambda events: events.epoch_entered(worker_id, None))
-        return False
-
-    def _tasks_of(self, worker_id: int) -> list[_Sent]:
-        return [sent for sent in self._tasks.copy().values() if sent.worker_id == worker_id]
-
-    def _give_up(self, sent: _Sent) -> bool:
-        """Forget a task, and cancel it if it has not started. False if it was forgotten before."""
-        with contextlib.suppress(Exception):  # the executor may be gone
-            sent.future.cancel()
-        return self._tasks.pop(sent.number, None) is not None  # or another thread was faster
+    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
+        """Return True: all tasks were given up."""
+        return True
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Do nothing: executors do not load datasets with states."""
@@ -213,32 +211,26 @@ class ExecutorPool:
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
         """Report the answers that have come."""
-        while self._done:
-            number, done_ns = self._done.popleft()
-            sent = self._tasks.pop(number, None)
-            if sent is not None:
-                self._receive(sent, done_ns)
-        has_any = bool(self._reports)
-        while self._reports:
-            self._reports.popleft()(events)
+        has_any = False
+        for sent in self._tasks.copy().values():
+            if sent.is_done and self._report(sent, events):
+                has_any = True
         return has_any
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
         """Wait until a task is done or the time is up, and report what has come."""
         self.is_waiting = True
-        # A wait that a signal handler has ended may have cleared the event.
-        if not self._done and not self._reports:
+        if not self._has_done():
             if self._check is not None:
                 timeout_s = CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)
             self._wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
-            if self._check is not None and not self._done:
+            if self._check is not None and not self._has_done():
                 self._check()
-                # What a signal handler raises in the callbacks of ``check`` is swallowed.
-                for number, sent in self._tasks.copy().items():
-                    if sent.future.done():
-                        _post(self._done, self._wakeup, number)
         self.is_waiting = False
         return self.poll(-1, events)
+
+    def _has_done(self) -> bool:
+        return any(sent.is_done for sent in self._tasks.copy().values())
 
     def enable_wake(self) -> None:
         """Do nothing: ``wake`` works from the beginning."""
@@ -249,25 +241,33 @@ class ExecutorPool:
 
     # Answers -----------------------------------------------------------------------------
 
-    def _receive(self, sent: _Sent, done_ns: int) -> None:
-        """Report on a task that is done, or send it again with the payload."""
-        future = sent.future
-        error = None if future.cancelled() else future.exception()
-        if future.cancelled() or error is not None:
-            self._reference = None  # the payload in the store may be lost with the process
-            reason = "has cancelled" if error is None else "lost"
-            self._report_loss(sent, f"the executor {reason} its task", error)
-            return
-        pid, refusal, *packed = future.result()
-        if refusal:
-            self._report_loss(sent, refusal, is_final=True)
-        elif not packed:
-            self._send_with_payload(sent)
+    def _report(self, sent: _Sent, events: Events) -> bool:
+        """Report on a task that is done. Returns False if it is sent again with the payload."""
+        future, is_final = sent.future, True
+        packed: list[Any] = []
+        if future is None:
+            reason = sent.refusal
+        elif future.cancelled() or future.exception() is not None:
+            is_final, self._reference = False, None  # the payload in the store may be lost, too
+            reason = "the executor has cancelled its task"
+            if not future.cancelled():
+                reason = f"the executor lost its task ({_text_of(future.exception())})"
+        else:
+            pid, reason, *packed = future.result()
+            if not reason and not packed:
+                return self._send_with_payload(sent)
+        if self._tasks.pop(sent.seq, None) is None:  # another thread has closed the pool
+            return False
+        if reason:
+            death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
+            events.lost(sent.worker_id, death, sent.describe())
         else:
             self._pids[sent.worker_id] = pid
-            self._report_answer(sent, read_answer(packed[0], packed[1], done_ns))
+            answer = read_answer(packed[0], packed[1], sent.done_ns or time.monotonic_ns())
+            events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
+        return True
 
-    def _send_with_payload(self, sent: _Sent) -> None:
+    def _send_with_payload(self, sent: _Sent) -> bool:
         """Send a task again, with the payload: by reference where that is possible."""
         contents = self._reference
         if contents is None:
@@ -276,29 +276,11 @@ class ExecutorPool:
                 contents = attempt(self._share, contents)
                 if isinstance(contents, Caught):  # for instance, the store is full
                     reason = "the executor's store refused the dataset"
-                    self._report_loss(sent, reason, contents.error, is_final=True)
-                    return
+                    self._refuse(sent, reason, contents.error)
+                    return False
                 self._reference = contents
         self._submit(sent, contents)
-
-    def _report_answer(self, sent: _Sent, answer: Answer) -> None:
-        self._reports.append(
-            lambda events: events.answered(sent.seq, sent.epoch, sent.worker_id, answer)
-        )
-
-    def _report_loss(
-        self,
-        sent: _Sent,
-        reason: str,
-        error: BaseException | None = None,
-        *,
-        is_final: bool = False,
-    ) -> None:
-        """Report that a task is lost, as the loss of a worker that was at work on it."""
-        if error is not None:
-            reason = f"{reason} ({_text_of(error)})"
-        death = Death(UNKNOWN_PID, None, reason=reason, is_final=is_final)
-        self._reports.append(lambda events: events.lost(sent.worker_id, death, _describe(sent)))
+        return False
 
     # Workers -----------------------------------------------------------------------------
 
@@ -313,9 +295,9 @@ class ExecutorPool:
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return which task a worker has."""
-        for sent in self._tasks_of(worker_id):
-            if not sent.future.done():
-                return _describe(sent)
+        for sent in self._tasks.copy().values():
+            if sent.worker_id == worker_id and not sent.is_done:
+                return sent.describe()
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at  # the executor's processes show no stack
@@ -329,10 +311,7 @@ class ExecutorPool:
             uninterruptible(self._end)
 
     def _end(self) -> None:
-        for sent in self._tasks.copy().values():
-            self._give_up(sent)
-        self._reports.clear()
-        self._done.clear()
+        self.recall()
         self._reference = None
         self.wake()
 
@@ -344,18 +323,10 @@ class ExecutorPool:
             self._payload.close()
 
 
-def _post(
-    done: collections.deque[tuple[int, int]], wakeup: Wakeup, number: int, _: object = None
-) -> None:
-    """Record that a task's future is done, perhaps once more. Called from any thread."""
-    done.append((number, time.monotonic_ns()))
+def _set_done(sent: _Sent, wakeup: Wakeup, _: object) -> None:
+    """Write down when a future was done. Called on any thread, perhaps after a further task."""
+    sent.done_ns = time.monotonic_ns()
     wakeup.set()
-
-
-def _describe(sent: _Sent) -> AtWork:
-    """Describe what a task that was sent is doing."""
-    elapsed_s = (time.monotonic_ns() - sent.sent_ns) / 1e9
-    return AtWork(Phase.LOADING, sent.epoch, sent.seq, elapsed_s)
 
 
 def _text_of(error: BaseException) -> str:

@@ -23,11 +23,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.arrays import LocalArrays
 from shmloader.batch.collator import Timer
+from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
@@ -40,9 +42,9 @@ from shmloader.batch.payload import (
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.collate import install
+from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter
-from shmloader.pools.answers import Answer, Batch, Empty, Failure
-from shmloader.pools.object_answers import make_answer, pack_batch, unpack_batch
+from shmloader.pools.answers import Answer, Batch, Empty, Failure, make_answer
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
@@ -51,6 +53,9 @@ from shmloader.sampling.rng import GlobalState
 #: The most loaders whose datasets a process keeps.
 KEPT = 8
 
+# Arrays that arrive at an address that is no multiple of this many bytes are copied: the widest
+# elements of tensors need it.
+_WIDEST_ITEM = 16
 
 # Parameters of mallopt, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -111,7 +116,7 @@ def make_batch(
         text = "the executor runs tasks in the process that has the loader: use thread_pool=True, "
         return pid, text + "whose threads make batches without copies"
     where = f"in a process of the executor (pid {pid} on {socket.gethostname()})"
-    with PROCESS.tasks.lock, _one_thread():
+    with PROCESS.tasks.lock:
         try:
             maker = _find_maker(shared, number, where, contents)
         except MissingPayloadError:
@@ -183,19 +188,6 @@ def _find_maker(common: Common, number: int, where: str, contents: Any) -> "_Mak
     return maker
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Make torch use one thread for computations in the block, as torch's own workers do."""
-    count = torch.get_num_threads()
-    if count != 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if count != 1:
-            torch.set_num_threads(count)
-
-
 class _PrivateMemory:
     """Gives collate functions ordinary memory, and not torch's shared memory as in a worker."""
 
@@ -259,14 +251,16 @@ class _Maker:
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
         """Make this process a worker of the loader inside the block."""
-        own, info = GlobalState(), torch_worker._worker_info
+        own, info, thread_count = GlobalState(), torch_worker._worker_info, torch.get_num_threads()
         if self._rng is not None:
             self._rng.restore()
         torch_worker._worker_info = self._info
         install(cast("SlotWriter", _PrivateMemory()))
+        torch.set_num_threads(1)  # as in torch's own workers
         try:
             yield
         finally:
+            torch.set_num_threads(thread_count)
             PROCESS.slot_writer = None
             torch_worker._worker_info = info
             self._rng = GlobalState()
@@ -293,3 +287,63 @@ class _Maker:
         """End the threads that load samples."""
         if self._concurrent_fetcher is not None:
             self._concurrent_fetcher.close()
+
+
+def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
+    """Return a batch as a pickle and arrays, which any executor can send.
+
+    The arrays are copies, because an executor may send them later than the next batch is made.
+
+    Args:
+        batch: Any picklable value.
+        by_value: Whether the batch may need cloudpickle.
+
+    Returns:
+        The arguments of :func:`unpack_batch`.
+
+    Raises:
+        TypeError: If part of the batch cannot be pickled; names that part.
+    """
+    body, parts = pickle_or_explain(batch, by_value=by_value)
+    arrays = [np.empty(0, np.uint8)]
+
+    def put(address: int, nbytes: int) -> int:
+        memory: Any = (ctypes.c_char * nbytes).from_address(address)
+        arrays.append(np.frombuffer(memory, np.uint8).copy())
+        return len(arrays) - 1
+
+    spans = parts.write(put)
+    copies = [arrays[offset] for offset, _, _ in spans]
+    return body, parts.order, copies, [first_byte for _, _, first_byte in spans]
+
+
+def unpack_batch(
+    body: bytes, order: list[int], arrays: "list[np.ndarray[Any, Any]]", starts: list[int]
+) -> object:
+    """Build a batch that :func:`pack_batch` has packed. Its tensors are views of the arrays.
+
+    Arrays that cannot be written to are copied, such as those in Ray's store.
+
+    Args:
+        body: The pickle.
+        order: For each buffer that the pickle lacks, in turn, the index of its array.
+        arrays: The arrays, of bytes.
+        starts: For the data of a tensor, which byte of its storage is the array's first; -1 for
+            any other buffer.
+
+    Raises:
+        Exception: What unpickling the user's objects raises.
+    """
+    buffers: list[object] = []
+    for array, start in zip(map(_writable, arrays), starts, strict=True):
+        if start < 0:
+            buffers.append(array.data)
+        else:
+            buffers.append(PartialStorage(torch.from_numpy(array).untyped_storage(), start))
+    return pickle.loads(body, buffers=[buffers[index] for index in order])
+
+
+def _writable(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    if array.flags.writeable and array.ctypes.data % _WIDEST_ITEM == 0:
+        return array
+    return array.copy()

@@ -1,23 +1,33 @@
-"""Forks processes for multiprocessing, here or in the nursery, and guards how they start.
+"""Forks processes for multiprocessing, here or in the nursery; guards their start and end.
 
 **Main guard.** A fresh interpreter imports the program's main file. If that file starts workers as
 soon as it is imported, each interpreter would start further ones. Those that shmloader has started
 end silently instead, with an exit code that tells the main process the reason.
 
 **Ctrl-C** is for the main process. It is blocked in a process that starts, until that ignores it.
+
+**The end of the main process** ends the workers, however it ends and whatever they are doing. Only
+the main process holds the writing end of a pipe, and it never writes. When it ends, the kernel
+closes that end and sends each worker the signal that the worker has registered at its reading end.
+The signal is SIGKILL, which also ends a stopped worker and a worker inside a call that holds the
+interpreter lock. ``PR_SET_PDEATHSIG`` would not do: its signal comes when the *thread* that started
+the worker ends, or, for a worker that the nursery has forked, when the nursery ends.
 """
 
 import atexit
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from multiprocessing import popen_fork, resource_tracker, util
+from multiprocessing import popen_fork, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
+
+from shmloader.process_state import PROCESS
 
 #: Exit code of a process that would have started workers while it imported the main file.
 NO_GUARD_EXIT = 73
@@ -175,3 +185,62 @@ class ForkedProcess(popen_fork.Popen):
         if self.returncode is None and self.finalizer.still_active():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.sentinel, number)
+
+
+class ParentDeathPipe:
+    """The pipe, owned by the pool. In a process that gets it pickled, it has a reading end only.
+
+    Attributes:
+        main_pid: Process id of the main process.
+    """
+
+    def __init__(self) -> None:
+        self.main_pid = os.getpid()
+        self._read, self._write = os.pipe()
+        PROCESS.parent_death_pipes.add(self)
+
+    def __getstate__(self) -> tuple[int, Any]:
+        """Pickle for a process that is being started."""
+        return self.main_pid, reduction.DupFd(self._read)
+
+    def __setstate__(self, state: tuple[int, Any]) -> None:
+        self.main_pid, duplicate = state
+        self._read, self._write = duplicate.detach(), -1
+
+    def hold(self) -> None:
+        """Make this process end with the main process: at once if that has ended already."""
+        self.close_write()
+        # Opened again, since the signal and its receiver belong to the open file, not to the pipe.
+        # Where that cannot be, as without /proc, only the newest worker gets the signal: the others
+        # end when they next look for a task.
+        path, flags = f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            read = os.open(path, flags)
+        except OSError:
+            read = self._read
+        else:
+            self.close_read()
+        fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
+        poll = select.poll()
+        poll.register(read, 0)  # hanging up is always reported
+        if poll.poll(0):
+            os._exit(1)
+
+    def close_read(self) -> None:
+        """Close the reading end. No worker may be started afterwards."""
+        fd, self._read = self._read, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def close_write(self) -> None:
+        """Close the writing end, in a process that is not the main one."""
+        fd, self._write = self._write, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close both ends, which ends every running worker. May be called again."""
+        self.close_read()
+        self.close_write()

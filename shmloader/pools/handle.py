@@ -3,7 +3,6 @@
 import collections
 import multiprocessing.process
 import os
-import select
 import signal
 import socket
 import time
@@ -20,57 +19,13 @@ _TERMINATE_S = 0.3
 KILL_S = 5.0
 
 
-class WorkerChannel:
-    """The main process's end of a worker's socket pair. Owns the socket.
+class WorkerHandle:
+    """The main process's end of a worker's socket pair, and its process. Owns both descriptors.
 
     Attributes:
         channel: The socket.
         outbox: Messages that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
-    """
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.channel = channel
-        self.outbox: collections.deque[bytes] = collections.deque()
-        self.is_lost = False
-
-    def flush(self) -> bool:
-        """Send the messages in ``outbox``. Returns whether all of them were sent."""
-        try:
-            while self.outbox:
-                self.channel.send(self.outbox[0])
-                self.outbox.popleft()
-        except BlockingIOError:
-            return False
-        except ConnectionError:  # the worker is dying, which its process will show
-            self.outbox.clear()
-        return True
-
-    def receive(self) -> bytes | None:
-        """Return the next message, if one is there. Does not sleep."""
-        try:
-            return self.channel.recv(RECEIVE_BYTES) or None
-        except (BlockingIOError, ConnectionError):
-            return None  # if the socket has failed, the process will show why
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the worker has closed its end, as far as is known."""
-        poll = select.poll()
-        poll.register(self.channel, 0)  # hanging up is always reported
-        return bool(poll.poll(0))
-
-    def hang_up(self) -> None:
-        """Close the socket. The worker ends when it has answered its present task."""
-        with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
-            self.channel.shutdown(socket.SHUT_RDWR)
-        self.channel.close()
-
-
-class WorkerHandle(WorkerChannel):
-    """A worker's socket and process. Owns the socket and the descriptor of the process.
-
-    Attributes:
         pid: The worker's process id.
         pidfd: Readable when the process has ended; -1 once closed.
         process: The process of multiprocessing's; None if other ranks share the worker.
@@ -89,7 +44,8 @@ class WorkerHandle(WorkerChannel):
         process: BaseProcess | None = None,
         shared: tuple[int, int, Callable[[int], int | None]] | None = None,
     ) -> None:
-        super().__init__(channel)
+        self.channel, self.is_lost = channel, False
+        self.outbox: collections.deque[bytes] = collections.deque()
         self._close: Callable[[], object] | None = None
         if shared is not None:
             self.pid, self.pidfd, self._exit_code = shared
@@ -102,18 +58,60 @@ class WorkerHandle(WorkerChannel):
         else:
             self.pidfd = os.pidfd_open(self.pid)
 
+    # Messages ----------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> bool:
+        """Send a message, or put it into ``outbox``. Returns False if it waits there.
+
+        A message to a worker that is gone is dropped.
+        """
+        if self.is_lost:
+            return True
+        if not self.outbox:
+            try:
+                self.channel.send(data)
+            except BlockingIOError:
+                pass
+            except ConnectionError:  # the worker is dying, which its process will show
+                return True
+            else:
+                return True
+        self.outbox.append(data)
+        return False
+
+    def flush(self) -> bool:
+        """Send the messages in ``outbox``. Returns whether all of them were sent."""
+        try:
+            while self.outbox:
+                self.channel.send(self.outbox[0])
+                self.outbox.popleft()
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            self.outbox.clear()
+        return True
+
+    def receive(self) -> bytes | None:
+        """Return the next message, if one is there. Does not sleep."""
+        try:
+            return self.channel.recv(RECEIVE_BYTES) or None
+        except (BlockingIOError, ConnectionError):
+            return None  # if the socket has failed, the process will show why
+
+    def hang_up(self) -> None:
+        """Close the socket. The worker ends when it has answered its present task."""
+        with Suppressed(OSError):  # the worker is gone, or the socket is shut down already
+            self.channel.shutdown(socket.SHUT_RDWR)
+        self.channel.close()
+
+    # Process -----------------------------------------------------------------------------
+
     @property
     def exit_code(self) -> int | None:
         """The exit code of a worker that has ended, negative for a signal; None if not known."""
-        if self.process is not None:
-            code: int | None = self.process.exitcode
-            return code
-        return self._exit_code(self.pid)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended, reaped or not."""
-        return is_readable(self.pidfd)
+        code: int | None
+        code = self._exit_code(self.pid) if self.process is None else self.process.exitcode
+        return code
 
     def send_signal(self, number: int) -> None:
         """Send the process a signal, unless it has ended."""

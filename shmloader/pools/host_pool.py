@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shmloader.batch.payload import Payload
 from shmloader.batch.payload_digest import digests_of
@@ -26,18 +27,19 @@ from shmloader.errors import WorkerDiedError
 from shmloader.host.meeting import Meeting
 from shmloader.interruptions import is_interruption
 from shmloader.pools.adapting import Adapter
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
 from shmloader.pools.nursery_process import Attach, Demand, Detach, Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
-from shmloader.pools.task_server import TaskConfig
 from shmloader.process_state import PROCESS
 
 #: How often an iterator reports how long it waits. A decision takes reports of half a second.
 REPORT_NS = 100_000_000
 
 
+@dataclass(eq=False)
 class HostPool:
     """This rank's part in a pool, which lasts while a loader refers to this object.
 
@@ -46,21 +48,14 @@ class HostPool:
         number: Tells the pools of a run apart, and is the same in all ranks.
         worker_count: The most workers of the host.
         name: The name at which the ranks meet.
-
-    Args:
-        nursery: The nursery.
-        number: The number.
-        facts: What the nursery says of itself.
-        name: The name.
         objects: What tells this process's pools apart. It is kept alive.
     """
 
-    def __init__(
-        self, nursery: Nursery, number: int, facts: Facts, name: str, objects: object
-    ) -> None:
-        self.nursery, self.number, self.name = nursery, number, name
-        self.worker_count = facts.worker_count
-        self._objects = objects
+    nursery: Nursery
+    number: int
+    worker_count: int
+    name: str
+    objects: object
 
 
 def open_host_pool(
@@ -129,7 +124,8 @@ def open_host_pool(
             continue
         break
     _check(facts, found)
-    pool = PROCESS.host_pools[key] = HostPool(nursery, number, found, meeting.name, objects)
+    pool = HostPool(nursery, number, found.worker_count, meeting.name, objects)
+    PROCESS.host_pools[key] = pool
     if old is None and not is_alone:
         PROCESS.pools_on_host = number + 1
     return pool

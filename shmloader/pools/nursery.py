@@ -48,7 +48,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver, spawn
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
@@ -73,28 +73,19 @@ _REPORT_S = 1.0
 _END_S = 10.0
 
 
-class _Surroundings(NamedTuple):
-    """What a fresh interpreter takes over from this process."""
+def _surroundings() -> tuple[object, ...]:
+    """Return what a fresh interpreter takes over from this process."""
+    folder = ""
+    with contextlib.suppress(FileNotFoundError):
+        folder = os.getcwd()  # noqa: PTH109 - compared only
+    executable = spawn.get_executable()
+    return dict(os.environ), folder, [*sys.path], [*sys.argv], executable, _preloaded()
 
-    environment: dict[str, str]
-    folder: str
-    path: list[str]
-    arguments: list[str]
-    executable: object
-    modules: list[str]
 
-    @classmethod
-    def current(cls) -> "_Surroundings":
-        """Return those of this process."""
-        folder = ""
-        with contextlib.suppress(FileNotFoundError):
-            folder = os.getcwd()  # noqa: PTH109 - compared only
-        # Only this private attribute shows which modules the user has a fork server import.
-        server = getattr(forkserver, "_forkserver", None)
-        modules = [*getattr(server, "_preload_modules", ())]
-        return cls(
-            dict(os.environ), folder, [*sys.path], [*sys.argv], spawn.get_executable(), modules
-        )
+def _preloaded() -> list[str]:
+    """Return which modules the user has a fork server import. Only a private attribute shows it."""
+    server = getattr(forkserver, "_forkserver", None)
+    return [*getattr(server, "_preload_modules", ())]
 
 
 def nursery_of_process() -> "Nursery":
@@ -104,7 +95,7 @@ def nursery_of_process() -> "Nursery":
         OSError: If there are no descriptors or processes left.
         RuntimeError: If this process is importing the program's main file.
     """
-    wanted = _Surroundings.current()
+    wanted = _surroundings()
     nursery: Nursery | None = PROCESS.nursery()
     if nursery is None or not nursery.is_alive or nursery.surroundings != wanted:
         nursery = start_nursery(None)
@@ -128,7 +119,7 @@ def start_nursery(start: HostStart | None) -> "Nursery":
     process = multiprocessing.get_context("spawn").Process(
         target=serve,
         name=name_of("nursery"),
-        args=(theirs, _Surroundings.current().modules, start),
+        args=(theirs, _preloaded(), start),
     )
     nursery = Nursery(ours, process, is_own=start is None)
     with theirs, sigint_blocked(is_fresh=True), unimportable_main_hidden():
@@ -142,7 +133,7 @@ class Nursery:
     """A connection to a nursery. Several threads may use it.
 
     Attributes:
-        surroundings: What the nursery has taken over from this process; None if it was met.
+        surroundings: What the nursery has taken over from this process.
         close: Leaves the nursery. May be called again.
         pid: Process id of the nursery; 0 before :meth:`await_facts`.
 
@@ -152,7 +143,7 @@ class Nursery:
         is_own: Whether the nursery is killed when it is left, since no other process uses it.
     """
 
-    surroundings: _Surroundings | None = None
+    surroundings: tuple[object, ...] = ()
     pid = 0
 
     def __init__(

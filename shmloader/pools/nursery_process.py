@@ -24,8 +24,8 @@ from shmloader.batch.payload import receive_payload
 from shmloader.host.meeting import Roll
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
-from shmloader.pools.child import WorkerStart, worker_main
 from shmloader.pools.forking import (
+    ParentDeathPipe,
     exit_code_of_child,
     fork,
     ignore_sigint,
@@ -33,7 +33,7 @@ from shmloader.pools.forking import (
     name_of,
     run_process,
 )
-from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.pools.worker import WorkerStart, worker_main
 
 # How long the workers may take to end by themselves when no rank is left.
 _GRACE_S = 1.0
@@ -126,12 +126,14 @@ class _Shared:
     """A worker that ranks share.
 
     Attributes:
+        worker_id: Its number.
         pid: Its process id.
         pidfd: A descriptor of its process.
         channel: Takes the sockets of ranks to the worker, which ends when this is closed.
         users: The connection of each iterator that uses the worker, by its descriptor.
     """
 
+    worker_id: int
     pid: int
     pidfd: int
     channel: socket.socket
@@ -271,9 +273,9 @@ class _Server:
         self._poll.unregister(pidfd)
         code = exit_code_of_child(pid)
         os.close(pidfd)
-        for worker_id, worker in list(self._workers.items()):
+        for worker in list(self._workers.values()):
             if worker.pid == pid:
-                self._workers.pop(worker_id).channel.close()
+                self._workers.pop(worker.worker_id).channel.close()
         for client in self._clients.values():
             self._send(client, Report("ended", pid, code))
 
@@ -335,14 +337,14 @@ class _Server:
             except OSError:
                 ours.close()
                 raise
-        return _Shared(pid, pidfd, ours)
+        return _Shared(worker_id, pid, pidfd, ours)
 
     def _end_if_unwanted(self, worker: _Shared) -> None:
         """Tell a worker to end if it is not wanted, and no iterator uses it."""
-        for worker_id, one in list(self._workers.items()):
-            is_wanted = self._adapter is None or worker_id < self._adapter.count
-            if one is worker and not (one.users or is_wanted):
-                self._workers.pop(worker_id).channel.close()
+        is_wanted = self._adapter is None or worker.worker_id < self._adapter.count
+        if not (worker.users or is_wanted) and self._workers.get(worker.worker_id) is worker:
+            del self._workers[worker.worker_id]
+            worker.channel.close()
 
     def _adapt(self, adapter: Adapter, client: socket.socket, demand: Demand) -> None:
         """Take account of a rank's report, and tell all ranks if the wanted number has changed."""

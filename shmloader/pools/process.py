@@ -2,11 +2,9 @@
 
 import pickle
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.state_slot import free_state_slot, read_state_slot
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
@@ -17,28 +15,23 @@ from shmloader.messages import (
     DONE_HEAD,
     INLINE_BYTES,
     NO_EPOCH,
-    PART_BYTES,
     RECEIVE_BYTES,
     TASK,
     TASK_HEAD,
     BatchDone,
-    BatchEmpty,
     BatchFailed,
-    BeginningPart,
-    CheckpointPart,
     EpochStarted,
-    InStateSlot,
+    InSlot,
     Leave,
     Left,
     ResumeStream,
-    SentState,
     Spilled,
     StartEpoch,
     StreamEnded,
     Task,
-    TooLong,
-    Unsaved,
+    join,
     pack,
+    pieces,
     unpack,
 )
 from shmloader.pools import Events, SentTicket
@@ -46,7 +39,7 @@ from shmloader.pools.answers import Answer, Batch, Empty, Failure, Reader, read_
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.waker import LOOKS, let_others_run
-from shmloader.pools.worker_channels import WorkerChannels
+from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.uninterruptible import uninterruptible
 
 
@@ -70,7 +63,7 @@ class ProcessPool:
 
     def __init__(
         self,
-        workers: WorkerChannels[Any],
+        workers: WorkerProcesses,
         arena: Arena,
         locker: PageLocker | None = None,
         admission: MemoryAdmission | None = None,
@@ -81,15 +74,15 @@ class ProcessPool:
         # The reader of each worker's last layout, or why there is none: a worker sends a layout
         # only if it differs from its last one.
         self._readers: dict[int, Reader | RemoteError] = {}
-        # Whether a state that did not fit was reported, which is done only once.
-        self._has_lost_state = False
+        # The pieces that have come of a worker's long message.
+        self._pieces: dict[int, bytearray] = {}
         self._workers = workers
         self.readings = workers.readings
         self.has_queue = workers.queue is not None
 
     @property
-    def waiter(self) -> WorkerChannels[Any]:
-        """The workers' channels, which wait."""
+    def waiter(self) -> WorkerProcesses:
+        """The workers, which it waits for."""
         return self._workers
 
     @property
@@ -121,8 +114,8 @@ class ProcessPool:
             return Failure(RemoteError.caught(where))
         touched_bytes = self.memory.slots[slot_id].touched_bytes
         told = self.dataset_epoch
-        if hung or not isinstance(body, bytes):
-            data = pack(Task(ticket.seq, epoch, slot_id, body, touched_bytes, told, bool(hung)))
+        if hung or isinstance(body, Spilled):
+            data = pack(Task(ticket.seq, epoch, slot_id, touched_bytes, told, body, bool(hung)))
         else:
             told = NO_EPOCH if told is None else told
             data = TASK_HEAD.pack(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + body
@@ -159,12 +152,8 @@ class ProcessPool:
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes."""
-        data = checkpoint.dumps()
-        sent = 0
-        while len(data) - sent > PART_BYTES:
-            self._workers.send(worker_id, pack(CheckpointPart(data[sent : sent + PART_BYTES])))
-            sent += PART_BYTES
-        self._workers.send(worker_id, pack(ResumeStream(data[sent:])))
+        for piece in pieces(pack(ResumeStream(checkpoint.dumps()))):
+            self._workers.send(worker_id, piece)
 
     # Events ------------------------------------------------------------------------------
 
@@ -172,7 +161,7 @@ class ProcessPool:
         """Report what was answered, if a message is here or about to arrive."""
         if worker_id < 0:
             return self._report_all(self._workers.look(), events)
-        receive = self._workers.channels[worker_id].channel.recv
+        receive = self._workers.handles[worker_id].channel.recv
         for _ in range(LOOKS):
             try:
                 data = receive(RECEIVE_BYTES)
@@ -184,23 +173,27 @@ class ProcessPool:
         else:
             return False
         if data:
-            self._take(worker_id, data, events)
+            self._receive(worker_id, data, events)
         return bool(data)
 
-    def _take(self, worker_id: int, data: bytes, events: Events) -> None:
+    def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a worker's message."""
-        reader = self._readers.get(worker_id)
-        if data[0] != DONE or not isinstance(reader, Reader):
-            self._take_unusual(worker_id, data, events)
+        if data[0] != DONE:
+            self._receive_unusual(worker_id, data, events)
             return
         _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
+        reader = self._readers[worker_id]
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
             memory.count_pages(slot_id, used_bytes)
         memory.recent_bytes = max(memory.recent_bytes, used_bytes)
         memory.batches += 1
-        answer = Batch(reader, None, times, used_bytes)
-        answer.lends = reader.lends
+        answer: Answer
+        if isinstance(reader, RemoteError):
+            answer = Failure(reader)
+        else:
+            answer = Batch(reader, None, times, used_bytes)
+            answer.lends = reader.lends
         events.answered(seq, epoch, worker_id, answer)
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
@@ -214,7 +207,7 @@ class ProcessPool:
             if data is None:
                 dead.append(worker_id)
             else:
-                self._take(worker_id, data, events)
+                self._receive(worker_id, data, events)
         for worker_id in dead:
             recalled, held = self.recall(), set[int]()
             if self.has_queue:
@@ -232,78 +225,50 @@ class ProcessPool:
         """Make the present or the next :meth:`wait` return."""
         self._workers.wake()
 
-    # Messages ----------------------------------------------------------------------------
-
-    def _take_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
+    def _receive_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a message that is not a batch with a known layout."""
-        message = unpack(data)
-        if isinstance(message, BatchDone | BatchFailed | BatchEmpty):
-            answer = self._read_answer(worker_id, message, events)
+        whole = join(self._pieces.setdefault(worker_id, bytearray()), data)
+        if whole is None:
+            return
+        message = unpack(whole)
+        if isinstance(message, InSlot):
+            (offset, nbytes), slot_id = message.where, message.slot_id
+            end = offset + nbytes
+            self.memory.count_pages(slot_id, end)
+            message = unpack(bytes(self.memory.mapped(slot_id, end).memory[offset:end]))
+        if isinstance(message, BatchDone):
+            events.answered(message.seq, message.epoch, worker_id, self._read(worker_id, message))
+        elif isinstance(message, BatchFailed):
+            self.memory.count_pages(message.slot_id, message.touched_bytes)
+            error, report, snapshot, fingerprint, is_final = message[4:]
+            answer: Answer = Empty(report, snapshot)
+            if error is not None:
+                answer = Failure(error, report, snapshot, fingerprint, is_final)
             events.answered(message.seq, message.epoch, worker_id, answer)
         elif isinstance(message, StreamEnded):
-            self.memory.count_pages(message.slot_id, message.touched_bytes)
-            # Read before the slot becomes free.
-            beginning = self._read_state(worker_id, message.slot_id, message.beginning, events)
-            assert not isinstance(beginning, Unsaved)
-            events.stream_ended(message.seq, message.epoch, Checkpoint.loads(beginning))
+            beginning = Checkpoint.loads(message.beginning)
+            events.stream_ended(message.seq, message.epoch, beginning)
         elif isinstance(message, EpochStarted):
             events.epoch_entered(worker_id, message.beginning)
-        elif isinstance(message, BeginningPart):
-            events.beginning_part(worker_id, message.data)
         elif isinstance(message, Left):
             events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
 
-    def _read_answer(
-        self, worker_id: int, message: BatchDone | BatchFailed | BatchEmpty, events: Events
-    ) -> Answer:
-        """Return the answer that a message is, with what lies in the slot."""
-        slot_id, report = message.slot_id, None
-        if message.report is not None:
-            report = pickle.loads(self._read(slot_id, message.report))
-        snapshot = self._read_state(worker_id, slot_id, message.snapshot, events)
-        if isinstance(message, BatchEmpty):
-            return Empty(report, snapshot)
-        if isinstance(message, BatchFailed):
-            error = pickle.loads(self._read(slot_id, message.error))
-            self.memory.count_pages(slot_id, message.touched_bytes)
-            return Failure(error, report, snapshot, message.fingerprint, message.is_final)
-        self.memory.count_batch(slot_id, message.used_bytes)
+    def _read(self, worker_id: int, message: BatchDone) -> Batch | Failure:
+        """Return the answer with a batch."""
+        self.memory.count_batch(message.slot_id, message.used_bytes)
         if message.layout is not None:
-            layout = self._read(slot_id, message.layout)
-            self._readers[worker_id] = read_layout(layout, self._readers.values())
-        reader = self._readers.get(worker_id)
-        if reader is None:
-            raise InternalError(f"worker {worker_id} sent a batch without a layout")
+            self._readers[worker_id] = read_layout(message.layout, self._readers.values())
+        reader = self._readers[worker_id]
         if isinstance(reader, RemoteError):
-            return Failure(reader, report)
-        answer = Batch(reader, report, message.times, message.used_bytes)
+            return Failure(reader, message.report)
+        answer = Batch(reader, message.report, message.times, message.used_bytes)
         answer.lends, answer.fingerprint = reader.lends, message.fingerprint
-        answer.snapshot = snapshot
+        answer.snapshot = message.snapshot
         if message.checksum is not None:
             answer.check = (message.used_bytes, message.checksum)
         return answer
-
-    def _read_state(
-        self, worker_id: int, slot_id: int, sent: SentState, events: Events
-    ) -> bytes | memoryview | Unsaved | None:
-        """Return the state of a worker's dataset, or why there is none; None if none was due."""
-        if isinstance(sent, InStateSlot):
-            return read_state_slot(self.memory.arena, worker_id, sent.nbytes, _copied)
-        if isinstance(sent, TooLong):
-            if not self._has_lost_state:
-                self._has_lost_state = True
-                events.state_lost(worker_id, sent.nbytes, self.memory.arena.slot_bytes)
-            return None
-        return self._read(slot_id, sent) if isinstance(sent, Spilled) else sent
-
-    def _read(self, slot_id: int, sent: bytes | Spilled) -> bytes:
-        """Return what a worker has sent, or has written into a slot."""
-        if isinstance(sent, bytes):
-            return sent
-        end = sent.offset + sent.nbytes
-        return bytes(self.memory.mapped(slot_id, end).memory[sent.offset : end])
 
     # Workers -----------------------------------------------------------------------------
 
@@ -324,20 +289,14 @@ class ProcessPool:
         self._workers.kill(worker_id)
         return True
 
-    def replace(self, worker_id: int) -> None:
-        """Start a worker in place of one that died."""
-        self._forget(worker_id)
-        self._workers.replace(worker_id)
-
     def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, or after it was retired."""
-        self._forget(worker_id)
+        """Start a worker for the first time, after it was retired, or in place of a dead one."""
+        # The new worker sends its layout with its first batch.
+        self._readers.pop(worker_id, None)
+        self._pieces.pop(worker_id, None)
         self._workers.start(worker_id)
 
-    def _forget(self, worker_id: int) -> None:
-        """Forget a worker's last layout: its successor sends one with its first batch."""
-        self._readers.pop(worker_id, None)
-        free_state_slot(self.memory.arena, worker_id)
+    replace = start
 
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""
@@ -358,7 +317,3 @@ class ProcessPool:
         finally:
             self._readers.clear()
             uninterruptible(self.memory.close)
-
-
-def _copied(state: memoryview) -> memoryview:
-    return memoryview(bytes(state))

@@ -5,12 +5,10 @@ The scheduler keeps the slots' states (:mod:`shmloader.engine.records`). The are
 """
 
 import collections
-import contextlib
 import os
 from collections.abc import Iterable
 from typing import Protocol
 
-from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
 from shmloader.memory.limits import MemoryAdmission
@@ -20,15 +18,9 @@ from shmloader.memory.limits import MemoryAdmission
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
-# A slot whose pages are locked a second time gets 1/8 more pages than its batch needs.
-_GROW_AHEAD = 8
-
 
 class PageLocker(Protocol):
     """Locks the pages of slots that a device reads."""
-
-    def locked_bytes(self, slot: Slot) -> int:
-        """Return how many bytes from a slot's start are locked."""
 
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Lock the first ``nbytes`` of a slot, unless they are locked."""
@@ -119,15 +111,11 @@ class SlotMemory:
             return
         counts = self.counts
         counts.largest_bytes = max(counts.largest_bytes, touched_bytes)
-        self._set_pages(slot, before, touched_bytes)
-        if self._admission is not None:
-            self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
-
-    def _set_pages(self, slot: Slot, before: int, touched_bytes: int) -> None:
-        counts = self.counts
         counts.slot_bytes += touched_bytes - before
         counts.most_bytes = max(counts.most_bytes, counts.slot_bytes)
         slot.touched_bytes = touched_bytes
+        if self._admission is not None:
+            self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
 
     def prepare(self, slot_id: int) -> None:
         """Give a slot's pages back if memory is short.
@@ -145,14 +133,11 @@ class SlotMemory:
             SharedMemoryError: If there is not enough memory.
         """
         slot = self.mapped(slot_id, end)
-        self._admit(slot, end)
-        return slot
-
-    def _admit(self, slot: Slot, end: int) -> None:
         before = slot.touched_bytes
         if end > before and self._admission is not None:
             self._admission.grow(self.arena, slot, end)
             slot.touched_bytes = before  # until it is counted
+        return slot
 
     def tidy(self, free_ids: list[int]) -> None:
         """Give unneeded memory of free slots back to the kernel."""
@@ -193,19 +178,8 @@ class SlotMemory:
             self.mapped(slot_id)
         if self._locker is None:
             return slot
-        if 0 < self._locker.locked_bytes(slot) < slot.touched_bytes:
-            self._grow_ahead(slot)
         self._locker.lock(slot, slot.touched_bytes)
         return slot
-
-    def _grow_ahead(self, slot: Slot) -> None:
-        """Give a slot some more pages, if there is memory for them: locking again is slow."""
-        nbytes = slot.touched_bytes
-        end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
-        if self._admission is not None and end > nbytes:
-            with contextlib.suppress(SharedMemoryError):
-                self._admit(slot, end)
-                self._set_pages(slot, nbytes, end)
 
     def close(self) -> None:
         """Free all slots, except for memory under live views. May be called again."""
@@ -220,7 +194,5 @@ class SlotMemory:
             for slot in slots:
                 if slot.kept is None and not (slot.nbytes and slot.is_lent):
                     self.arena.give_back(slot, 0)
-            for slot in self.arena.state_slots:
-                self.arena.give_back(slot, 0)
         self.counts.slot_bytes = sum(slot.touched_bytes for slot in slots)
         self.arena.close()

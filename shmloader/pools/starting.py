@@ -4,6 +4,7 @@ With "fork" this process forks each worker. With "spawn" and "forkserver" the nu
 may (:mod:`shmloader.pools.nursery`).
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -13,7 +14,6 @@ import socket
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from multiprocessing import context
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -25,9 +25,10 @@ from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hi
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Arena
-from shmloader.pools.child import WorkerStart, worker_main
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.forking import (
     ForkedProcess,
+    ParentDeathPipe,
     is_readable,
     name_of,
     refuse_during_import,
@@ -35,9 +36,8 @@ from shmloader.pools.forking import (
 )
 from shmloader.pools.handle import WorkerHandle, end_all, end_unused
 from shmloader.pools.nursery import Nursery, nursery_of_process
-from shmloader.pools.parent_death import ParentDeathPipe
 from shmloader.pools.status_page import StatusPage
-from shmloader.pools.task_server import TaskConfig
+from shmloader.pools.worker import WorkerStart, worker_main
 from shmloader.process_state import PROCESS
 from shmloader.threads.background import all_parked
 
@@ -109,8 +109,10 @@ class OwnWorkers:
         base_seed: int,
         names: Sequence[str] = OBJECT_NAMES,
     ) -> None:
-        self._context: Any = chosen or multiprocessing.get_context()
-        self._method: str = self._context.get_start_method()
+        context: Any = chosen or multiprocessing.get_context()
+        self._context, self._method = context, str(context.get_start_method())
+        # Whether its processes are multiprocessing's own, and not those of a user's class.
+        self._is_plain = getattr(self._context.Process, "_Popen", None) in _POPENS
         self._objects, self._names = objects, names
         self._arguments = worker_count, base_seed, tasks
         self._payload: Payload | ForkedPayload | None = None
@@ -149,15 +151,13 @@ class OwnWorkers:
             return self._start_one(worker_id)
         for tries in range(_TRIES):
             worker = self._start_one(worker_id, reports=True)
-            try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(end_unused, worker)
                 if is_readable(worker.channel.fileno(), _FIRST_WAIT_S * 2**tries):
                     worker.receive()
+                    stack.pop_all()
                     return worker
-            except BaseException:
-                end_unused(worker)
-                raise
-            _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
-            end_unused(worker)
+                _log.warning("worker %s cannot seed torch's generator, and is replaced", worker_id)
         raise RuntimeError(_LOCKED)
 
     def _start_one(self, worker_id: int, *, reports: bool = False) -> WorkerHandle:
@@ -178,13 +178,14 @@ class OwnWorkers:
             args=(self._payload, theirs, start, closer),
             daemon=True,
         )
-        if getattr(self._context.Process, "_Popen", None) in _POPENS and (is_fork or self.nursery):
+        if self._is_plain and (is_fork or self.nursery):
             process._Popen = functools.partial(ForkedProcess, nursery=self.nursery)
         try:
             with (
                 theirs,
                 sigint_blocked(is_fresh=not is_fork),
-                all_parked() if is_fork else nullcontext(),  # the other methods copy no threads
+                # The other methods copy no threads.
+                all_parked() if is_fork else contextlib.nullcontext(),
                 unimportable_main_hidden(),
             ):
                 if reports:
@@ -206,8 +207,7 @@ class OwnWorkers:
     def _find_nursery(self, *, is_awaited: bool = False) -> Nursery | None:
         """Return the nursery; None if it must not fork, or if the user's class starts processes."""
         refuse_during_import()
-        has_own = getattr(self._context.Process, "_Popen", None) not in _POPENS
-        if has_own or (self._method == "spawn" and PROCESS.imports_threads):
+        if not self._is_plain or (self._method == "spawn" and PROCESS.imports_threads):
             return None
         nursery = nursery_of_process()
         if is_awaited and nursery.await_facts().has_threads and self._method == "spawn":

@@ -22,14 +22,14 @@ import socket
 from multiprocessing import reduction
 from typing import Any
 
-from shmloader.messages import RECEIVE_BYTES, unpack_seq
+from shmloader.messages import RECEIVE_BYTES, seq_of_task
 
 #: How often an idle worker looks for tasks that nothing has woken it for, in seconds.
 LOOK_S = 1.0
 
 
 class TaskQueue:
-    """The main process's two ends. It pickles as a worker's receiving end.
+    """The main process's two ends. In a process that gets it pickled, it has a receiving end only.
 
     Attributes:
         sender: The sending end.
@@ -45,13 +45,18 @@ class TaskQueue:
         # What the kernel has not accepted yet.
         self._backlog: collections.deque[bytes] = collections.deque()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> Any:
         """Pickle for a process that is being started."""
-        return ReceivedTaskQueue, (reduction.DupFd(self._receiver.fileno()),)
+        return reduction.DupFd(self._receiver.fileno())
 
-    def receiver(self) -> socket.socket:
-        """Return a receiving end of a forked worker's own."""
-        return self._receiver.dup()
+    def __setstate__(self, duplicate: Any) -> None:
+        self._receiver = socket.socket(fileno=duplicate.detach())
+
+    def pop_receiver(self) -> socket.socket:
+        """Return the receiving end in a worker, which owns it from now on."""
+        receiver = socket.socket(fileno=self._receiver.detach())
+        receiver.setblocking(False)
+        return receiver
 
     def send(self, data: bytes) -> bool:
         """Send a task without blocking. Returns False if it waits here for :meth:`flush`."""
@@ -87,29 +92,12 @@ class TaskQueue:
                 break
         recalled.extend(self._backlog)
         self._backlog.clear()
-        return [unpack_seq(data) for data in recalled]
+        return [seq_of_task(data) for data in recalled]
 
     def close(self) -> None:
         """Close both ends. May be called again."""
         self.sender.close()
         self._receiver.close()
-
-
-class ReceivedTaskQueue:
-    """The queue in a worker that was not forked from the main process.
-
-    Args:
-        duplicate: What ``DupFd`` became in this process.
-    """
-
-    def __init__(self, duplicate: Any) -> None:
-        self._duplicate = duplicate
-
-    def receiver(self) -> socket.socket:
-        """Return the receiving end, which the caller owns."""
-        receiver = socket.socket(fileno=self._duplicate.detach())
-        receiver.setblocking(False)
-        return receiver
 
 
 def watch_queue(poll: select.epoll, queue: socket.socket) -> None:

@@ -27,17 +27,16 @@ calls, may stay locked for ever in a child that is forked meanwhile, as with any
 """
 
 import collections
-import dataclasses
 import functools
 import os
 import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -53,8 +52,7 @@ from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Failure
-from shmloader.pools.object_answers import make_answer
+from shmloader.pools.answers import Answer, Failure, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.background import BackgroundThread, is_exiting, may_wait_here
 from shmloader.threads.uninterruptible import uninterruptible
@@ -126,7 +124,7 @@ class _Dropped(BaseException):
     """Ends the loading of a batch that is no longer needed."""
 
 
-class _Post:
+class _Queues:
     """The queues between the worker threads and the engine's thread.
 
     Attributes:
@@ -150,32 +148,32 @@ class _Worker(BackgroundThread):
 
     Args:
         worker_id: Number of the worker, from 0.
-        post: The queues of the pool.
+        queues: The queues of the pool.
         init_fn: Called on the thread with the number, before the first task; None for no call.
     """
 
     parks_for_forks = False
 
-    def __init__(self, worker_id: int, post: _Post, init_fn: Callable[[int], Any] | None) -> None:
+    def __init__(
+        self, worker_id: int, queues: _Queues, init_fn: Callable[[int], Any] | None
+    ) -> None:
         super().__init__(f"shmloader_{worker_id}")
         self._worker_id = worker_id
         self._init_fn = init_fn
         self._where = f"in DataLoader worker thread {worker_id}"
-        self._post = post
+        self._queues = queues
         self._concurrent_fetcher: ConcurrentFetcher | None = None
+        self._no_task = _Task(-1, 0, None, None)
         # What the thread is doing, with which task, and since when. Other threads read it.
-        self._at_work: tuple[Phase, _Task | None, float] = Phase.STARTING, None, time.monotonic()
+        self._at_work = Phase.STARTING, self._no_task, time.monotonic()
         self.has_begun = Wakeup()
         self._is_left = False
         # CPU time, and time stalled, that the thread has used.
-        self._cpu_ns = 0
-        self._stalled_ns = 0
+        self._cpu_ns = self._stalled_ns = 0
 
     def wake(self) -> None:
         """Make the thread drop its batch after the present sample. Called from any thread."""
-        task = self._at_work[1]
-        if task is not None:
-            task.is_dropped = True
+        self._at_work[1].is_dropped = True
 
     def leave_behind(self, seq: int) -> bool:
         """Leave the thread behind while it loads a ticket. Called from the engine's thread.
@@ -184,7 +182,7 @@ class _Worker(BackgroundThread):
             Whether it was left behind. False if it has finished that ticket.
         """
         task = self._at_work[1]
-        if task is None or task.seq != seq:
+        if task.seq != seq:
             return False
         self._is_left = True
         task.is_dropped = True
@@ -199,18 +197,21 @@ class _Worker(BackgroundThread):
     def was_at(self, *, with_stack: bool = False) -> AtWork:
         """Return what the thread is doing. Called from any thread."""
         phase, task, since = self._at_work
-        elapsed_s = time.monotonic() - since
-        found = AtWork(phase, 0, 0, elapsed_s, sample=NO_SAMPLE)
-        if task is not None:
-            sample, deadline_ns = task.sample
-            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-            found = AtWork(
-                phase, task.epoch, task.seq, elapsed_s, sample=sample, sample_left_s=left_s
-            )
-        if not with_stack:
-            return found
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return dataclasses.replace(found, stack=_describe_stack(frame))
+        frame = sys._current_frames().get(self._thread.ident or 0) if with_stack else None
+        stack = () if frame is None else traceback.walk_stack(frame)
+        sample, deadline_ns = task.sample
+        return AtWork(
+            phase,
+            task.epoch,
+            task.seq,
+            time.monotonic() - since,
+            "\n".join(  # as faulthandler writes it
+                f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}'
+                for one, line in stack
+            ),
+            sample=sample,
+            sample_left_s=(deadline_ns - time.monotonic_ns()) / 1e9,
+        )
 
     # On the thread -----------------------------------------------------------------------
 
@@ -238,14 +239,14 @@ class _Worker(BackgroundThread):
         if self._concurrent_fetcher is not None:
             self._concurrent_fetcher.close()
 
-    def _note(self, phase: Phase, task: _Task | None = None) -> None:
-        self._at_work = (phase, task, time.monotonic())
+    def _set(self, phase: Phase, task: _Task | None = None) -> None:
+        self._at_work = phase, task or self._no_task, time.monotonic()
 
     def _call_init(self) -> Failure | None:
         """Call ``worker_init_fn``. Returns the answer to every task if it failed."""
         init_fn, self._init_fn = self._init_fn, None
         if init_fn is not None:
-            self._note(Phase.GETTING_READY)
+            self._set(Phase.GETTING_READY)
             try:
                 init_fn(self._worker_id)
             except BaseException:  # noqa: BLE001 - the answer to each task
@@ -254,31 +255,31 @@ class _Worker(BackgroundThread):
 
     def _serve_one(self, failure: Failure | None) -> bool:
         """Take a task and answer it. Returns False if the thread is to end."""
-        self._note(Phase.IDLE)
+        self._set(Phase.IDLE)
         task = self._take()
         if self._is_left:
-            self._post.tasks.put(task)  # for the other threads
+            self._queues.tasks.put(task)  # for the other threads
             return False
         if task is None:
             return False
-        self._note(Phase.LOADING, task)
+        self._set(Phase.LOADING, task)
         self.pause()
-        # Read after _note: close() sets is_closed, and then drops the task that is noted.
+        # Read after _set: close() sets is_closed, and then drops the task that is set.
         config, task.config = task.config, None
-        if config is not None and not self._post.is_closed and not task.is_dropped:
+        if config is not None and not self._queues.is_closed and not task.is_dropped:
             answer = failure or self._load(task, config)
             self._cpu_ns = time.thread_time_ns()
             if not task.is_dropped:
-                self._post.answers.append((task, self._worker_id, answer))
-                self._post.wakeup.set()
+                self._queues.answers.append((task, self._worker_id, answer))
+                self._queues.wakeup.set()
         return not self._is_left
 
     def _take(self) -> _Task | None:
         try:
-            return self._post.tasks.get_nowait()
+            return self._queues.tasks.get_nowait()
         except queue.Empty:
             with self.resting():
-                return self._post.tasks.get()
+                return self._queues.tasks.get()
 
     def _load(self, task: _Task, config: ThreadConfig) -> Answer:
         """Make a task's batch, and return the answer."""
@@ -301,25 +302,6 @@ class _Worker(BackgroundThread):
             load=task.load,
         )
         return make_answer(maker, functools.partial(maker.make, task.indices), self._where)
-
-
-# The functions that call the user's code.
-_CALLERS = (
-    _Task.load.__code__,
-    BatchMaker.make.__code__,
-    make_answer.__code__,
-    _Worker._call_init.__code__,
-)
-
-
-def _describe_stack(frame: FrameType | None) -> str:
-    """Return a thread's calls inside the user's code, innermost first, in faulthandler's form."""
-    lines = []
-    while frame is not None and frame.f_code not in _CALLERS:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        frame = frame.f_back
-    return "\n".join(lines)
 
 
 def _start(workers: list[_Worker]) -> None:
@@ -359,7 +341,7 @@ class ThreadPool:
         """
         self._config = config
         self._pid = os.getpid()
-        self._post = _Post()
+        self._queues = _Queues()
         # Tasks that were sent and whose answers were not reported, by seq.
         self._tasks: dict[int, _Task] = {}
         self.is_waiting = False
@@ -375,7 +357,7 @@ class ThreadPool:
 
     def _make_worker(self, worker_id: int) -> _Worker:
         config = self._config()
-        return _Worker(worker_id, self._post, None if config is None else config.init_fn)
+        return _Worker(worker_id, self._queues, None if config is None else config.init_fn)
 
     @property
     def waiter(self) -> "ThreadPool":
@@ -393,7 +375,7 @@ class ThreadPool:
         """Add a ticket's task to the queue."""
         task = _Task(ticket.seq, epoch, ticket.indices, self._config(), ticket.hung)
         self._tasks[ticket.seq] = task
-        self._post.tasks.put(task)
+        self._queues.tasks.put(task)
 
     def recall(self) -> list[int]:
         """Drop all tasks in flight without waiting for them, and return their tickets' numbers.
@@ -404,7 +386,7 @@ class ThreadPool:
         for task in dropped.values():
             task.is_dropped = True
         self._tasks.clear()
-        self._post.answers.clear()
+        self._queues.answers.clear()
         return [*dropped]
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
@@ -418,7 +400,7 @@ class ThreadPool:
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all threads
         """Report the answers that have come."""
-        answers, has_any = self._post.answers, False
+        answers, has_any = self._queues.answers, False
         while answers:
             task, taker, answer = answers.popleft()
             if not task.is_dropped:
@@ -441,8 +423,8 @@ class ThreadPool:
             )
         self.is_waiting = True
         # A wait that a signal handler has ended may have cleared the event.
-        if not self._post.answers:
-            self._post.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+        if not self._queues.answers:
+            self._queues.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(-1, events)
 
@@ -451,7 +433,7 @@ class ThreadPool:
 
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
-        self._post.wakeup.set()
+        self._queues.wakeup.set()
 
     # Workers -----------------------------------------------------------------------------
 
@@ -479,8 +461,8 @@ class ThreadPool:
         """Start a thread in place of one that was left behind."""
         worker = self._workers[worker_id] = self._make_worker(worker_id)
         _start([worker])
-        if self._post.is_closed:  # by another thread, meanwhile
-            self._post.tasks.put(None)
+        if self._queues.is_closed:  # by another thread, meanwhile
+            self._queues.tasks.put(None)
             raise ClosedLoaderError("the workers have been ended")
 
     def end_workers(self) -> None:
@@ -496,10 +478,10 @@ class ThreadPool:
             self.recall()
 
     def _end(self) -> None:
-        self._post.is_closed = True
+        self._queues.is_closed = True
         for worker in self._workers:
             worker.wake()
-            self._post.tasks.put(None)  # the Nones of a second call stay in the queue
+            self._queues.tasks.put(None)  # the Nones of a second call stay in the queue
         self.wake()
         if not may_wait_here():
             return

@@ -18,7 +18,6 @@ rounds, 2026-11-26).
 
 import contextlib
 import os
-import select
 from collections.abc import Callable
 
 from shmloader.interruptions import is_interruption
@@ -27,19 +26,6 @@ from shmloader.interruptions import is_interruption
 LOOKS = 50
 # The same in a rank that shares workers.
 SHARED_LOOKS = 5
-
-
-def poll_soon(poll: select.epoll) -> list[tuple[int, int]]:
-    """Return the events of a poll, now or in a moment, without sleeping.
-
-    Returns:
-        Pairs of a descriptor and its events; empty if nothing has happened.
-    """
-    for _ in range(LOOKS):
-        if happened := poll.poll(0):
-            return happened
-        let_others_run()
-    return []
 
 
 def let_others_run() -> None:

@@ -5,6 +5,7 @@ exception while the dataset is made ready or resumed, this exception answers eve
 epoch, in the order of the tasks.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import (
     Saved,
+    dump_state,
     load_dataset,
     load_iterator,
     read,
@@ -23,14 +25,13 @@ from shmloader.batch.dataset_state import (
     save,
     save_dataset,
 )
-from shmloader.batch.failures import OnError, RemoteError, add_note
+from shmloader.batch.failures import OnError, RemoteError, SampleReport, add_note
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.batch.state_slot import StatePickler
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
-from shmloader.messages import InStateSlot, Unsaved
+from shmloader.messages import Unsaved
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
@@ -44,12 +45,10 @@ class WorkerDataset:
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
         has_ended: Whether the iterable dataset is exhausted in this epoch.
-        snapshot: The dataset's pickled state after the last task, or why there is none; None if
-            none was due.
-        fingerprint: Fingerprint of the batch in work; None if none is taken or its samples were not
-            read.
-        has_report: Whether bad samples are reported.
-        maker: Makes the batches.
+        snapshot: The dataset's pickled state after a batch, or why there is none. The caller sets
+            it to None before it loads a batch; it stays None if no snapshot is due.
+        fingerprint: Fingerprint of a batch; None, as above, if none is taken or its samples were
+            not read.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
@@ -61,7 +60,6 @@ class WorkerDataset:
         writer: Writer of the slot of the task in work.
         timer: Measures the parts of the work.
         publish: Shows the main process which sample is in work; see :class:`SampleWatch`.
-        states: Pickles the dataset's states.
     """
 
     def __init__(
@@ -72,29 +70,24 @@ class WorkerDataset:
         writer: SlotWriter,
         timer: Timer,
         publish: Callable[[int, int], None],
-        states: StatePickler,
     ) -> None:
-        self._config = config
-        self._worker_id = worker_id
-        self._where = where
-        self._writer = writer
-        self._timer = timer
+        self._config, self._worker_id, self._where = config, worker_id, where
+        self._writer, self._timer = writer, timer
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._on_error: OnError = "raise"
-        self._states = states
+        self._maker: BatchMaker | None = None
         self._concurrent_fetcher: ConcurrentFetcher | None = None
         self._sample_watch: SampleWatch | None = None
         if config.sample_timeout_s is not None:
             self._sample_watch = SampleWatch(config.sample_timeout_s, publish)
         self.hung: Mapping[int, str] = {}
-        self.maker: BatchMaker | None = None
         self.told = config.told_epoch
         # The answer to every task of all epochs, if the dataset or its state could not be loaded
         # or ``worker_init_fn`` failed.
         self._open_error: RemoteError | None = None
         self.error: RemoteError | None = None
-        self.is_lost = self.is_ready = self.has_ended = self.has_report = False
+        self.is_lost = self.is_ready = self.has_ended = False
         self.fingerprint: int | None = None
         # Where the dataset is resumed.
         self._checkpoint = Checkpoint()
@@ -103,7 +96,7 @@ class WorkerDataset:
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
         # predecessors.
         self._given = 0
-        self.snapshot: bytes | InStateSlot | Unsaved | None = None
+        self.snapshot: bytes | Unsaved | None = None
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -116,10 +109,8 @@ class WorkerDataset:
             on_error: How bad samples are handled.
             by_value: Whether these were pickled by cloudpickle; states may need it, too.
         """
-        self._dataset, self._on_error = dataset, on_error
-        self.has_report = on_error != "raise" and not self._config.is_iterable
-        self._states.is_by_value = by_value
-        self._collate_fn = collate_fn
+        self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
+        self._dump = functools.partial(dump_state, by_value=by_value)
         if not self._config.is_iterable:
             self._get_ready(self._make_maker)
 
@@ -128,40 +119,24 @@ class WorkerDataset:
         self._open_error = self.error = error
         self.is_ready = True
 
-    def tell_epoch(self, epoch: int | None) -> None:
-        """Call the dataset's ``set_epoch()``, unless it was told this number or there is none.
-
-        Raises:
-            BaseException: What ``set_epoch()`` raises.
-        """
-        if epoch is not None and epoch != self.told:
-            self.told = epoch
-            set_dataset_epoch(self._dataset, epoch)
-
     def get_ready(self, epoch: int | None = None) -> None:
         """Begin the iterable dataset's first epoch. Called before the first task.
 
         Args:
-            epoch: See :meth:`tell_epoch`.
+            epoch: The number for the dataset's ``set_epoch()``; None for no call.
         """
         self._get_ready(self._begin_stream, epoch)
 
     def start_epoch(self, epoch: int | None = None) -> bytes:
-        """Begin a further epoch.
+        """Begin a further epoch. Returns the pickled checkpoint with which it begins.
 
         Args:
-            epoch: See :meth:`tell_epoch`.
-
-        Returns:
-            The pickled checkpoint with which the epoch begins.
+            epoch: The number for the dataset's ``set_epoch()``; None for no call.
         """
-        if self._config.is_iterable and not self.is_ready:
+        if not self.is_ready:
             self.get_ready(epoch)
-        self.has_ended = self._has_to_replay = False
-        self._given = 0
-        self.is_lost = False
-        self.snapshot = None
-        beginning = b""
+        self.has_ended = self._has_to_replay = self.is_lost = False
+        self._given, beginning = 0, b""
 
         def begin_anew() -> BatchMaker:
             nonlocal beginning
@@ -174,24 +149,26 @@ class WorkerDataset:
     def next_beginning(self) -> bytes:
         """Return the pickled checkpoint with which an epoch that starts now would begin."""
         config = self._config
-        snapshot = (
-            save_dataset(self._dataset, self._states.dumps) if config.snapshot_every else None
-        )
+        snapshot = save_dataset(self._dataset, self._dump) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
-        rng = (global_rng_state(),) if draws else ()
-        return Checkpoint.beginning(snapshot, rng).dumps()
+        return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ()).dumps()
 
     def _get_ready(
         self, make_maker: Callable[[], BatchMaker | None], epoch: int | None = None
     ) -> None:
-        self.is_ready = True
-        self.error = self._open_error
+        self.is_ready, self.error = True, self._open_error
         if self._open_error is None:
             try:
-                self.tell_epoch(epoch)
-                self.maker = make_maker()
+                self._set_epoch(epoch)
+                self._maker = make_maker()
             except BaseException:  # noqa: BLE001 - it answers every task
                 self.error = RemoteError.caught(self._where)
+
+    def _set_epoch(self, epoch: int | None) -> None:
+        """Call the dataset's ``set_epoch()``, unless it was told this number."""
+        if epoch is not None and epoch != self.told:
+            self.told = epoch
+            set_dataset_epoch(self._dataset, epoch)
 
     def _make_maker(self, saved: Saved | None = None) -> BatchMaker:
         """Prepare to make batches: of an iterable dataset, after a call of ``iter(dataset)``."""
@@ -231,12 +208,11 @@ class WorkerDataset:
         try:
             load_dataset(self._dataset, read(self._checkpoint.snapshot))
         except BaseException:  # noqa: BLE001 - it answers every task
-            self._note_lost()
+            self._lose()
 
-    def _note_lost(self) -> None:
-        """Note that the dataset could not be resumed, because of the exception being handled."""
-        self.is_lost = True
-        self.error = RemoteError.caught(self._where)
+    def _lose(self) -> None:
+        """Answer every task with the exception being handled: the dataset cannot be resumed."""
+        self.is_lost, self.error = True, RemoteError.caught(self._where)
 
     def _begin_stream(self) -> BatchMaker | None:
         """Resume the iterable dataset; return its batch maker, or None if it has ended."""
@@ -258,23 +234,17 @@ class WorkerDataset:
             raise
         return None
 
-    def _replay(self, indices: object) -> None:
+    def _replay(self, maker: BatchMaker, indices: object) -> None:
         """Read the delivered batches again. If that fails, every task of the epoch fails."""
         self._has_to_replay = False
-        maker = self.maker
-        assert maker is not None
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung, is_replay=True)
+        only_reads = is_plain(self._collate_fn)
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
-                replay(
-                    maker.fetcher,
-                    self._checkpoint,
-                    plain,
-                    only_reads=is_plain(self._collate_fn),
-                )
+                replay(maker.fetcher, self._checkpoint, plain, only_reads=only_reads)
         except BaseException:
-            self._note_lost()
+            self._lose()
             raise
 
     # Loading -----------------------------------------------------------------------------
@@ -284,51 +254,43 @@ class WorkerDataset:
 
         Args:
             indices: The task's indices.
-            epoch: See :meth:`tell_epoch`.
+            epoch: The number for the dataset's ``set_epoch()``; None for no call.
 
         Raises:
             StopIteration: At the end of an iterable dataset.
             EmptyBatchError: If all samples failed and were to be skipped.
             BaseException: What the dataset, ``collate_fn`` or ``on_error`` raises.
         """
-        assert self.maker is not None
-        self.snapshot = self.fingerprint = None
+        maker = self._maker
+        assert maker is not None
         if epoch is not None:
-            self.tell_epoch(epoch)
+            self._set_epoch(epoch)
         if self._has_to_replay:
-            self._replay(indices)
+            self._replay(maker, indices)
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung)
-        is_iterable, every, has_ended = self._config.is_iterable, self._config.snapshot_every, False
+        is_iterable, every = self._config.is_iterable, self._config.snapshot_every
         self._given += 1  # also if the batch fails
         try:
-            return self.maker.make(indices)
+            return maker.make(indices)
         except StopIteration:
-            has_ended = is_iterable
+            self.has_ended = is_iterable
             raise
         finally:
-            if has_ended:
-                self._given -= 1
             # Also after a failure: reading the failed batch again might give other samples.
-            elif every and not (is_iterable and self._given % every):
-                self._take_snapshot()
+            if every and not (self.has_ended or (is_iterable and self._given % every)):
+                if is_iterable:
+                    self.snapshot = save(maker.fetcher, self._dump)
+                else:
+                    self.snapshot = save_dataset(self._dataset, self._dump)
             if is_iterable:
-                self.fingerprint = self.maker.fetcher.fingerprint
+                self.fingerprint = maker.fetcher.fingerprint
 
-    def _take_snapshot(self) -> None:
-        if self._config.is_iterable and self.maker is not None:
-            self.snapshot = save(self.maker.fetcher, self._states.dump)
-        else:
-            self.snapshot = save_dataset(self._dataset, self._states.dump)
-
-
-def call_init(init_fn: Callable[[int], Any], worker_id: int) -> None:
-    """Call ``worker_init_fn``. A note on its exception says where the exception was raised."""
-    try:
-        init_fn(worker_id)
-    except Exception as error:
-        add_note(error, f"It was raised by worker_init_fn({worker_id}).")
-        raise
+    def pop_report(self) -> SampleReport | None:
+        """Return which samples of the batch have failed; None if bad samples raise."""
+        if self._on_error == "raise" or self._config.is_iterable or self._maker is None:
+            return None
+        return self._maker.pop_report()
 
 
 def introduce(
@@ -338,9 +300,16 @@ def introduce(
     dataset: Any,
     init_fn: Callable[[int], Any] | None,
 ) -> None:
-    """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``."""
+    """Set what ``get_worker_info()`` returns, and call ``worker_init_fn``.
+
+    A note on an exception of ``worker_init_fn`` says where it was raised.
+    """
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
     )
     if init_fn is not None:
-        call_init(init_fn, worker_id)
+        try:
+            init_fn(worker_id)
+        except Exception as error:
+            add_note(error, f"It was raised by worker_init_fn({worker_id}).")
+            raise

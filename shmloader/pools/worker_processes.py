@@ -1,50 +1,90 @@
-"""The worker processes of a pool, as the main process sees them.
+"""The worker processes of a pool, and their queue of tasks, as the main process sees them.
 
-Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process. What
-starts and ends the workers is :class:`~shmloader.pools.starting.OwnWorkers`, or, if the ranks of a
-host share them, :class:`~shmloader.pools.host_pool.SharedWorkers`. ``worker_channels`` sends and
-receives.
+Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process. One
+selector waits for all of them. What starts and ends the workers is
+:class:`~shmloader.pools.starting.OwnWorkers`, or, if the ranks of a host share them,
+:class:`~shmloader.pools.host_pool.SharedWorkers`. This module only moves bytes: it knows no
+batches.
 
 Guarantees:
+    * A send never blocks. What a socket refuses waits here, in order.
+    * Everything that a worker sent before it died is received before its death is reported.
     * ``close`` ends every worker within a bounded time, even a stopped or hung one, reaps it,
       and leaves no descriptor. It only leaves workers that other ranks share. Called again, or in
       a forked child, it ends no process.
 
-Assumes that one thread at a time calls the methods, except ``close``.
+Assumes that one thread at a time calls the methods, except those that say otherwise.
+
+The module is long because its one selector waits for messages, for deaths and for space to send.
 """
 
 import contextlib
+import dataclasses
+import functools
+import math
 import multiprocessing.process
+import multiprocessing.util
+import os
 import select
 import signal
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.insight.measurements import Readings, Usage
 from shmloader.pools.answers import Death
+from shmloader.pools.batch_server import TaskConfig
+from shmloader.pools.forking import is_readable
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
 from shmloader.pools.starting import raise_with_remedy
-from shmloader.pools.status_page import Phase, StatusPage
-from shmloader.pools.task_server import TaskConfig
-from shmloader.pools.waker import SHARED_LOOKS
-from shmloader.pools.worker_channels import WorkerChannels
+from shmloader.pools.status_page import (
+    FIRST_TASK,
+    RECEIVING,
+    AtWork,
+    Phase,
+    StatusPage,
+    measure_memory,
+)
+from shmloader.pools.waker import LOOKS, SHARED_LOOKS, Waker, let_others_run
+from shmloader.process_state import PROCESS
+from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.threads.wakeup import SIGNAL_S
 
 # How long close() waits for a worker to end by itself: the worker may be loading a sample.
 _GRACE_S = 1.0
 
+# A worker receives in some microseconds. One that takes this long is stopped.
+_RECEIVING_S = 2.0
+_LOOK_S = 0.0002
 
-class WorkerProcesses(WorkerChannels[WorkerHandle]):
+#: Pairs of a worker's number and its message, or None in place of a message if the worker is dead
+#: and reaped.
+Happened = list[tuple[int, bytes | None]]
+
+
+class WorkerProcesses:
     """Worker processes, of which the first ``count`` are started at once.
+
+    Attributes:
+        readings: Memory and CPU time of the workers.
+        is_inherited: Whether this is a forked child of the process that uses the workers.
+        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
+            state every message that was received from a worker has been returned.
+        handles: The workers, by number.
+        queue: The queue from which the workers receive their tasks; None if each task is sent to
+            one worker's socket. Closed with this object.
 
     Args:
         starter: Starts and ends the workers. This object owns it from now on.
         tasks: How tasks are served.
         count: How many workers are started now; ``start`` starts the others.
-        may_replace: Whether ``start`` or ``replace`` will be called. If so, everything that
-            starting a worker needs is kept.
+        may_replace: Whether ``start`` will be called. If so, everything that starting a worker
+            needs is kept.
         grace_s: How long ``close`` waits for workers to end by themselves.
 
     Raises:
@@ -60,32 +100,45 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         may_replace: bool = True,
         grace_s: float = _GRACE_S,
     ) -> None:
-        self._starter = starter
-        if starter.is_shared:
-            self.looks = SHARED_LOOKS
-        self._grace_s = grace_s
-        # Worker numbers by the descriptors of their processes.
+        self._starter, self.queue, self._grace_s = starter, tasks.queue, grace_s
+        # How often :meth:`look` looks.
+        self._looks = SHARED_LOOKS if starter.is_shared else LOOKS
+        self._pid = os.getpid()
+        self.handles: list[WorkerHandle] = []
+        self._is_closed = self._is_exiting = self._is_woken = False
+        self.is_waiting = self.is_inherited = False
+        self._waker: Waker | None = None
+        self._poll = select.poll()
+        # Worker numbers by the descriptors of their sockets, and of their processes.
+        self._by_fd: dict[int, int] = {}
         self._by_pidfd: dict[int, int] = {}
-        # From here on, a child that another thread forks abandons this.
-        super().__init__(tasks.own_queue)
+        self.readings = Readings()
+        # At the interpreter's exit multiprocessing waits for ever for a daemonic process that is
+        # stopped. This finalizer runs first, regardless of the order of registration.
+        self._at_exit = multiprocessing.util.Finalize(
+            None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
+        )
+        # From here on another thread may fork a child, which then abandons this object.
+        PROCESS.worker_groups.add(self)
         try:
             starter.open()
             if self._is_closed:  # at the interpreter's exit
                 starter.close()
             for worker_id in range(count):
                 self._check_open()
-                self._workers.append(self._start_worker(worker_id))
+                self.handles.append(self._start_worker(worker_id))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise_with_remedy(error)
             raise
-        self._open_readings()
+        self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
         if not may_replace:
             starter.finish()
 
     @property
-    def _status_page(self) -> StatusPage:
+    def status_page(self) -> StatusPage:
+        """The page on which the workers show this process what they are doing."""
         page: StatusPage = self._starter.page
         return page
 
@@ -97,7 +150,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
     @property
     def processes(self) -> list[BaseProcess]:
         """The worker processes that this process has started, by number."""
-        return [worker.process for worker in self._workers if worker.process is not None]
+        return [worker.process for worker in self.handles if worker.process is not None]
 
     # Start -------------------------------------------------------------------------------
 
@@ -108,8 +161,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             self._poll.register(fd, select.POLLIN)
         return worker
 
-    def replace(self, worker_id: int) -> None:
-        """Start a worker in place of a lost one. The new worker has been sent nothing yet.
+    def start(self, worker_id: int) -> None:
+        """Start a worker for the first time, after ``retire``, or in place of a lost one.
 
         Raises:
             OSError: If there are no descriptors or processes left.
@@ -117,7 +170,7 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
                 if the process that owns shared workers has ended.
             ClosedLoaderError: If another thread closes this meanwhile.
         """
-        for old in self._workers[worker_id : worker_id + 1]:
+        for old in self.handles[worker_id : worker_id + 1]:
             old.channel.close()
             old.close_pidfd()
         try:
@@ -128,13 +181,10 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             if isinstance(error, OSError):
                 raise_with_remedy(error)
             raise
-        self._workers[worker_id : worker_id + 1] = [new]
+        self.handles[worker_id : worker_id + 1] = [new]
         if self._is_closed:  # a close on another thread may have missed it
             end_unused(new)
             self._check_open()
-
-    #: Starts a worker for the first time, or after ``retire``. Raises as :meth:`replace`.
-    start = replace
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
@@ -142,13 +192,13 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker. ``wait`` will report its death."""
-        worker = self._workers[worker_id]
+        worker = self.handles[worker_id]
         if not worker.is_lost:
             worker.send_signal(signal.SIGKILL)
 
     def retire(self, worker_id: int) -> None:
         """End or leave an idle worker. ``start`` can start it again."""
-        worker = self._workers[worker_id]
+        worker = self.handles[worker_id]
         if not (worker.is_lost or self._is_closed):
             self._lose(worker)
             worker.hang_up()
@@ -164,26 +214,152 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             with contextlib.suppress(KeyError, ValueError):
                 self._poll.unregister(fd)
 
-    def _take_notice(self, fd: int) -> Iterator[tuple[int, bytes | None]]:
+    # Messages ----------------------------------------------------------------------------
+
+    def send(self, worker_id: int, data: bytes) -> None:
+        """Send a message to a worker, without blocking. A message to a dead worker is dropped."""
+        worker = self.handles[worker_id]
+        if not worker.send(data):
+            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
+
+    def put(self, data: bytes) -> None:
+        """Send a task to the queue, without blocking."""
+        assert self.queue is not None
+        if not self.queue.send(data):
+            self._poll.register(self.queue.sender, select.POLLOUT)
+
+    def enable_wake(self) -> None:
+        """Enable :meth:`wake`. Called before another thread uses this."""
+        self._waker = Waker()
+        self._poll.register(self._waker.fd, select.POLLIN)
+
+    def wake(self) -> None:
+        """Make the present or the next ``wait`` return. Called from any thread.
+
+        Does nothing after ``close``.
+        """
+        waker = self._waker
+        self._is_woken = True
+        # `wait` accesses the two flags in the opposite order, so one side sees the other's.
+        if waker is not None and self.is_waiting:
+            waker.wake()
+
+    def look(self) -> Happened:
+        """Return what has come or is about to come, as :meth:`wait` does. Never sleeps."""
+        for _ in range(self._looks):
+            if self._is_closed:
+                break
+            if events := self._poll.poll(0):
+                return self._receive(events, self._waker)
+            let_others_run()
+        return []
+
+    def wait(self, timeout_s: float | None) -> Happened:
+        """Wait until something happens.
+
+        Args:
+            timeout_s: Longest wait in seconds; None waits without a limit.
+
+        Returns:
+            What has happened. Empty after the timeout, and sometimes earlier, so that signal
+            handlers can run.
+        """
+        waker = self._waker  # this reference keeps it open
+        if self._is_closed:
+            return []
+        self.is_waiting = True
+        left_s = SIGNAL_S if timeout_s is None else min(timeout_s, SIGNAL_S)
+        if self._is_woken:
+            left_s = 0
+        events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
+        self.is_waiting = self._is_woken = False
+        if self._has_been_closed():  # by another thread, meanwhile
+            if self._is_exiting and threading.current_thread().daemon:
+                # The interpreter exits. A daemon thread must not return to its caller any more.
+                threading.Event().wait()
+            return []
+        return self._receive(events, waker)
+
+    def _has_been_closed(self) -> bool:
+        return self._is_closed
+
+    def _receive(self, events: list[tuple[int, int]], waker: Waker | None) -> Happened:
+        """Receive a message from each worker that has sent one, and then the news of deaths."""
+        happened: Happened = []
+        deaths: Happened = []
+        queue = self.queue
+        for fd, event in events:
+            worker_id = self._by_fd.get(fd)
+            if worker_id is None:
+                if waker is not None and fd == waker.fd:
+                    waker.reset()
+                elif queue is not None and fd == queue.sender.fileno():
+                    if queue.flush():
+                        self._poll.unregister(fd)
+                elif fd in self._by_pidfd:  # else it was lost meanwhile
+                    deaths.extend(self._reap(self._by_pidfd[fd]))
+                continue
+            worker = self.handles[worker_id]
+            if not worker.is_lost:
+                if event & select.POLLOUT and worker.flush():
+                    self._poll.modify(worker.channel, select.POLLIN)
+                data = worker.receive()
+                if data is not None:
+                    happened.append((worker_id, data))
+                elif event & (select.POLLHUP | select.POLLERR):
+                    # The socket is closed. An event of the process will soon say why.
+                    self._poll.unregister(worker.channel)
+        return happened + deaths
+
+    def _reap(self, worker_id: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield a dead worker's last messages, reap it, and yield None for its loss."""
-        worker_id = self._by_pidfd.get(fd)
-        if worker_id is None:  # it was lost meanwhile
-            return
-        worker = self._workers[worker_id]
+        worker = self.handles[worker_id]
         while (data := worker.receive()) is not None:
             yield worker_id, data
         self._lose(worker)
         worker.reap(time.monotonic() + KILL_S)
         yield worker_id, None
 
+    def receive_all(self) -> Happened:
+        """Return all messages that living workers have sent."""
+        happened: Happened = []
+        for worker_id, worker in enumerate(self.handles):
+            while not worker.is_lost and (data := worker.receive()) is not None:
+                happened.append((worker_id, data))
+        return happened
+
+    def held(self) -> set[int]:
+        """Return the numbers of the tasks that living workers have received from the queue.
+
+        Called when the queue is empty. Waits for workers that may be receiving. One that does not
+        leave that state, since it is stopped, is killed.
+        """
+        held, page = set(), self.status_page
+        for worker_id, worker in enumerate(self.handles):
+            deadline = time.monotonic() + _RECEIVING_S
+            while not worker.is_lost and (found := page.held(worker_id)) == RECEIVING:
+                if is_readable(worker.pidfd):  # it has ended
+                    break
+                if time.monotonic() > deadline:
+                    self.kill(worker_id)
+                    deadline = math.inf
+                time.sleep(_LOOK_S)
+            if not worker.is_lost and found >= FIRST_TASK:
+                held.add(found - FIRST_TASK)
+        return held
+
     # What the workers do ------------------------------------------------------------------
+
+    def pid(self, worker_id: int) -> int:
+        """Return the process id of a worker."""
+        return self.handles[worker_id].pid
 
     def death(self, worker_id: int) -> Death:
         """Return how a lost worker ended.
 
         Its exit code is not known if, for instance, a SIGCHLD handler of the user's has reaped it.
         """
-        worker, starter = self._workers[worker_id], self._starter
+        worker, starter = self.handles[worker_id], self._starter
         code = worker.exit_code
         # One that was idle for this rank was loading a batch of another one, or was ended outside.
         was_elsewhere = starter.is_shared and self.was_at(worker_id).phase is Phase.IDLE
@@ -194,13 +370,47 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
             because=starter.lost,
         )
 
-    def pid(self, worker_id: int) -> int:
-        """Return the process id of a worker."""
-        return self._workers[worker_id].pid
+    def was_at(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, or was doing when it died, without its stack."""
+        return self.status_page.read(worker_id)
+
+    def ask(self, worker_id: int) -> AtWork:
+        """Return what a worker is doing, with its stack. Takes up to a third of a second."""
+        return self.status_page.ask(worker_id, self.pid(worker_id))
+
+    def usage(self, *, thoroughly: bool) -> list[Usage]:
+        """Return the memory and time that each worker, with those it replaced, has used.
+
+        Called from any thread.
+
+        Args:
+            thoroughly: Whether to measure the memory, which takes milliseconds for each worker.
+
+        Raises:
+            ValueError: If this is closed.
+        """
+        used = []
+        for worker_id, worker in enumerate(self.handles):
+            usage = self.status_page.usage(worker_id, worker.pid)
+            if thoroughly and not worker.is_lost:
+                pss_bytes = measure_memory(worker.pid) or usage.pss_bytes
+                usage = dataclasses.replace(usage, pss_bytes=pss_bytes)
+            used.append(usage)
+        return used
 
     # End ---------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """End the workers, or stop using them. May be called again, and from any thread."""
+        if self._is_closed:
+            return
+        if os.getpid() != self._pid:
+            self.abandon()
+        else:
+            uninterruptible(self._end_all)
+
     def _end_all(self) -> None:
+        """End everything. :meth:`close` runs it again if a signal handler interrupts it."""
         # Set here, not in close(): an interruption between the two would leak the workers.
         self._is_closed = True
         self._at_exit.cancel()
@@ -208,12 +418,15 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         grace_s, self._grace_s = self._grace_s, 0.0
         if self.queue is not None:
             self.queue.recall()  # a worker that is busy begins no further task
-        for worker in self._workers:
+        for worker in self.handles:
             worker.hang_up()
         if FAULTS is not None:
             FAULTS.reach("main.close")
-        self._starter.end(self._workers, grace_s)
+        self._starter.end(self.handles, grace_s)
         self.readings.close()
+        self._close_rest()
+
+    def _close_rest(self) -> None:
         self._waker = None
         if self.queue is not None:
             self.queue.close()
@@ -225,8 +438,8 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         ``multiprocessing`` takes them for children of this child, and would end them at its exit.
         Shared workers would take the child's copies of the sockets for living ranks.
         """
-        super().leave_to_parent()
-        for worker in self._workers:
+        self.is_inherited = True
+        for worker in self.handles:
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
             if self._starter.is_shared:
                 worker.channel.close()
@@ -237,11 +450,26 @@ class WorkerProcesses(WorkerChannels[WorkerHandle]):
         if was_closed:
             # Other files may have the numbers of these descriptors by now.
             return
-        for worker in self._workers:
+        for worker in self.handles:
             worker.channel.close()
             with contextlib.suppress(OSError):
                 worker.close_pidfd()
-        self._waker = None
-        if self.queue is not None:
-            self.queue.close()
-        self._starter.close()
+        self._close_rest()
+
+
+def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
+    """Return what the workers have used; None if they are gone, or closed meanwhile."""
+    group = reference()
+    try:
+        return None if group is None else group.usage(thoroughly=thoroughly)
+    except ValueError:  # the status page is closed
+        return None
+
+
+def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
+    group = reference()
+    if group is not None:
+        group._is_exiting = True
+        if FAULTS is not None:
+            FAULTS.reach("main.exit")
+        group.close()

@@ -24,7 +24,7 @@ from shmloader import (
     WorkerDiedError,
 )
 from shmloader.cluster import RayExecutor
-from shmloader.pools import object_answers
+from shmloader.pools import executor_task
 from tests.cluster import datasets
 from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Pids
 from tests.cluster.needed import needed
@@ -158,13 +158,13 @@ def test_a_dataset_that_is_larger_than_the_store_reaches_it(connected) -> None:
 def test_a_batch_is_copied_once_from_ray_s_store(connected, monkeypatch) -> None:
     """Arrays in the store are not writable, and the store's memory is not held by a batch."""
     seen = []
-    copy_if_needed = object_answers._writable
+    copy_if_needed = executor_task._writable
 
     def look(array: Any) -> Any:
         seen.append((array.flags.writeable, _file_at(array.ctypes.data)))
         return copy_if_needed(array)
 
-    monkeypatch.setattr(object_answers, "_writable", look)
+    monkeypatch.setattr(executor_task, "_writable", look)
     for batch in DataLoader(Large(6), 1, num_workers=2, executor=RayExecutor()):
         assert "plasma" not in _file_at(batch.data_ptr())
         batch.add_(1)

@@ -33,6 +33,7 @@ from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.pools import Pool, host_pool
 from shmloader.pools.answers import Batch, Failure
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.host_pool import HostPool, SharedWorkers, open_host_pool
 from shmloader.pools.nursery import Nursery
@@ -41,7 +42,6 @@ from shmloader.pools.process import ProcessPool
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_queue import TaskQueue
-from shmloader.pools.task_server import TaskConfig
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import all_parked

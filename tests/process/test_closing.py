@@ -238,7 +238,7 @@ def test_a_closed_loader_that_is_kept_does_not_take_descriptors_from_new_workers
     batches = iter(first)
     next(batches)
     pool = batches._pool._workers
-    numbers_before = {worker.pidfd for worker in pool._workers}
+    numbers_before = {worker.pidfd for worker in pool.handles}
     first.close()
     held: list[int] = []
     theirs = []

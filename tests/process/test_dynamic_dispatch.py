@@ -20,10 +20,11 @@ from shmloader import (
     LoaderTimeoutError,
     WorkerDiedError,
 )
-from shmloader.pools import child, worker_channels
+from shmloader.pools import worker as program
+from shmloader.pools import worker_processes
 from shmloader.pools.status_page import NO_TASK, RECEIVING
 from shmloader.pools.task_queue import TaskQueue
-from shmloader.pools.task_server import TaskServer
+from shmloader.pools.worker import _Client
 from tests.process.support import (
     Bad,
     Calls,
@@ -132,9 +133,9 @@ def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
 
 
 def test_an_idle_worker_finds_a_task_for_which_another_was_woken(monkeypatch) -> None:
-    monkeypatch.setattr(child, "watch_queue", lambda *_: None)  # no wake-up reaches these workers
+    monkeypatch.setattr(program, "watch_queue", lambda *_: None)  # no wake-up reaches these workers
     batches = iter(make(int, 20, timeout=30))
-    page = batches._pool._workers._status_page
+    page = batches._pool._workers.status_page
     for index in range(20):
         if index == 1:
             wait_until(lambda: all(page.held(worker) == NO_TASK for worker in range(2)))
@@ -310,30 +311,30 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
 def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None:
     """Whether it has received a task cannot be seen, so it is found out."""
     switch = Switch(is_on=True)
-    take = TaskServer.take
+    take = _Client.serve
 
-    def die(server: TaskServer, data: bytes) -> None:
-        if server.uses_queue and switch:
+    def die(client: _Client, data: bytes) -> None:
+        if client.uses_queue and switch:
             switch.turn(on=False)
-            server._line.held[0] = RECEIVING
+            client.line.held[0] = RECEIVING
             os._exit(3)
-        take(server, data)
+        take(client, data)
 
-    monkeypatch.setattr(TaskServer, "take", die)
+    monkeypatch.setattr(_Client, "serve", die)
     assert list(make(int, 20, worker_restarts=1)) == list(range(20))
 
 
 def test_a_worker_that_is_stopped_while_it_receives_is_replaced(monkeypatch) -> None:
-    monkeypatch.setattr(worker_channels, "_RECEIVING_S", 0.1)
+    monkeypatch.setattr(worker_processes, "_RECEIVING_S", 0.1)
     stops, dies = Switch(is_on=True), Switch(is_on=True)
-    take = TaskServer.take
+    take = _Client.serve
 
-    def stop(server: TaskServer, data: bytes) -> None:
-        if server.uses_queue and stops:
+    def stop(client: _Client, data: bytes) -> None:
+        if client.uses_queue and stops:
             stops.turn(on=False)
-            server._line.held[0] = RECEIVING
+            client.line.held[0] = RECEIVING
             os.kill(os.getpid(), signal.SIGSTOP)
-        take(server, data)
+        take(client, data)
 
     def sample(index):
         wait_until(lambda: not stops)
@@ -342,7 +343,7 @@ def test_a_worker_that_is_stopped_while_it_receives_is_replaced(monkeypatch) -> 
             os._exit(3)
         return index
 
-    monkeypatch.setattr(TaskServer, "take", stop)
+    monkeypatch.setattr(_Client, "serve", stop)
     assert list(make(sample, 20, worker_restarts=2)) == list(range(20))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader, WorkerDiedError
-from shmloader.pools.child import report_unlocked
+from shmloader.pools.worker import report_unlocked
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +60,21 @@ def test_another_worker_is_forked_for_one_that_finds_torchs_lock_held(
             signal.pause()
         report_unlocked(channel)
 
-    monkeypatch.setattr("shmloader.pools.child.report_unlocked", report)
+    monkeypatch.setattr("shmloader.pools.worker.report_unlocked", report)
     monkeypatch.setattr("shmloader.pools.starting._FIRST_WAIT_S", 2.0)
     assert batches() == [0, 1, 2, 3]
     assert caplog.messages[0] == "worker 0 cannot seed torch's generator, and is replaced"
 
 
 def test_that_is_given_up_if_it_never_helps(monkeypatch) -> None:
-    monkeypatch.setattr("shmloader.pools.child.report_unlocked", lambda _: signal.pause())
+    monkeypatch.setattr("shmloader.pools.worker.report_unlocked", lambda _: signal.pause())
     monkeypatch.setattr("shmloader.pools.starting._FIRST_WAIT_S", 0.01)
     with pytest.raises(RuntimeError, match="give multiprocessing_context='forkserver'"):
         batches()
 
 
 def test_a_worker_that_dies_before_it_reports_is_a_dead_worker(monkeypatch) -> None:
-    monkeypatch.setattr("shmloader.pools.child.report_unlocked", lambda _: os._exit(3))
+    monkeypatch.setattr("shmloader.pools.worker.report_unlocked", lambda _: os._exit(3))
     with pytest.raises(WorkerDiedError, match="exit code 3"):
         batches()
 

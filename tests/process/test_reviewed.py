@@ -150,15 +150,15 @@ def test_an_exception_out_of_a_signal_handler_does_not_leave_a_hang_behind() -> 
     loader = DataLoader(Calls(lambda n: n, 8), num_workers=1, collate_fn=only)
     batches = iter(loader)
     assert next(batches) == 0
-    take = batches._pool._take
+    take = batches._pool._receive
 
     def interrupted(*arguments: Any) -> None:
         raise TimeoutError
 
-    batches._pool._take = interrupted
+    batches._pool._receive = interrupted
     with pytest.raises(TimeoutError):
         next(batches)
-    batches._pool._take = take
+    batches._pool._receive = take
     with pytest.raises(ClosedLoaderError):
         next(batches)
 

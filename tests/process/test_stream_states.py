@@ -578,21 +578,6 @@ def test_a_state_dict_ends_neither_the_stream_nor_the_worker(error) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_with_no_room_in_its_slot_is_left_out_and_told_once(caplog) -> None:
-    class TooHeavy(Heavy):
-        nbytes = 1_100_000  # a slot has 1 MiB
-
-    def make() -> DataLoader:
-        return DataLoader(TooHeavy([8, 8]), batch_size=2, num_workers=2, shm_size="8MiB")
-
-    check_everywhere(make)
-    texts = told(caplog)
-    assert len(texts) == 9, "one for each loader that was given a batch"
-    assert all("does not fit beside its batch" in text for text in texts)
-    assert "Raise shm_size" in texts[0]
-
-
-@pytest.mark.slow
 def test_a_stream_that_fails_is_passed_over_as_it_failed() -> None:
     class Raises(SavedIterator):
         def __iter__(self) -> Any:

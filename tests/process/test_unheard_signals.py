@@ -50,7 +50,7 @@ def processes(batches) -> Unheard:
 
 
 def threads(batches) -> Unheard:
-    return silence(batches._engine._pool._post.wakeup)
+    return silence(batches._engine._pool._queues.wakeup)
 
 
 def results(batches) -> Unheard:

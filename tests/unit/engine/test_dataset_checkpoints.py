@@ -162,22 +162,18 @@ def test_the_state_of_a_map_style_dataset_stays_with_its_worker_when_an_epoch_is
     assert checkpoints_of(subject) == [Checkpoint(0, b"after a batch"), Checkpoint()]
 
 
-def test_an_epoch_begins_from_what_each_dataset_says_piece_by_piece():
+def test_an_epoch_begins_from_what_each_dataset_says():
     subject = subject_of(3, restart_limit=1)
-    long, short = Checkpoint(0, b"long", rng=RNG), Checkpoint(0, b"state")
-    data = long.dumps()
+    one, other = Checkpoint(0, b"one", rng=RNG), Checkpoint(0, b"state")
     subject.stream_ended(0, 0, Checkpoint())
     subject.end_epoch()
-    subject.beginning_part(0, data[:5])
-    subject.beginning_part(1, b"lost ")
     subject.worker_lost(1, Death(1, -9))
     subject.worker_started(1)
-    subject.beginning_part(0, data[5:9])
-    subject.left_epoch(0, data[9:])
-    subject.left_epoch(1, short.dumps())
+    subject.left_epoch(0, one.dumps())
+    subject.left_epoch(1, other.dumps())
     subject.left_epoch(2, Checkpoint().dumps())
     subject.start_epoch()
-    assert subject.beginnings == (long, short, Checkpoint())
+    assert subject.beginnings == (one, other, Checkpoint())
     assert checkpoints_of(subject) == list(subject.beginnings)
 
 

@@ -90,11 +90,11 @@ def test_a_worker_is_told_by_its_process_or_as_a_thread():
 STACK = """  File "/data/set.py", line 7 in decode
   File "/data/set.py", line 3 in __getitem__
   File "/lib/shmloader/batch/maker.py", line 120 in make
-  File "/lib/shmloader/pools/task_server.py", line 300 in _load"""
+  File "/lib/shmloader/pools/batch_server.py", line 300 in _make"""
 
 INIT_STACK = """  File "/data/set.py", line 9 in connect
-  File "/lib/shmloader/pools/worker_dataset.py", line 340 in call_init
-  File "/lib/shmloader/pools/child.py", line 210 in introduce"""
+  File "/lib/shmloader/pools/worker_dataset.py", line 340 in introduce
+  File "/lib/shmloader/pools/worker.py", line 210 in _prepare"""
 
 
 @pytest.mark.parametrize(

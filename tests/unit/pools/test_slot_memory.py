@@ -156,9 +156,6 @@ class Locker:
         assert nbytes <= slot.nbytes
         self.locked.add(slot.address)
 
-    def locked_bytes(self, slot):
-        return int(slot.address in self.locked)
-
     def unlock(self, slot):
         if not self.fails:
             self.locked.discard(slot.address)

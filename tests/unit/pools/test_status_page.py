@@ -1,6 +1,7 @@
 """What a worker writes on the status page reaches the main process, whatever it is doing."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -10,31 +11,7 @@ import pytest
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.pools import status_page as module
-from shmloader.pools.status_page import Phase, StatusPage, _frames
-
-TRACE = """Thread 0x00007f0000000001 (most recent call first):
-  File "wait.py", line 5 in wait
-  File "wait.py", line 9 in <module>
-
-Current thread 0x00007f0000000002 [MainThread] (most recent call first):
-  File "load.py", line 7 in __getitem__
-"""
-
-
-@pytest.mark.parametrize(
-    ("thread", "frames"),
-    [
-        (0x7F0000000001, '  File "wait.py", line 5 in wait\n  File "wait.py", line 9 in <module>'),
-        (0x7F0000000002, '  File "load.py", line 7 in __getitem__'),
-        (3, ""),
-    ],
-)
-def test_the_frames_of_one_thread_are_picked_out(thread, frames):
-    assert _frames(TRACE, thread) == frames
-
-
-def test_no_frames_in_nothing():
-    assert _frames("", 1) == ""
+from shmloader.pools.status_page import Phase, StatusPage
 
 
 class Child:
@@ -47,7 +24,7 @@ class Child:
         if self.pid == 0:
             try:
                 line = status_page.open_line(worker_id)
-                line.note(Phase.LOADING, 2, 41)
+                line.set(Phase.LOADING, 2, 41)
                 work(tell)
             finally:
                 os._exit(0)
@@ -81,9 +58,10 @@ def keeps_the_interpreter(tell: int) -> None:
 def test_a_late_stack_of_another_worker_is_not_taken_for_this_one_s(status_page):
     child = Child(status_page, 0, sleeps_here)
     try:
-        late = f"Current thread {threading.get_ident():#018x} (most recent call first):\n  STALE\n"
-        os.write(status_page._stack_write, late.encode())  # forked workers have the same identity
-        assert "STALE" not in status_page.ask(0, child.pid).stack
+        os.write(status_page._stack_write, b"Stack (most recent call first):\n  STALE\n")
+        stack = status_page.ask(0, child.pid).stack
+        assert "STALE" not in stack
+        assert re.match(r'  File ".*", line \d+ in sleeps_here\n', stack)
     finally:
         child.end()
 
@@ -98,6 +76,7 @@ def test_the_stack_is_that_of_the_thread_that_works(status_page):
     child = Child(status_page, 0, work)
     try:
         stack = status_page.ask(0, child.pid).stack
+        assert "in keeps_the_interpreter" in stack
         assert "sleeps_here" not in stack
     finally:
         child.end()
@@ -135,18 +114,17 @@ def test_lines_do_not_touch_each_other(status_page):
             child.end()
 
 
-def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None, bool]:
+def written(status_page, *seconds: float) -> tuple[float, float | None]:
     """Run a worker by a made-up clock, which also gives its CPU time and its memory.
 
     Args:
         status_page: The page that the worker writes to.
-        steps: Seconds since the beginning at which the worker is idle, each with whether a task is
-            waiting then.
+        seconds: When the worker is idle, since the beginning.
 
     Returns:
-        The times at which it last noted its usage and its memory, and whether measuring the memory
-        is due at the end.
+        The times at which it last wrote its usage, and last measured its memory.
     """
+    status_page.clear(0)
     pid = os.fork()
     if pid == 0:
         code = 2
@@ -155,65 +133,41 @@ def noted(status_page, *steps: tuple[float, bool]) -> tuple[float, float | None,
             clock.monotonic_ns = clock.process_time_ns = lambda: clock.now_ns
             module.time, module.measure_memory = clock, lambda _: clock.now_ns
             line = status_page.open_line(0)
-            for second, has_task in steps:
+            for second in seconds:
                 clock.now_ns = round(second * 1e9)
                 line.idle()
-                line.note_use(has_task=has_task)
-            code = line.memory_is_due
+            code = 0
         finally:
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in {0, 1}
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     usage = status_page.usage(0, pid)
     memory_ns = usage.pss_bytes
-    return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9, bool(code)
+    return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9
 
 
 @pytest.mark.parametrize(
-    ("steps", "usage_s"),
+    ("seconds", "usage_s", "memory_s"),
     [
-        ([(0.04, False)], 0.0),
-        ([(0.06, False)], 0.06),
-        ([(0.06, False), (0.1, False)], 0.06),
-        ([(0.06, False), (0.12, False)], 0.12),
-        ([(0.06, True)], 0.0),
-        ([(0.21, True)], 0.21),
-        ([(0.21, True), (0.4, True)], 0.21),
-        ([(0.21, True), (0.4, False)], 0.4),
+        ([0.09], 0.0, None),
+        ([0.11], 0.11, None),
+        ([0.11, 0.2], 0.11, None),
+        ([0.11, 0.22], 0.22, None),
+        ([0.9, 1.1], 1.1, 1.1),
+        ([1.1, 11.0], 11.0, 1.1),
+        ([1.1, 11.2], 11.2, 11.2),
     ],
 )
-def test_usage_is_noted_often_when_idle_and_rarely_when_busy(status_page, steps, usage_s):
-    status_page.clear(0)
-    assert noted(status_page, *steps) == (usage_s, None, False)
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("has_task", [True, False])
-@pytest.mark.parametrize(
-    ("seconds", "memory_s", "is_due"),
-    [
-        ([0.9], None, False),
-        ([1.1], 1.1, False),
-        ([1.1, 2.0], 1.1, False),
-        ([1.1, 9.0], 1.1, True),
-        ([1.1, 11.2], 11.2, False),
-    ],
-)
-def test_memory_is_measured_early_and_then_rarely_unless_the_worker_is_idle(
-    status_page, seconds, memory_s, is_due, has_task
+def test_usage_is_written_now_and_then_and_memory_is_measured_rarely(
+    status_page, seconds, usage_s, memory_s
 ):
-    status_page.clear(0)
-    steps = [(second, has_task) for second in seconds]
-    assert noted(status_page, *steps)[1:] == (memory_s, is_due)
+    assert written(status_page, *seconds) == (usage_s, memory_s)
 
 
 def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_page):
-    status_page.clear(0)
-    assert noted(status_page, (1.1, True))[:2] == (1.1, 1.1)
+    assert written(status_page, 1.1) == (1.1, 1.1)
     status_page.clear(0)
     usage = status_page.usage(0, 7)
     assert (usage.pid, usage.cpu_ns, usage.pss_bytes) == (7, 1_100_000_000, None)
-    assert noted(status_page, (0.06, False))[:2] == (1.16, None)
 
 
 @pytest.mark.parametrize(("deadline_ns", "sample"), [(0, NO_SAMPLE), (1, 5)])
@@ -223,8 +177,8 @@ def test_a_sample_whose_deadline_is_still_to_be_written_is_not_late(
     pid = os.fork()
     if pid == 0:
         line = status_page.open_line(3)
-        line.note(Phase.LOADING, 2, 41)
-        line.note_sample(5, deadline_ns)  # the number is written first
+        line.set(Phase.LOADING, 2, 41)
+        line.set_sample(5, deadline_ns)  # the number is written first
         os._exit(0)
     os.waitpid(pid, 0)
     assert status_page.read(3).sample == sample

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmloader.messages import Task, pack
+from shmloader.messages import TASK, TASK_HEAD
 from shmloader.pools.task_queue import TaskQueue
 
 
@@ -23,10 +23,10 @@ class Interrupted:
 
 def test_no_task_is_sent_twice_though_a_signal_handler_raises() -> None:
     queue, count = TaskQueue(), 0
-    while queue.send(pack(Task(count, 0, 0, bytes(10_000)))):
+    while queue.send(TASK_HEAD.pack(TASK, count, 0, 0, 0, 0) + bytes(10_000)):
         count += 1
     assert not queue.flush()
-    receiver = queue.receiver()
+    receiver = queue._receiver.dup()
     first = [receiver.recv(1 << 15) for _ in range(2)]
     sender = queue.sender
     queue.sender = Interrupted(sender)

@@ -59,7 +59,7 @@ def test_an_answer_that_is_there_is_not_waited_for() -> None:
         raise AssertionError("nothing would end this wait")
 
     with opened(lambda index: index) as pool:
-        wait_until(lambda: pool._post.answers)
-        pool._post.wakeup.wait = refuse  # type: ignore[method-assign]
+        wait_until(lambda: pool._queues.answers)
+        pool._queues.wakeup.wait = refuse  # type: ignore[method-assign]
         assert pool.wait(None, answers)
     assert answers == [(4, [7])]

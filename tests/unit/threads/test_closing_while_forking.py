@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.pools.forking import ParentDeathPipe
 from shmloader.pools.status_page import StatusPage
 
 

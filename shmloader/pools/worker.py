@@ -12,8 +12,6 @@ whose batches take long, and which therefore waits, gets more of the workers' ti
 served that takes no answers, such as a stopped one: sending would keep the worker from the others.
 
 A worker shares no lock with its siblings. It ends at once when the process that owns it dies.
-
-The module is long because a worker of one process and one that ranks share are the same program.
 """
 
 import contextlib
@@ -39,19 +37,36 @@ from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.forked_child import end_if_forked
 from shmloader.host.meeting import peer_of
-from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.forking import ignore_sigint
-from shmloader.pools.parent_death import ParentDeathPipe
+from shmloader.memory.collate import install
+from shmloader.messages import (
+    INLINE_BYTES,
+    NO_EPOCH,
+    RECEIVE_BYTES,
+    TASK,
+    TASK_HEAD,
+    EpochStarted,
+    Leave,
+    Left,
+    ResumeStream,
+    StartEpoch,
+    StreamEnded,
+    Task,
+    join,
+    pack,
+    pieces,
+    unpack,
+)
+from shmloader.pools.batch_server import BatchServer, TaskConfig
+from shmloader.pools.forking import ParentDeathPipe, ignore_sigint
 from shmloader.pools.status_page import (
-    MEMORY_IDLE_MS,
+    FIRST_TASK,
     NO_TASK,
     RECEIVING,
     STACK_SIGNAL,
-    Line,
-    Memory,
+    Phase,
+    StatusPage,
 )
 from shmloader.pools.task_queue import LOOK_S, watch_queue
-from shmloader.pools.task_server import TaskConfig, TaskServer
 from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_dataset import introduce
 
@@ -74,7 +89,7 @@ class WorkerStart:
     worker_count: int
     base_seed: int
     parent_death: ParentDeathPipe
-    client: tuple[TaskConfig, Any] | None = None
+    client: tuple[TaskConfig, StatusPage] | None = None
     reports: bool = False
 
 
@@ -108,18 +123,13 @@ def worker_main(
         FAULTS.reach("worker.start")
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     start.parent_death.hold()
-    memory = Memory()
-    if start.client is not None:  # before what this process has inherited is closed
-        config, page = start.client
-        queue, line = config.receiver(), page.open_line(start.worker_id, memory)
+    # Made before what this process has inherited is closed.
+    client = None if start.client is None else _Client(channel, *start.client, start.worker_id)
     if close_inherited is not None:
         close_inherited()
         # A thread that this process does not have may hold the lock of NumPy's generator.
         lock: Any = np.random.mtrand._rand._bit_generator.lock
         lock._at_fork_reinit()
-    client = (
-        None if start.client is None else _Client(channel, queue, config, line, start.worker_id)
-    )
     # Writing to a closed socket must raise, whatever the user's process does about SIGPIPE.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
@@ -128,7 +138,7 @@ def worker_main(
     try:
         if start.reports:
             report_unlocked(channel)
-        _Worker(start, channel, client, memory).run(payload)
+        _Worker(start, channel, client).run(payload)
     except ConnectionError:
         return  # the main process is gone, or has closed the loader
     except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -144,28 +154,37 @@ def report_unlocked(channel: socket.socket) -> None:
 
 
 class _Client:
-    """One client of this worker: its channel, its queue and the server of its tasks.
+    """One client of this worker: its socket, its queue, and what makes its batches.
 
     Attributes:
         channel: The socket to the client.
+        queue: The receiving end of the client's queue; None if tasks come by the channel.
         is_full: Whether the channel may not take a further answer, so that no task is received.
         line: Where the worker shows the client what it is doing.
-        tasks: Serves the client's tasks.
+        server: Makes the batches.
+        uses_queue: Whether tasks are to be received from the queue: not before the worker knows
+            where its dataset resumes, nor after it was asked to leave.
+
+    Args:
+        channel: The socket.
+        tasks: How tasks are served.
+        page: The client's status page.
+        worker_id: Number of the worker.
     """
 
     def __init__(
-        self,
-        channel: socket.socket,
-        queue: socket.socket | None,
-        config: TaskConfig,
-        line: Line,
-        worker_id: int,
+        self, channel: socket.socket, tasks: TaskConfig, page: StatusPage, worker_id: int
     ) -> None:
-        self.channel, self._queue, self.line = channel, queue, line
-        self.tasks = TaskServer(channel, worker_id, config, line)
-        self.is_full = self._watches_queue = False
+        self.channel, self._tasks = channel, tasks
+        self.queue = None if tasks.queue is None else tasks.queue.pop_receiver()
+        self.line = page.open_line(worker_id)
+        self.server = BatchServer(tasks, worker_id, self.line)
+        self.is_full = self.uses_queue = self._watches_queue = False
         self._writable = select.poll()
         self._writable.register(channel, select.POLLOUT)
+        # The pieces of a long message that have come.
+        self._pieces = bytearray()
+        self._pid = os.getpid()
 
     def receive(self, looks: int) -> bytes | None:
         """Return the next message: b"" if the client has closed its end, None if there is none.
@@ -173,54 +192,105 @@ class _Client:
         Args:
             looks: How often to look before the message counts as missing.
         """
-        line, channel = self.line, self.channel
-        queue = self._queue if self.tasks.uses_queue else None
-        # With a queue, the channel is read when the queue is empty, and sometimes while it is not.
-        sockets = (channel,) if queue is None else (queue, channel)
-        if queue is not None and line.usage_is_due:
-            sockets = (channel, queue)
+        held, queue = self.line.held, self.queue if self.uses_queue else None
+        sockets = (self.channel,) if queue is None else (self.channel, queue)
         for _ in range(looks):
             for each in sockets:
-                line.held[0] = RECEIVING if each is queue else NO_TASK
+                held[0] = RECEIVING if each is queue else NO_TASK
                 try:
                     return each.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
                 except BlockingIOError:
-                    line.held[0] = NO_TASK
+                    held[0] = NO_TASK
                 except ConnectionError:
                     return b""
             if looks > 1:
                 let_others_run()
         return None
 
+    def serve(self, data: bytes) -> None:
+        """Do what a message says, and answer it if it is a task or asks for an answer."""
+        if data[0] == TASK:
+            _, seq, epoch, slot_id, touched_bytes, told = TASK_HEAD.unpack_from(data)
+            dataset_epoch, indices = None if told == NO_EPOCH else told, data[TASK_HEAD.size :]
+            self._make_batch(Task(seq, epoch, slot_id, touched_bytes, dataset_epoch, indices))
+            return
+        whole = join(self._pieces, data)
+        if whole is None:
+            return
+        message = unpack(whole)
+        if isinstance(message, Task):
+            self._make_batch(message)
+            return
+        self.line.held[0] = NO_TASK
+        if isinstance(message, StartEpoch):
+            self.line.set(Phase.LEAVING_EPOCH)
+            beginning = self.server.dataset.start_epoch(message.dataset_epoch)
+            self._send(pack(EpochStarted(beginning)))
+        elif isinstance(message, ResumeStream):
+            if message.checkpoint:
+                self.server.dataset.resume(message.checkpoint)
+            self.uses_queue = self.queue is not None
+        elif isinstance(message, Leave):
+            self.uses_queue = False
+            self._send(pack(Left()))
+        else:
+            raise InternalError(f"a worker does not take {message!r}")
+
+    def _make_batch(self, task: Task) -> None:
+        line, dataset = self.line, self.server.dataset
+        line.held[0] = task.seq + FIRST_TASK
+        if not dataset.is_ready:
+            line.set(Phase.GETTING_READY)
+            dataset.get_ready(task.dataset_epoch)
+        line.set(Phase.LOADING, task.epoch, task.seq)
+        if FAULTS is not None:
+            FAULTS.reach("worker.task")
+        if dataset.has_ended:
+            self._send(pack(StreamEnded(task.seq, task.epoch)))
+        else:
+            self._send(self.server.serve(task))
+
+    def _send(self, answer: bytes) -> None:
+        if os.getpid() != self._pid:
+            end_if_forked(self._pid)
+        if FAULTS is not None:
+            FAULTS.reach("worker.answer")
+        if len(answer) <= INLINE_BYTES:
+            self.channel.send(answer)
+        else:
+            for piece in pieces(answer):
+                self.channel.send(piece)
+        if FAULTS is not None:
+            FAULTS.reach("worker.answered")
+
     def watch(self, poll: select.epoll, *, is_shared: bool) -> None:
         """Have tasks of the queue wake this worker, or not, as things are now.
 
         The kernel reports that a channel can be written to while a quarter of it is used at most,
-        which leaves room for one answer of any size.
+        which leaves room for the answers that are not very long.
         """
-        uses_queue = self.tasks.uses_queue
-        is_full = uses_queue and is_shared and not self._writable.poll(0)
+        is_full = self.uses_queue and is_shared and not self._writable.poll(0)
         if is_full is not self.is_full:
             self.is_full = is_full
             poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
-        uses_queue = uses_queue and not is_full
-        if uses_queue is not self._watches_queue:
-            assert self._queue is not None
-            self._watches_queue = uses_queue
-            if uses_queue:
-                watch_queue(poll, self._queue)
+        watches_queue = self.uses_queue and not is_full
+        if watches_queue is not self._watches_queue:
+            assert self.queue is not None
+            self._watches_queue = watches_queue
+            if watches_queue:
+                watch_queue(poll, self.queue)
             else:
-                poll.unregister(self._queue)
+                poll.unregister(self.queue)
 
     def close(self, poll: select.epoll) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
-        self.tasks.uses_queue = False
+        self.uses_queue = False
         self.watch(poll, is_shared=True)
         poll.unregister(self.channel)
         self.channel.close()
-        if self._queue is not None:
-            self._queue.close()
-        self.tasks.close()
+        if self.queue is not None:
+            self.queue.close()
+        self._tasks.arena.close()
         self.line.close()
 
 
@@ -231,19 +301,15 @@ class _Worker:
         start: What the worker gets.
         channel: See :func:`worker_main`.
         client: The only client; None if ``channel`` brings clients.
-        memory: The last measurement of this process's memory.
     """
 
-    def __init__(
-        self, start: WorkerStart, channel: socket.socket, client: _Client | None, memory: Memory
-    ) -> None:
-        self._start, self._channel, self._memory = start, channel, memory
-        self._where = f"in DataLoader worker process {start.worker_id}"
+    def __init__(self, start: WorkerStart, channel: socket.socket, client: _Client | None) -> None:
+        self._start, self._channel = start, channel
         self._is_shared = client is None
         # The one that was served longest ago comes first.
         self._clients = [] if client is None else [client]
         # The client that was served last: the dataset is in its epoch.
-        self._served: _Client | None = None
+        self._served = client
         self._dataset: Any = None
         self._by_value = False
         self._error: RemoteError | None = None
@@ -254,8 +320,7 @@ class _Worker:
         """Get ready, then serve until the channel is closed."""
         pid = os.getpid()
         for client in self._clients:
-            client.tasks.install()
-            self._served = client
+            install(client.server.writer)
         functions = ForkedPayload(self._prepare(payload))
         for client in self._clients:
             self._open(client, functions)
@@ -266,7 +331,7 @@ class _Worker:
             if FAULTS is not None:
                 FAULTS.reach("worker.idle")
             found = self._look()
-            if (found is None or self._is_shared) and not self._follow_events(found is None):
+            if (found is None or self._is_shared) and not self._wait(is_idle=found is None):
                 return
             if found is None:
                 continue
@@ -276,7 +341,7 @@ class _Worker:
             elif self._is_shared:
                 self._drop(client)
             else:
-                client.line.note_usage()
+                client.line.write_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
@@ -301,17 +366,14 @@ class _Worker:
         if client is not self._served:
             self._turn_to(client)
         try:
-            client.tasks.take(data)
+            client.serve(data)
         except ConnectionError:
             if not self._is_shared:
                 raise
             self._drop(client)
             return
-        line = client.line
-        line.idle()
-        if line.usage_is_due:
-            line.note_use(has_task=True)
-        if self._is_shared or client.tasks.uses_queue:
+        client.line.idle()
+        if client.queue is not None:
             client.watch(self._poll, is_shared=self._is_shared)
         if len(self._clients) > 1:
             self._clients.remove(client)
@@ -320,22 +382,20 @@ class _Worker:
     def _turn_to(self, client: _Client) -> None:
         """Serve another client than before, with its epoch and its slots."""
         self._served = client
-        client.tasks.tell_epoch_again()
-        client.tasks.install()
+        client.server.dataset.told = None  # the dataset has served another client meanwhile
+        install(client.server.writer)
         client.line.show_stack()
 
-    def _follow_events(self, is_idle: bool) -> bool:
+    def _wait(self, *, is_idle: bool) -> bool:
         """Add a client that has come. If idle, first wait for an event.
 
         Returns:
             False if this worker is to end.
         """
-        for client in self._clients[:1] if is_idle else ():
-            line = client.line
-            line.note_use(has_task=False)
-            if line.memory_is_due and not self._poll.poll(MEMORY_IDLE_MS / 1000):
-                line.note_memory()
         ready = self._poll.poll(LOOK_S if is_idle else 0)
+        if is_idle and not ready:
+            for client in self._clients:
+                client.line.write_usage()
         if self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready):
             return self._add_client()
         return True
@@ -356,22 +416,22 @@ class _Worker:
             self._by_value = payload.by_value
         except BaseException:  # noqa: BLE001 - it answers every task
             end_if_forked(pid)
-            self._error = RemoteError.caught(self._where)
+            self._error = RemoteError.caught(f"in DataLoader worker process {start.worker_id}")
         return functions
 
     def _open(self, client: _Client, functions: Any) -> None:
-        """Give the dataset and the client's functions to the server of the client's tasks."""
-        pid = os.getpid()
-        if self._error is not None:
-            client.tasks.fail(self._error)
-        else:
+        """Give the dataset and the client's functions to what makes the client's batches."""
+        pid, server, error = os.getpid(), client.server, self._error
+        if error is None:
             try:
                 collate_fn, on_error = load(functions)
                 by_value = self._by_value or functions.by_value
-                client.tasks.open(self._dataset, collate_fn, on_error, by_value=by_value)
+                server.open(self._dataset, collate_fn, on_error, by_value=by_value)
             except BaseException:  # noqa: BLE001 - it answers every task of the client
                 end_if_forked(pid)
-                client.tasks.fail(RemoteError.caught(self._where))
+                error = RemoteError.caught(server.where)
+        if error is not None:
+            server.dataset.fail(error)
         client.line.idle()
 
     # Clients that come and go -------------------------------------------------------------
@@ -392,13 +452,12 @@ class _Worker:
             os.sched_setaffinity(0, cores | os.sched_getaffinity(0))
         try:
             # The rank has sent both before it sent the channel.
-            config, page = receive_payload(channel).load()
+            tasks, page = receive_payload(channel).load()
             functions = receive_payload(channel)
         except ConnectionError:
             channel.close()
             return True
-        line = page.open_line(self._start.worker_id, self._memory)
-        client = _Client(channel, config.receiver(), config, line, self._start.worker_id)
+        client = _Client(channel, tasks, page, self._start.worker_id)
         self._poll.register(channel, select.EPOLLIN)
         self._clients.insert(0, client)
         self._turn_to(client)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.pools.object_answers import pack_batch, unpack_batch
+from shmloader.pools.executor_task import pack_batch, unpack_batch
 from tests.parity.compare import assert_same
 
 

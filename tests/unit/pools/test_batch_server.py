@@ -1,0 +1,105 @@
+"""How a worker makes the batch of a task, and its answer, without a process or a socket."""
+
+import pickle
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shmloader.batch.fetch import FetchConfig
+from shmloader.batch.maker import BatchMaker
+from shmloader.memory.arena import Arena
+from shmloader.messages import DONE, DONE_HEAD, BatchDone, InSlot, Task, unpack
+from shmloader.pools.batch_server import BatchServer, TaskConfig
+from tests.unit.memory.support import MIB
+
+
+class Fetcher:
+    """Returns or raises the results that a test has set."""
+
+    fingerprint = None
+
+    def __init__(self):
+        self.results = []
+
+    def fetch(self, indices):
+        result = self.results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result() if callable(result) else result
+
+
+class Bench:
+    """A worker with one slot."""
+
+    def __init__(self, *, is_debugging=False):
+        config = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
+        self.arena = Arena.create(8 * MIB, 1)
+        self.slot = self.arena.slots[0]
+        tasks = TaskConfig(config, self.arena, is_debugging=is_debugging)
+        self.server = BatchServer(tasks, 3, SimpleNamespace(set_sample=None))
+        maker = BatchMaker(config, [], list, where="here", timer=self.server._timer)
+        self.fetcher = maker.fetcher = Fetcher()
+        self.server.dataset._maker = maker
+
+    def serve(self, result):
+        """Serve a task with this result, and return the answer."""
+        self.fetcher.results.append(result)
+        task = Task(5, 1, 0, self.slot.touched_bytes, None, pickle.dumps(()))
+        data = self.server.serve(task)
+        if data[0] == DONE:
+            _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
+            answer = BatchDone(seq, epoch, slot_id, used_bytes, times)
+        else:
+            answer = unpack(data)
+            if isinstance(answer, InSlot):
+                offset, nbytes = answer.where
+                self.arena.reach(self.slot, offset + nbytes)
+                answer = unpack(bytes(self.slot.memory[offset : offset + nbytes]))
+        assert (answer.seq, answer.epoch, answer.slot_id) == (5, 1, 0)
+        self.arena.reach(self.slot, max(1, self.slot.touched_bytes))  # as the main process does
+        return answer
+
+
+@pytest.fixture
+def make_bench():
+    made = []
+
+    def make(**options) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.arena.close()
+
+
+def test_a_batch_that_is_not_kept_leaves_its_slot_mapped(make_bench):
+    bench = make_bench()
+    make = lambda: {"x": bench.server.writer.empty((10,), torch.float32), "n": "a"}  # noqa: E731
+    assert bench.serve(make).layout is not None
+    address = bench.slot.address
+    assert bench.serve(make).layout is None
+    assert bench.slot.address == address
+
+
+def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
+    bench = make_bench()
+
+    def fill_and_fail():
+        bench.server.writer.allocate(100_000)
+        raise ValueError("long " * 50_000)
+
+    answer = bench.serve(fill_and_fail)
+    assert answer.touched_bytes == 100_032
+    assert len(str(answer.error.rebuilt("note"))) > 250_000
+    assert bench.serve(ValueError("short")).touched_bytes == 0
+
+
+def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
+    assert make_bench().serve([torch.arange(3)]).checksum is None
+    bench = make_bench(is_debugging=True)
+    answer = bench.serve([torch.arange(3)])
+    assert answer.checksum == zlib.crc32(bench.slot.memory[: answer.used_bytes])
+    assert answer.used_bytes == 64
