@@ -360,15 +360,9 @@ class WorkerProcesses:
         Its exit code is not known if, for instance, a SIGCHLD handler of the user's has reaped it.
         """
         worker, starter = self.handles[worker_id], self._starter
-        code = worker.exit_code
         # One that was idle for this rank was loading a batch of another one, or was ended outside.
         was_elsewhere = starter.is_shared and self.was_at(worker_id).phase is Phase.IDLE
-        return Death(
-            worker.pid,
-            code,
-            was_elsewhere=was_elsewhere,
-            because=starter.lost,
-        )
+        return Death(worker.pid, worker.exit_code, was_elsewhere, starter.lost)
 
     def was_at(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died, without its stack."""
