@@ -606,7 +606,7 @@ def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
         engine.start(iter(range(2)))
         with pytest.raises(LoaderTimeoutError) as caught:
             next_of(engine)
-        assert "Batch 0 (index 0)" in str(caught.value)
+        assert "waiting for batch 0 (index 0)" in str(caught.value)
         gate.open(2)
         assert values(engine) == [0, 1]
     gate.close()
