@@ -223,7 +223,7 @@ def run_none(vary: Callable[[float], float]) -> shmloader.LoaderStats:
 
 KINDS: dict[str, tuple[Callable[[Callable[[float], float]], shmloader.LoaderStats], Finding]] = {
     "too few workers": (run_too_few, Finding.TOO_FEW_WORKERS),
-    "slow collate": (run_slow_collate, Finding.SLOW_COLLATE),
+    "slow collate": (run_slow_collate, Finding.TOO_FEW_WORKERS),
     "stragglers": (run_stragglers, Finding.TOO_FEW_AHEAD),
     "cores taken by others": (run_cores_taken, Finding.CORES_BUSY),
     "pinning": (run_pinning, Finding.COPYING),

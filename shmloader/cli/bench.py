@@ -4,12 +4,12 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError, close, make_loader, on_torch
-from shmloader.grammar import described_type, seconds
+from shmloader.grammar import described_type
 from shmloader.insight.record import Record, Statistics
 from shmloader.insight.stats import LoaderStats, Machine
 from shmloader.insight.verdict import snapshot
@@ -19,9 +19,6 @@ from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.pools.cores import usable_cores
 from shmloader.probing import probe
 
-# Marks the end of an epoch.
-_END = object()
-
 
 def bench(options: argparse.Namespace) -> None:
     """Run the command.
@@ -30,63 +27,53 @@ def bench(options: argparse.Namespace) -> None:
         UsageError: If the arguments name no loader, or one that ``--vs`` cannot compare.
         KeyboardInterrupt: After a Ctrl-C. The measurements so far are printed before.
     """
-    loader = make_loader(options.target)
     if options.vs is None:
-        stats, interrupted = _run(loader, options)
-        print(stats)
-    elif isinstance(loader, DataLoader) and not isinstance(loader, ShardedDataLoader):
-        interrupted = _compare(loader, options)
-    else:
+        print(_run(make_loader(options.target), options))
+        return
+    rounds: list[tuple[LoaderStats, LoaderStats]] = []
+    try:
+        while len(rounds) < options.rounds:
+            rounds.append(_run_both(options, torch_first=len(rounds) % 2 == 1))
+    finally:
+        if rounds:
+            print(f"{rounds[-1][0]}\n")
+            _print_rounds(rounds)
+
+
+def _run_both(options: argparse.Namespace, *, torch_first: bool) -> tuple[LoaderStats, LoaderStats]:
+    """Run a new loader and one of torch's like it, which see the same state of the machine."""
+    loader = make_loader(options.target)
+    if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         raise UsageError(
             f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
             f"{described_type(loader)}"
         )
-    if interrupted:
-        raise KeyboardInterrupt
+    torchs = on_torch(loader)
+    first = _run(torchs if torch_first else loader, options)
+    second = _run(loader if torch_first else torchs, options)
+    return (second, first) if torch_first else (first, second)
 
 
-def _compare(loader: DataLoader[Any], options: argparse.Namespace) -> bool:
-    """Run the loader and torch's in turns, with new loaders in each round, and print the results.
-
-    Within a round, both see the same state of the machine. Which one runs first alternates.
-    Returns whether it was interrupted.
-    """
-    rounds: list[tuple[LoaderStats, LoaderStats]] = []
-    interrupted = False
-    while not interrupted and len(rounds) < options.rounds:
-        pair = [loader, on_torch(loader)]
-        order = (1, 0) if len(rounds) % 2 else (0, 1)
-        found = dict[int, LoaderStats]()
-        for number in order:
-            if not interrupted:
-                found[number], interrupted = _run(pair[number], options)
-        if not interrupted:
-            rounds.append((found[0], found[1]))
-            loader = make_loader(options.target)
-    if rounds:
-        print(f"{rounds[-1][0]}\n")
-        _print_rounds(rounds)
-    return interrupted
-
-
-def _run(loader: Any, options: argparse.Namespace) -> tuple[LoaderStats, bool]:
-    """Take batches, and return the statistics and whether a Ctrl-C came."""
-    record, interrupted, taken = Statistics(), False, 0
+def _run(loader: Any, options: argparse.Namespace) -> LoaderStats:
+    """Take batches, and return the statistics. They are printed before a Ctrl-C leaves this."""
+    record, taken = Statistics(), 0
     batches = _batches(loader, record, options.step_ms / 1e3)
+
+    def read() -> LoaderStats:
+        if isinstance(loader, DataLoader):
+            return loader.stats("total")
+        return snapshot(record.total(), record.epochs, Machine(usable_cores(Path("/"))))
+
     try:
         for _ in itertools.islice(batches, options.batches):
             taken += 1
+        return read()  # while the workers live, so that their memory can be measured
     except KeyboardInterrupt:
-        interrupted = True
-        print(f"interrupted after {taken} of {options.batches} batches")
-    # The workers live still, so that their memory can be measured.
-    if isinstance(loader, DataLoader) and loader.stats("total").batches:
-        stats = loader.stats("total")
-    else:
-        stats = snapshot(record.total(), record.epochs, Machine(usable_cores(Path("/"))))
-    batches.close()
-    close(loader)
-    return stats, interrupted
+        print(f"interrupted after {taken} of {options.batches} batches\n{read()}")
+        raise
+    finally:
+        batches.close()
+        close(loader)
 
 
 def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[None]:
@@ -101,10 +88,10 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
     while not is_empty:
         record = Record(statistics.epochs + 1, "other", probe(loader, "num_workers", 0))
         statistics.begin(record, _batches)  # each epoch ends the one before
-        iterator, is_empty = iter(loader), True
+        iterator = iter(loader)
         record.begin()
-        began_ns = time.monotonic_ns()
-        while (batch := next(iterator, _END)) is not _END:
+        began_ns, is_empty = time.monotonic_ns(), True
+        for batch in iterator:
             samples = samples_of(batch, batch_size)
             record.add(began_ns, time.monotonic_ns(), 0, None, samples, 0)
             is_empty = False
@@ -113,33 +100,21 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
             yield
             began_ns = time.monotonic_ns()
         record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
-        if is_empty and statistics.epochs == 1:
-            raise UsageError("the loader returns no batch")
-
-
-def _rate(stats: LoaderStats) -> float:
-    # The first batch of each epoch counts as start-up, which has a row of its own.
-    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
-    return (stats.batches - stats.epochs) / steady_s
-
-
-_ROWS: list[tuple[str, Callable[[LoaderStats], float], Callable[[float], str], str]] = [
-    ("batches/s", _rate, "{:,.1f}".format, "higher is better"),
-    ("waited", lambda stats: stats.wait.total_s, seconds, "lower is better"),
-    ("start-up", lambda stats: stats.wait.startup_s, seconds, "lower is better"),
-]
+    if statistics.epochs == 1:
+        raise UsageError("the loader returns no batch")
 
 
 def _print_rounds(rounds: Sequence[tuple[LoaderStats, LoaderStats]]) -> None:
     """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
-    print(f"  median (range) of {len(rounds)} rounds in turns, in one process")
-    print(f"  {'':<13}{'shmloader':>26}{'torch':>26}{'shmloader / torch':>22}")
-    for name, read, write, better in _ROWS:
-        ours, torchs = ([read(stats) for stats in column] for column in zip(*rounds, strict=True))
-        ratios = [one / max(1e-9, other) for one, other in zip(ours, torchs, strict=True)]
-        cells = [_median(ours, write), _median(torchs, write), _median(ratios, "{:.2f}".format)]
-        print(f"  {name:<13}{cells[0]:>26}{cells[1]:>26}{cells[2]:>22}  {better}")
+    ours, torchs = ([_rate(stats) for stats in column] for column in zip(*rounds, strict=True))
+    ratios = [one / other for one, other in zip(ours, torchs, strict=True)]
+    print(f"  batches/s: median (range) of {len(rounds)} rounds in turns, in one process")
+    for name, values in {"shmloader": ours, "torch": torchs, "ratio": ratios}.items():
+        median = f"{statistics.median(values):,.2f}"
+        print(f"  {name:<10}{median:>10} ({min(values):,.2f}–{max(values):,.2f})")
 
 
-def _median(values: Sequence[float], write: Callable[[float], str]) -> str:
-    return f"{write(statistics.median(values))} ({write(min(values))}–{write(max(values))})"
+def _rate(stats: LoaderStats) -> float:
+    # The first batch of each epoch counts as start-up, which the table above shows.
+    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
+    return max(1e-9, (stats.batches - stats.epochs) / steady_s)

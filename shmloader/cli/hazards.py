@@ -27,7 +27,9 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
 # A logger leads to all loggers of the process.
 _OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
 
-# Methods of a dataset that load samples, whose global variables are looked at.
+# Methods of a dataset that load samples, whose global variables are looked at, unless they belong
+# to a class of these packages.
+_KNOWN = ("builtins", "torch", "numpy", "shmloader")
 _LOADING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
 
@@ -91,15 +93,12 @@ def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the global variables that are named in a function, or in a dataset's own methods."""
-    functions: list[Any] = [value]
-    for kind in type(value).__mro__:
-        if kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "shmloader"):
-            functions += [vars(kind).get(name) for name in _LOADING]
-    for function in functions:
+    ours = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _KNOWN]
+    for function in [value, *(vars(kind).get(name) for kind in ours for name in _LOADING)]:
         if isinstance(function, types.FunctionType):
-            known, names = function.__globals__, function.__code__.co_names
-            found = ((name, known[name]) for name in names if name in known)
-            yield from ((f" (global variable {name!r})", one) for name, one in found)
+            known = function.__globals__
+            named = [name for name in function.__code__.co_names if name in known]
+            yield from ((f" (global variable {name!r})", known[name]) for name in named)
 
 
 _SQLITE = "SQLite forbids using a connection in a forked process: it may corrupt the database"
@@ -134,9 +133,6 @@ def find_hazard(value: Any) -> tuple[str, str] | None:
     name = type_name(type(value))
     if isinstance(value, torch.Tensor):
         return ("CUDA tensor", "CUDA does not work in a forked process") if value.is_cuda else None
-    if name in ("_thread.lock", "_thread.RLock"):
-        is_held = value.locked() if name == "_thread.lock" else "unlocked" not in repr(value)
-        return (name, "it is locked now, and stays so in a forked process") if is_held else None
     for base in map(type_name, type(value).__mro__):
         for names, reason in _RULES:
             if base in names:

@@ -1,12 +1,9 @@
 """Finds the user's loader by name, and copies it with changes."""
 
-import contextlib
 import copy
-import importlib
 import os
 import pkgutil
 import sys
-import traceback
 from typing import Any
 
 import torch.utils.data
@@ -35,19 +32,14 @@ def call(name: str) -> Any:
     """
     if not all(name.partition(":")):
         raise UsageError(f"{name!r} is not of the form pkg.module:make_loader")
-    with contextlib.suppress(OSError):  # the current directory may have been removed
-        here = os.getcwd()  # noqa: PTH109 - sys.path holds strings
-        if here not in sys.path and not sys.flags.safe_path:
-            sys.path.insert(0, here)
+    here = os.getcwd()  # noqa: PTH109 - sys.path holds strings
+    if here not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, here)
     try:
         return pkgutil.resolve_name(name)()
     except Exception as error:
-        what = f"{name} raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-        own = (__file__, importlib.__file__, pkgutil.__file__, "<frozen ")
-        frames = traceback.extract_tb(error.__traceback__)
-        for frame in [one for one in frames if not one.filename.startswith(own)][:1]:
-            what += f" ({frame.filename}, line {frame.lineno})"
-        raise UsageError(what) from error
+        text = f"{name} raised {type(error).__name__}: {error}"
+        raise UsageError(text.splitlines()[0].rstrip(": ")) from error
 
 
 def make_loader(name: str) -> Any:

@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.insight.sums import Call, Sums
@@ -19,12 +19,6 @@ from shmloader.insight.sums import Call, Sums
 _MOST_CALLS = 1_000
 # Summing up costs as much as several batches, so that only some epochs at once are.
 _MOST_RECENT = 4
-
-
-class Failures(Protocol):
-    """A count of samples that failed."""
-
-    total: int
 
 
 class Record:
@@ -39,7 +33,7 @@ class Record:
         in_order: Whether batches wait for earlier ones.
         counts: Counts of the engine; None without one.
         readings: Usage of the workers; None without workers of ours.
-        failed: Count of the loader's samples that failed; None if none is kept.
+        failed: The loader's list of failures, with their ``total``; None if none is kept.
         begin_ns: When the epoch began; None stands for now.
 
     Attributes:
@@ -48,11 +42,6 @@ class Record:
         most_calls: How many calls are kept before they are summed up. A trace keeps all.
         calls: The sums of earlier calls (None before any), and the later calls.
     """
-
-    __slots__ = (
-        "_begun", "_final", "_first_ns", "_keeps_workers", "_sources", "calls", "epoch",
-        "failures", "in_order", "is_over", "kind", "most_calls", "worker_count",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,7 +53,7 @@ class Record:
         in_order: bool = True,
         counts: Counts | None = None,
         readings: Readings | None = None,
-        failed: Failures | None = None,
+        failed: Any = None,
         begin_ns: int | None = None,
     ) -> None:
         self.epoch, self.kind, self.worker_count = epoch, kind, worker_count
@@ -136,8 +125,12 @@ class Record:
         if counts is not None:
             for name in ("lent", "copied", "restarts"):
                 added[name] = getattr(counts, name)
-            sums.set_most(largest_bytes=counts.largest_bytes, slot_bytes=counts.most_bytes)
-            newest |= {"slot_count": counts.slot_count, "share_bytes": counts.share_bytes}
+            sums.set_most(
+                count=counts.slot_count,
+                nbytes=counts.most_bytes,
+                largest_bytes=counts.largest_bytes,
+                share_bytes=counts.share_bytes,
+            )
         for worker_id, usage in enumerate(readings.read(thoroughly=thoroughly) if readings else ()):
             added[worker_id, "cpu"], added[worker_id, "stalled"] = usage.cpu_ns, usage.stalled_ns
             known = {"pid": usage.pid, "pss_bytes": usage.pss_bytes}
@@ -154,8 +147,6 @@ class Statistics:
         epochs: Number of epochs begun.
         traced: The records that a trace keeps; None while none is made.
     """
-
-    __slots__ = ("_newest", "_state", "epochs", "traced")
 
     def __init__(self) -> None:
         self._newest: Record | None = None

@@ -173,13 +173,11 @@ class Finding(enum.StrEnum):
     START_UP = "start-up"
     SAMPLER = "slow sampler"
     UNKNOWN = "errors, or another loader"
-    IN_PROCESS = "no workers"
     COPYING = "pinning or device copy"
     SLOTS_HELD = "slots held by the consumer"
     DELIVERY = "delivering"
     CORES_BUSY = "no free core"
     TOO_FEW_AHEAD = "too few batches ahead"
-    SLOW_COLLATE = "slow collate"
     TOO_FEW_WORKERS = "too few workers"
 
 

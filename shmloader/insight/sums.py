@@ -47,7 +47,7 @@ class Histogram(collections.Counter[int]):
     Only buckets that have a duration take memory. A percentile is accurate to 7 %.
     """
 
-    def note(self, duration_ns: int) -> None:
+    def record(self, duration_ns: int) -> None:
         """Count a duration."""
         self[round(_PARTS * math.log2(max(0, duration_ns) + 1))] += 1
 
@@ -159,7 +159,7 @@ class Sums:
             self.last_ns = taken_ns
             added["waited"] += taken_ns - asked_ns
             if about != "start":
-                self.waits.note(taken_ns - asked_ns)
+                self.waits.record(taken_ns - asked_ns)
                 self.set_most(next=taken_ns - asked_ns)
             if times is None:
                 part = about if isinstance(about, str) else "other"

@@ -1,13 +1,10 @@
 """A trace of batches, in the format that ui.perfetto.dev and chrome://tracing read.
 
 Each epoch is a process of the trace, with a track for each worker, the thread of a stage, and the
-consumer. A batch is a slice on each of these tracks, and flow arrows connect its slices: loaded by
-a worker, pinned or copied, taken by the consumer. The consumer's slice has all that is known of the
-batch, for ``shmloader report``.
+consumer. A batch is a slice on each of these tracks. The consumer's slice has all that is known of
+the batch, for ``shmloader report``.
 
-**Guarantees.** Two slices on a track are either disjoint or nested, since Perfetto leaves out
-others. Each point at which an arrow begins, passes or ends is inside a slice and before the slice's
-end, since Perfetto leaves out other arrows.
+Two slices on a track are either disjoint or nested, since Perfetto leaves out others.
 """
 
 import itertools
@@ -97,13 +94,8 @@ def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
         ]
         if not is_local:
             yield _slice(track, f"batch {number}", batch["began"], batch["done"])
-            stops = [(track, batch["began"]), (_CONSUMER, max(asked_ns, taken_ns - 1))]
             if stage != "build":
                 tracks[_STAGE] = f"{stage} thread"
-                stops.insert(1, (_STAGE, batch["stage_began"]))
-            for (at, when_ns), phase in zip(stops, f"s{'t' * (len(stops) - 2)}f", strict=True):
-                arrow: Event = {"ph": phase, "cat": "flow", "name": "batch", "id": number}
-                yield arrow | {"tid": at, "ts": when_ns} | ({"bp": "e"} if phase == "f" else {})
         yield from (_slice(*step) for step in steps if step[3] > step[2])
     yield {"ph": "M", "name": "process_name", "args": {"name": f"epoch {record.epoch}"}}
     for track, name in tracks.items():

@@ -109,12 +109,12 @@ def run(*arguments: str) -> int:
         (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
         (
             ("bench", "loaders_of_mine:make_and_raise"),
-            "raised ValueError: of mine ({here}/loaders_of_mine.py, line ",
+            "loaders_of_mine:make_and_raise raised ValueError: of mine",
         ),
         (("bench", "broken:make"), "broken:make raised SyntaxError: "),
         (
             ("bench", "imports:make"),
-            "No module named 'absent' ({here}/imports.py, line 1",
+            "imports:make raised ModuleNotFoundError: No module named 'absent'",
         ),
         (("bench", ".relative:make"), ".relative:make raised ValueError: "),
         (
@@ -136,10 +136,10 @@ def run(*arguments: str) -> int:
         (("report", "no.json"), "no.json"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(capsys, here, arguments, text) -> None:
+def test_bad_arguments_are_told_in_one_line(capsys, arguments, text) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr()
-    assert text.format(here=here) in said.err
+    assert text in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
 
@@ -196,15 +196,14 @@ def test_bench_against_torch_takes_turns_and_prints_medians(capsys, monkeypatch)
     ours, torchs = shmloader.DataLoader, torch.utils.data.DataLoader
     assert runs == [ours, torchs, torchs, ours, ours, torchs]
     said = capsys.readouterr().out
-    assert "median (range) of 3 rounds in turns" in said
+    assert "batches/s: median (range) of 3 rounds in turns" in said
     assert "8 batches, 32 samples" in said, "one round's table"
-    (line,) = (line for line in said.splitlines() if line.strip().startswith("batches/s"))
-    numbers = [float(text.replace(",", "")) for text in re.findall(r"[\d.,]*\d", line)]
-    for median, least, most in (numbers[:3], numbers[3:6], numbers[6:]):
+    for name in ("shmloader ", "torch ", "ratio "):
+        (line,) = (line for line in said.splitlines() if line.strip().startswith(name))
+        median, least, most = (
+            float(one.replace(",", "")) for one in re.findall(r"[\d.,]*\d", line)
+        )
         assert least <= median <= most
-    assert line.endswith("higher is better")
-    (line,) = (line for line in said.splitlines() if line.strip().startswith("start-up"))
-    assert line.endswith("lower is better")
 
 
 def test_after_ctrl_c_bench_prints_the_rounds_that_are_complete(capsys) -> None:
@@ -212,7 +211,7 @@ def test_after_ctrl_c_bench_prints_the_rounds_that_are_complete(capsys) -> None:
     assert run("bench", "loaders_of_mine:make_interrupted", *arguments) == 130
     said = capsys.readouterr().out
     assert "interrupted after 10 of 16 batches" in said
-    assert "median" not in said
+    assert "rounds" not in said
 
 
 def test_the_version_is_told(capsys) -> None:
@@ -238,10 +237,9 @@ def test_doctor_tells_of_each_thing(capsys) -> None:
         "memory",
         "shared memory",
         "address space",
-        "descriptors",
         "start method",
         "devices",
-        "locked pages",
+        "C function",
     ):
         assert f"  {name}" in said
     assert "unknown" not in said

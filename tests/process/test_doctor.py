@@ -132,16 +132,6 @@ def test_what_is_open_is_found_with_its_path_until_it_is_closed(kind, opened, do
     assert doctor.examine(dataset)["problems"] == []
 
 
-def test_a_lock_is_a_problem_in_a_fork_only_while_it_is_held(doctor) -> None:
-    for lock in (threading.Lock(), threading.RLock()):
-        dataset = Holding(lock)
-        assert doctor.examine(dataset)["problems"] == []
-        with lock:
-            found = doctor.examine(dataset)
-        assert "it is locked now" in found["problems"][0]["what"]
-        assert found["rows"]["start methods"][0] == "none works"
-
-
 def test_threads_that_a_dataset_has_started_are_a_problem(doctor) -> None:
     event = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -264,12 +254,13 @@ def test_memory_is_that_of_tensors_objects_and_batches(doctor) -> None:
     assert "one pool of workers" in rows["memory"][1]
 
 
-def test_what_lies_in_shared_memory_is_counted_apart(doctor, tmp_path) -> None:
+def test_what_lies_in_shared_memory_does_not_count(doctor, tmp_path) -> None:
     mapped = np.memmap(tmp_path / "data", np.uint8, "w+", shape=(3_000,))
     shared = shmloader.share(np.zeros(1_000))
     found = doctor.examine(Holding([mapped, shared, torch.zeros(500).share_memory_()]))
-    text = f"0 B of tensors and arrays, {size(3_000 + 8_000 + 2_000)} more in shared memory"
-    assert text in found["rows"]["dataset"][0]
+    assert found["rows"]["dataset"][0].startswith(
+        "0 B of tensors and arrays that are not in shared"
+    )
 
 
 def test_the_size_of_very_many_tensors_is_estimated(doctor) -> None:

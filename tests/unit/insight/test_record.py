@@ -135,21 +135,21 @@ def test_calls_that_were_summed_up_early_count_the_same(in_order) -> None:
 DURATIONS = st.lists(st.integers(0, 10**13), min_size=1, max_size=200)
 
 
-def noted(durations: list[int]) -> Histogram:
+def recorded(durations: list[int]) -> Histogram:
     histogram = Histogram()
     for duration in durations:
-        histogram.note(duration)
+        histogram.record(duration)
     return histogram
 
 
 @given(DURATIONS, DURATIONS, st.sampled_from([50, 90, 99, 100]))
 def test_a_percentile_is_right_to_seven_per_cent(some, others, percent) -> None:
     exact = sorted(some + others)[math.ceil(len(some + others) * percent / 100) - 1]
-    histogram = noted(some)
-    histogram.update(noted(others))
+    histogram = recorded(some)
+    histogram.update(recorded(others))
     assert abs(histogram.percentile(percent) - exact) <= 0.07 * exact
 
 
 def test_a_histogram_of_like_durations_does_not_grow() -> None:
     assert Histogram().percentile(99) == 0
-    assert len(noted(list(range(10**6, 2 * 10**6, 100)))) <= 9
+    assert len(recorded(list(range(10**6, 2 * 10**6, 100)))) <= 9

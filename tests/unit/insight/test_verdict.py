@@ -70,24 +70,19 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     ),
     "start": (stats_of(start=3, fetch=1), Finding.START_UP, "3.00 s of 4.00 s"),
     "end": (stats_of(end=3, fetch=1), Finding.START_UP, "persistent_workers=True"),
-    "start of workers that persist": (
-        stats_of(start=3, fetch=1, persistent_workers=True),
-        Finding.START_UP,
-        "make the start of the sampler or the dataset cheaper",
-    ),
     "sampler": (stats_of(draw=4, fetch=1), Finding.SAMPLER, "for 80% of that"),
     "errors": (stats_of(other=4, fetch=1), Finding.UNKNOWN, "on_error="),
     "torch's": (stats_of(kind="torch", other=5), Finding.UNKNOWN, "torch's own iterator"),
     "another": (stats_of(kind="other", other=5), Finding.UNKNOWN, "not one of shmloader's"),
     "no workers": (
         stats_of(kind="in-process", workers=0, fetch=4, collate=1),
-        Finding.IN_PROCESS,
-        "mostly in `__getitem__`: give the loader workers",
+        Finding.TOO_FEW_WORKERS,
+        "this process loaded, mostly in `__getitem__`: add workers (0 for 4 cores)",
     ),
     "no workers, pinning": (
         stats_of(kind="in-process", workers=0, pin=4, fetch=1),
-        Finding.IN_PROCESS,
-        "mostly in pinning: make that cheaper",
+        Finding.COPYING,
+        "being pinned",
     ),
     "no workers, sampler": (
         stats_of(kind="in-process", workers=0, draw=4, fetch=1),
@@ -109,7 +104,7 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "an executor": (
         stats_of(kind="executor", queue=4, fetch=1),
         Finding.TOO_FEW_WORKERS,
-        "give the executor more processes and raise num_workers=",
+        "raise num_workers=, and give the executor more processes",
     ),
     "others have the cores": (
         stats_of(STALLED, fetch=5, cores=2),
@@ -153,12 +148,12 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     ),
     "collate": (
         stats_of(fetch=1, collate=4, stages={"collate": 12.0, "fetch": 4.0}),
-        Finding.SLOW_COLLATE,
-        "mostly in `collate_fn`: move work from there",
+        Finding.TOO_FEW_WORKERS,
+        "mostly in `collate_fn`: add workers",
     ),
     "in the dataset": (stats_of(fetch=5), Finding.TOO_FEW_WORKERS, "add workers (2 for 4 cores)"),
     "behind others": (stats_of(queue=3, slot=2), Finding.TOO_FEW_WORKERS, "add workers"),
-    "all cores sleep": (stats_of(fetch=5, cores=2), Finding.TOO_FEW_WORKERS, "more than the 2"),
+    "all cores sleep": (stats_of(fetch=5, cores=2), Finding.TOO_FEW_WORKERS, "(2 for 2 cores)"),
     "threads": (
         stats_of(kind="threads", fetch=5),
         Finding.TOO_FEW_WORKERS,
