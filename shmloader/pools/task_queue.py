@@ -95,9 +95,9 @@ class TaskQueue:
         return [seq_of_task(data) for data in recalled]
 
     def close(self) -> None:
-        """Close both ends. May be called again."""
+        """Close both ends. May be called again, after :meth:`recall`, if it was interrupted."""
+        self._receiver.close()  # first: at the end of a closed sender, `recall` would not stop
         self.sender.close()
-        self._receiver.close()
 
 
 def watch_queue(poll: select.epoll, queue: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -36,4 +37,19 @@ def test_no_task_is_sent_twice_though_a_signal_handler_raises() -> None:
     assert queue.flush()
     assert [len(first), *queue.recall()] == [2, *range(2, count + 1)]
     receiver.close()
+    queue.close()
+
+
+def test_after_an_interrupted_close_nothing_is_recalled_for_ever(monkeypatch) -> None:
+    queue, close = TaskQueue(), socket.socket.close
+
+    def close_and_raise(end: socket.socket) -> None:
+        close(end)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "close", close_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            queue.close()
+    assert queue.recall() == []
     queue.close()
