@@ -80,8 +80,7 @@ if TYPE_CHECKING:
     from shmloader.loader.dataloader import CachedBatches, DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
     from shmloader.memory.collate import empty
-    from shmloader.pipeline.builder import PipelineBuilder
-    from shmloader.pipeline.loader import PipelineDataLoader
+    from shmloader.pipeline.builder import PipelineBuilder, PipelineDataLoader
     from shmloader.pipeline.pipeline import Pipeline
     from shmloader.pipeline.stats import PipelineStats
     from shmloader.shared.sharing import share
@@ -155,7 +154,7 @@ _HOMES = {
     "LoaderStats": "insight.stats",
     "Pipeline": "pipeline.pipeline",
     "PipelineBuilder": "pipeline.builder",
-    "PipelineDataLoader": "pipeline.loader",
+    "PipelineDataLoader": "pipeline.builder",
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
     "empty": "memory.collate",

@@ -27,10 +27,10 @@ If the source can be resumed and the stages keep the order, each item travels wi
 the position right after the item, where a resumed epoch begins. The pipeline's state is the
 checkpoint of the item that was delivered last.
 
-Modules: ``builder`` (:class:`PipelineBuilder`), ``loader`` (:class:`PipelineDataLoader`),
-``pipeline`` (:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``runtime``
-(makes and ends executors), ``flow`` (an epoch, under a lock), ``stages`` (pure: where each item
-is), ``failures`` (how many failures are allowed, and their texts), ``source`` (how sources are
-iterated and resumed, and the format of a state), ``executors`` (threads and loops), ``processes``
-(workers), ``stats`` (what was measured, and what limits).
+Modules: ``builder`` (:class:`PipelineBuilder` and :class:`PipelineDataLoader`), ``pipeline``
+(:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``runtime`` (makes and ends
+executors), ``flow`` (an epoch, under a lock), ``stages`` (pure: where each item is), ``failures``
+(how many failures are allowed, and their texts), ``source`` (how sources are iterated and resumed,
+and the format of a state), ``executors`` (threads and loops), ``processes`` (workers), ``stats``
+(what was measured, and what limits).
 """

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -57,16 +57,6 @@ def _unwrapped(op: Any) -> Any:
     while isinstance(op, functools.partial):
         op = op.func
     return op
-
-
-def refuse_coroutine(result: object, what: str) -> None:
-    """Raise TypeError if a result of the user's function ``what`` is a coroutine."""
-    if type(result) is types.CoroutineType:
-        result.close()
-        raise TypeError(
-            f"{what} returned a coroutine, which nothing would await: make the stage's op an async "
-            "def, and await there"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +122,24 @@ class StageConfig:
         return self.concurrency * (_JOBS_PER_PROCESS if self.kind == "process" else 1)
 
 
+def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
+    """Return all results of a generator function for an item. Called in other processes, too."""
+    return list(op(item, *context))
+
+
+def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:
+    """Return the results of a call, without None: the parts of what a generator function made."""
+    if stage.makes_many:
+        return [each for each in result if each is not None]
+    if type(result) is types.CoroutineType:
+        result.close()
+        raise TypeError(
+            f"the op of {stage.title} returned a coroutine, which nothing would await: make the op "
+            "an async def, and await there"
+        )
+    return () if result is None else (result,)
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """A whole pipeline.
@@ -162,16 +170,15 @@ class PipelineConfig:
         return " → ".join(parts)
 
     def lend_limit(self, index: int) -> int:
-        """Return how many results of stage ``index`` may be alive after it, at most 64."""
-        size, count = 1, self.stages[index].capacity
-        for stage in self.stages[index + 1 :]:
-            count += size * (QUEUE_CAPACITY + stage.capacity)
-            if stage.size:
-                size *= stage.size
-                count += size
+        """Return how many results of stage ``index`` may be alive after it, at most 64.
+
+        Where later stages make lists, this is an upper bound.
+        """
+        stages = self.stages[index:]
+        most = sum(QUEUE_CAPACITY + stage.capacity for stage in stages) - QUEUE_CAPACITY
         # The 2 are for the consumer, which holds one while it takes the next.
-        count += size * (self.buffer_size + 2)
-        return min(count, _MAX_LENT)
+        most += self.buffer_size + 2
+        return min(most * math.prod(max(1, stage.size) for stage in stages), _MAX_LENT)
 
 
 def check_timeout(timeout: object) -> None:

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shmloader.device.device import Destination, DeviceStage, OnDevice
-from shmloader.pipeline.config import StageConfig, refuse_coroutine
+from shmloader.pipeline.config import StageConfig, call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.executor import CHECK_S
 from shmloader.threads.background import BackgroundThread
@@ -53,19 +53,6 @@ _CANCEL_S = 0.3
 
 # How many batches may be on their way to a device, or be there and not yet taken.
 _TRANSFERS_AHEAD = 2
-
-
-def call_all(op: Callable[..., Any], item: Any, *context: Any) -> list[Any]:
-    """Return all results of a generator function for an item. Called in other processes, too."""
-    return list(op(item, *context))
-
-
-def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:
-    """Return the results of a call, without None: the parts of what a generator function made."""
-    if stage.makes_many:
-        return [each for each in result if each is not None]
-    refuse_coroutine(result, f"the op of {stage.title}")
-    return () if result is None else (result,)
 
 
 @contextlib.contextmanager
@@ -113,18 +100,14 @@ class _Thread(BackgroundThread):
                     self.pause()
                     job = self._run_job(job)
         finally:
-            while self._contexts:
-                _, (stage, context) = self._contexts.popitem()
+            for stage, context in self._contexts.values():
                 if stage.teardown is not None:
                     with _logged(stage):
-                        refuse_coroutine(stage.teardown(context), "it")
+                        stage.teardown(context)
 
     def _next_job(self) -> Job | None:
-        try:
-            return self._jobs.get_nowait()
-        except queue.Empty:
-            with self.resting():
-                return self._jobs.get()
+        with self.resting():
+            return self._jobs.get()
 
     def _run_job(self, job: Job) -> Any:
         """Run a function or a generator function. Returns the job that follows, if any."""
@@ -148,9 +131,7 @@ class _Thread(BackgroundThread):
         if stage.setup is None:
             return ()
         if job.number not in self._contexts:
-            context = stage.setup()
-            refuse_coroutine(context, f"setup of {stage.title}")
-            self._contexts[job.number] = stage, context
+            self._contexts[job.number] = stage, stage.setup()
         return self._contexts[job.number][1:]
 
 
@@ -231,8 +212,8 @@ class DeviceExecutor(ThreadExecutor):
 class LoopExecutor(BackgroundThread):
     """Runs coroutines and async generators on an event loop with a thread of its own.
 
-    One asyncio task runs a job and those that follow from it. It runs an async generator to the
-    generator's end, and sleeps while the flow has no space for results. The generator cannot move
+    One asyncio task runs a job. It runs an async generator to the generator's end, and sleeps while
+    the flow has no space for results. The generator cannot move
     to another asyncio task, since its timeouts and task groups belong to the task that runs it.
 
     Args:
@@ -290,8 +271,7 @@ class LoopExecutor(BackgroundThread):
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_CANCEL_S)
-        while self._contexts:
-            _, (stage, setup) = self._contexts.popitem()
+        for stage, setup in self._contexts.values():
             is_made = setup.done() and not setup.cancelled() and setup.exception() is None
             if is_made and stage.teardown is not None:
                 with _logged(stage):
@@ -303,20 +283,14 @@ class LoopExecutor(BackgroundThread):
             if not job.iterator.done():
                 job.iterator.set_result(None)
         elif not self._is_ended.is_set():
-            task = self._loop.create_task(self._run_jobs(job))
+            task = self._loop.create_task(self._run_job(job))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _run_jobs(self, first: Job) -> None:
-        job: Job | None = first
-        while job is not None and not job.flow.is_over:
-            if job.iterator is not None:
-                self._start_or_resume(job)
-                return
-            job = await self._run_job(job)
-
-    async def _run_job(self, job: Job) -> Any:
+    async def _run_job(self, job: Job) -> None:
         stage, flow, in_setup = job.stage, job.flow, True
+        if flow.is_over:
+            return
         outputs: Sequence[Any] = ()
         try:
             context = () if stage.setup is None else (await self._context_of(job),)
@@ -338,8 +312,11 @@ class LoopExecutor(BackgroundThread):
             if self._is_ended.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
             is_lost = isinstance(error, concurrent.futures.BrokenExecutor)
-            return flow.failed(job, error, in_setup=in_setup, is_lost=is_lost)
-        return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
+            following = flow.failed(job, error, in_setup=in_setup, is_lost=is_lost)
+        else:
+            following = flow.finished(job, outputs, time.monotonic_ns() - began_ns)
+        if following is not None:
+            self._start_or_resume(following)
 
     async def _context_of(self, job: Job) -> Any:
         """Return the stage's context. Raises what ``setup`` raises.

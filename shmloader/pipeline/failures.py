@@ -1,19 +1,14 @@
 """Handles failed calls of ops: raises an error, or leaves the item out, counts and lists it."""
 
 import contextlib
-import logging
 import numbers
-import threading
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
 
 from shmloader.batch.failures import RemoteError, describe_index
 from shmloader.engine.failures import JUDGED_FROM, FailureLimit
 from shmloader.errors import TooManyFailures
-
-_log = logging.getLogger("shmloader")
 
 # A str of up to this length is listed whole. This is long enough for a URL.
 _LISTED_CHARACTERS = 2_000
@@ -51,48 +46,23 @@ class FailedItem:
 
 
 class FailureCounter(FailureLimit):
-    """Counts the calls of one epoch that share a limit. Failed items are listed and left out.
+    """Counts the calls of one epoch that share a limit. Used under the flow's lock.
 
     Args:
         max_failures: A number of calls that may fail, or a share of all calls. With None, the first
             failure is raised.
-        scope: What the limit is for: "stage 'parse'", "the pipeline".
-        failures: The pipeline's list of failures.
         is_resumed: Whether the epoch was resumed, so that calls before it are not counted.
     """
 
-    def __init__(
-        self, max_failures: int | Fraction | None, scope: str, failures: Any, *, is_resumed: bool
-    ) -> None:
+    def __init__(self, max_failures: int | Fraction | None, *, is_resumed: bool) -> None:
         super().__init__(max_failures, may_all_fail=False)
-        self.max_failures, self._scope = max_failures, scope
-        self._failures, self._is_resumed = failures, is_resumed
-        self._lock = threading.Lock()
+        self.max_failures, self._is_resumed = max_failures, is_resumed
         self._last: FailedItem | None = None
 
-    def add_good(self) -> None:
-        """Count a call that has succeeded."""
-        with self._lock:
-            self.add(1, 0)
-
-    def add_bad(self, failed: FailedItem) -> TooManyFailures | None:
-        """Count and list a call that has failed, and log the first one.
-
-        Returns:
-            The exception to raise if too many have failed.
-        """
-        with self._lock:
-            is_first, self._last = self._last is None, failed
-            self._failures.total += 1
-            self._failures.add(failed)
-            raised = self._too_many(failed) if self.add(1, 1) else None
-        if is_first:
-            _log.warning(
-                "stage '%s' failed for item %s, which is left out (max_failures): %s; further "
-                "failures are counted in the pipeline's `failures` and not logged",
-                failed.stage, describe_index(failed.item), describe_index(failed.error),
-            )  # fmt: skip
-        return raised
+    def add_failed(self, failed: FailedItem) -> TooManyFailures | None:
+        """Count a call that has failed. Returns the exception to raise if too many have."""
+        self._last = failed
+        return self._too_many(failed) if self.add(1, 1) else None
 
     def end(self) -> TooManyFailures | None:
         """Return the exception to raise at the epoch's end, if too many or all calls failed.
@@ -107,7 +77,7 @@ class FailureCounter(FailureLimit):
     def _too_many(self, last: FailedItem) -> TooManyFailures:
         more = f"more than max_failures={self.max_failures} allows"
         raised = TooManyFailures(
-            f"{self.failed_count} of {self.sample_count} calls in {self._scope} failed, "
+            f"{self.failed_count} of {self.sample_count} calls failed, "
             f"{'which is all of them' if self.all_failed else more}. The last was in stage "
             f"'{last.stage}' for item {describe_index(last.item)}: see the cause. The pipeline's "
             "`failures` lists the newest."

@@ -13,6 +13,7 @@ Guarantees:
       flow was left, results that still come to it are dropped.
 """
 
+import logging
 import math
 import threading
 import time
@@ -35,6 +36,8 @@ from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import END, NOTHING, Job, Raised, Stage
 from shmloader.threads.wakeup import Wakeup
 
+_log = logging.getLogger("shmloader")
+
 # The state of the stages is measured before a change that comes at least so many ns after the last
 # measurement, and counts for all the time since then: measuring at each change would cost more than
 # passing the items on.
@@ -52,8 +55,7 @@ class Flow:
         taker: The thread that takes an item; 0 if none does. The caller of :meth:`take` sets it.
         delivered: The checkpoint after the item that :meth:`take` returned last; at the end, where
             the next epoch begins. None if there is none.
-        configs: The source and all stages.
-        meters: Measure these. They outlive the epoch.
+        measured: The source and all stages, with what measures them. It outlives the epoch.
         first_ns: When the epoch began, in ns.
         now_ns: When it was changed last.
         waited_ns: How long the consumer has waited so far.
@@ -77,31 +79,28 @@ class Flow:
         reader: SourceReader,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._lock = threading.Lock()
-        self._wakeup = Wakeup()
-        self._clock = clock
-        self._reader = reader
-        self.configs = [stage for stage, _ in runners]
+        self._lock, self._wakeup, self._clock = threading.Lock(), Wakeup(), clock
+        self._reader, self._failures = reader, failures
         self._executors = [executor for _, executor in runners]
+        # How many items may wait before each stage and the sink.
         limits = [1, SOURCE_CAPACITY, *[QUEUE_CAPACITY] * len(config.stages)]
         limits[len(runners)] = config.buffer_size
-        all_stages = [*self.configs, StageConfig("sink", "sink")]
+        configs = [*(stage for stage, _ in runners), StageConfig("sink", "sink")]
         self._stages: Sequence[Stage] = [
             Stage(self, number, stage, limit, reader.start if number else None)
-            for number, (stage, limit) in enumerate(zip(all_stages, limits, strict=False))
+            for number, (stage, limit) in enumerate(zip(configs, limits, strict=False))
         ]
-        self.meters = [stage.meter for stage in self._stages[:-1]]
-        resumed = reader.is_resumed
-        shared = FailureCounter(config.max_failures, "the pipeline", failures, is_resumed=resumed)
+        self.measured = [(stage.config, stage.meter) for stage in self._stages[:-1]]
+        shared = FailureCounter(config.max_failures, is_resumed=reader.is_resumed)
         self._counters = [
             shared
             if stage.max_failures is None
-            else FailureCounter(stage.max_failures, stage.title, failures, is_resumed=resumed)
-            for stage in self.configs
+            else FailureCounter(stage.max_failures, is_resumed=reader.is_resumed)
+            for stage in configs[:-1]
         ]
         self.first_ns = self.now_ns = clock()
         self.waited_ns = self.startup_ns = self.item_count = 0
-        self._measured = (self.now_ns, 0)
+        self._measured_at = (self.now_ns, 0)
         self.delivered, self._end = reader.start, reader.start
         self.is_over = self.is_waiting = self._is_waited_for = False
         self.over_because = ""
@@ -145,9 +144,7 @@ class Flow:
         """
         if not job.number:
             self._end = self._reader.end()
-        else:
-            self._counters[job.number].add_good()
-        return self._receive(job, outputs, op_ns, is_done=True)[0]
+        return self._receive(job, outputs, op_ns, is_done=True, is_good=True)[0]
 
     def failed(
         self, job: Job, error: BaseException, *, in_setup: bool = False, is_lost: bool = False
@@ -166,21 +163,39 @@ class Flow:
         """
         if self.is_over:
             return None
-        self.meters[job.number].failed_count += 1
-        counter, stage = self._counters[job.number], job.stage
+        counter, name, item = self._counters[job.number], job.stage.name, job.item
         raised: BaseException | None
-        is_final = in_setup or is_lost or not job.number or counter.max_failures is None
-        if is_final or not isinstance(error, Exception):
-            of_item = f" for item {describe_index(job.item)}" if job.number and not in_setup else ""
-            what = f"{'setup of ' if in_setup else ''}stage '{stage.name}'"
-            raised = explained(error, what, of_item)
+        is_counted = (
+            job.number and counter.max_failures is not None and isinstance(error, Exception)
+        )
+        if in_setup or is_lost or not is_counted:
+            of_item = f" for item {describe_index(item)}" if job.number and not in_setup else ""
+            raised = explained(error, f"{'setup of ' * in_setup}stage '{name}'", of_item)
         else:
-            raised = counter.add_bad(FailedItem.of(stage.name, job.item, error))
+            assert isinstance(error, Exception)
+            failed = FailedItem.of(name, item, error)
+            with self._lock:
+                raised, is_first = counter.add_failed(failed), counter.failed_count == 1
+                self._failures.total += 1
+                self._failures.add(failed)
+            if is_first:
+                _log.warning(
+                    "stage '%s' failed for item %s, which is left out (max_failures): %s; further "
+                    "failures are counted in the pipeline's `failures` and not logged",
+                    name, describe_index(failed.item), describe_index(failed.error),
+                )  # fmt: skip
         outputs = () if raised is None else (Raised(raised),)
+        self.measured[job.number][1].failed_count += 1
         return self._receive(job, outputs, 0, is_done=True)[0]
 
     def _receive(
-        self, job: Job, outputs: Sequence[object], op_ns: int, *, is_done: bool
+        self,
+        job: Job,
+        outputs: Sequence[object],
+        op_ns: int,
+        *,
+        is_done: bool,
+        is_good: bool = False,
     ) -> tuple[Job | None, bool]:
         """Receive results of a job.
 
@@ -193,16 +208,18 @@ class Flow:
             if not stages:
                 return None, False
             self._set_time()
-            stage, following = stages[number], stages[number + 1]
+            stage = stages[number]
             stage.meter.op_ns += op_ns
+            if is_good and number:
+                self._counters[number].add(1, 0)
             for output in outputs:
-                stage.put(job, output, following)
-            may_continue = not is_done and not job.outputs
+                stage.put(job, output)
             if is_done:
                 stage.finish(job)
-            elif not may_continue:
-                del stage.working[job]
             ready = self._advance(stages, number, number + 1)
+            may_continue = not (is_done or job.outputs)
+            if job.outputs and not is_done:  # suspended
+                del stage.working[job]
         return self._hand_out(ready, self._executors[number] if is_done else None), may_continue
 
     def _advance(self, stages: Sequence[Stage], *numbers: int) -> list[Job]:
@@ -218,8 +235,7 @@ class Flow:
             stage = stages[number]
             if stage is sink:
                 continue
-            following = stages[number + 1]
-            has_passed = has_accepted = False
+            following, has_passed, has_accepted = stages[number + 1], False, False
             while True:
                 if stage.held and stage.pass_on(following, ready):
                     has_passed = True
@@ -258,11 +274,11 @@ class Flow:
         if self._is_waited_for:
             self.waited_ns += now_ns - self.now_ns
         self.now_ns = now_ns
-        if now_ns - self._measured[0] >= _SAMPLE_NS:
+        if now_ns - self._measured_at[0] >= _SAMPLE_NS:
             self._measure()
 
     def _measure(self) -> None:
-        (before_ns, waited_ns), self._measured = self._measured, (self.now_ns, self.waited_ns)
+        (before_ns, waited_ns), self._measured_at = self._measured_at, (self.now_ns, self.waited_ns)
         for stage in self._stages[:-1]:
             stage.measure(self.now_ns - before_ns, self.waited_ns - waited_ns)
 
@@ -290,7 +306,9 @@ class Flow:
             self._wakeup.wait(None if left_s == math.inf else left_s)
             self.is_waiting = False
         if type(item) is Raised:
-            _park_if_exiting()
+            # The interpreter's exit stops pipelines: a daemon must not print that as an exception.
+            if not threading.main_thread().is_alive() and threading.current_thread().daemon:
+                threading.Event().wait()
             self.leave(f"{type(item.error).__name__}: {item.error}")
         return item
 
@@ -355,17 +373,3 @@ class Flow:
         self.is_over = True
         self._stages = ()
         self._wakeup.set()
-
-
-def _park_if_exiting() -> None:
-    """Block the calling thread for good if it is a daemon and the interpreter is exiting.
-
-    The exit ends pipelines and executors. Without this, the thread would print an exception
-    although the program ends as it should.
-    """
-    # concurrent.futures refuses items before the main thread counts as ended. Only this private
-    # flag shows it. On a Python without the flag, an exception may be printed.
-    has_begun = getattr(threading, "_SHUTTING_DOWN", False)
-    is_exiting = has_begun or not threading.main_thread().is_alive()
-    if is_exiting and threading.current_thread().daemon:
-        threading.Event().wait()

@@ -84,11 +84,9 @@ class Pipeline:
         self._resume_at: Checkpoint | None = None
         # Stops the pipeline at the interpreter's exit.
         self._at_exit: Callable[[], None] | None = None
-        self._is_started = False
-        # Whether `start` was called. If not, the iterator that started the pipeline stops it.
-        self._is_kept = False
-        # Whether the present epoch has an iterator.
-        self._has_iterator = False
+        # Whether `start` was called (if not, the iterator that started the pipeline stops it), and
+        # whether the present epoch has an iterator.
+        self._is_kept = self._has_iterator = False
 
     # The default value, since at the interpreter's end modules are gone before their objects.
     def __del__(self, threads: Threads = PROCESS.threads) -> None:
@@ -110,7 +108,7 @@ class Pipeline:
         """
         self._check_process()
         self._is_kept = True
-        if not (self._is_started and self._is_under_way):
+        if not self._is_under_way:
             self._begin()
 
     def _begin(self) -> Flow:
@@ -121,7 +119,7 @@ class Pipeline:
                 "epoch has taken items from it: give add_source an iterable that can be iterated "
                 "again (an object with __iter__), or build a pipeline for each epoch"
             )
-        self._is_started, self._has_iterator, self._pid = True, False, os.getpid()
+        self._has_iterator, self._pid = False, os.getpid()
         try:
             runners = self._executors.make()
             start = None if why_not_resumable(config) else self._next_start()
@@ -149,7 +147,7 @@ class Pipeline:
         and keeps neither this process nor its memory alive. ``teardown`` of a stage is called where
         its ops ran, and is also waited for only a moment.
         """
-        self._is_started = self._is_kept = False
+        self._is_kept = False
         self._leave("it was stopped", with_processes=True)
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
@@ -192,7 +190,7 @@ class Pipeline:
             TimeoutError: If no item comes in time. Nothing is lost. The error's text says which
                 stages have items in work and for how long, and which stages wait.
             EOFError: At the end of the epoch. :meth:`start` begins the next epoch.
-            ClosedLoaderError: If the pipeline is not started, or if the epoch was left or has
+            ClosedLoaderError: If the pipeline was never started, or if the epoch was left or has
                 failed before.
             WorkerDiedError: If a worker process has died.
             TooManyFailures: If more calls failed than ``max_failures`` allows.
@@ -200,7 +198,7 @@ class Pipeline:
                 epoch.
         """
         check_timeout(timeout)
-        if self._flow is None or not self._is_started:
+        if self._flow is None:
             raise ClosedLoaderError("the pipeline is not started: call start(), or iterate it")
         try:
             return self._next(self._flow, timeout)
@@ -286,11 +284,10 @@ class Pipeline:
         """
         check_timeout(timeout)
         self._check_process()
-        flow = self._flow
-        if flow is None or flow.is_over or not self._is_started:
-            flow = self._begin()
-        elif self._has_iterator:
+        if self._has_iterator and self._is_under_way:
             self._leave("another iterator has begun", with_processes=False)
+        flow = self._flow
+        if flow is None or flow.is_over:
             flow = self._begin()
         self._has_iterator = True
         return PipelineIterator(self, flow, timeout)

@@ -36,8 +36,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
-from shmloader.pipeline.config import StageConfig, refuse_coroutine
-from shmloader.pipeline.executors import call_all, results_of
+from shmloader.pipeline.config import StageConfig, call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
@@ -52,34 +51,26 @@ from shmloader.threads.background import BackgroundThread, may_wait_here
 _GRACE_S = 0.3
 
 
-class FailedSetup:
-    """What a worker returns for an item if ``setup`` has raised the error."""
-
-    def __init__(self, error: RemoteError) -> None:
-        self.error = error
-
-
 class OpItems:
     """The dataset of a worker: indexed by an item, it returns the op's result.
+
+    If ``setup`` has failed, it returns a ``RemoteError``.
 
     Args:
         op: The op.
         setup: Called before the first item; None if the stage has none.
-        title: The stage in messages.
     """
 
-    def __init__(self, op: Callable[..., Any], setup: Callable[[], Any] | None, title: str) -> None:
-        self.op, self._setup, self._title = op, setup, title
+    def __init__(self, op: Callable[..., Any], setup: Callable[[], Any] | None) -> None:
+        self.op, self._setup = op, setup
         self._context: tuple[Any, ...] = ()
 
     def __getitem__(self, item: Any) -> Any:
         if self._setup is not None and not self._context:
             try:
-                context = self._setup()
-                refuse_coroutine(context, f"setup of {self._title}")
+                self._context = (self._setup(),)
             except Exception as error:  # noqa: BLE001 - raised to the consumer
-                return FailedSetup(RemoteError.of(error, "in a worker process"))
-            self._context = (context,)
+                return RemoteError.of(error, "in a worker process")
         return self.op(item, *self._context)
 
 
@@ -121,30 +112,20 @@ class ProcessExecutor(BackgroundThread):
         self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
         op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
-        memory = MemoryConfig(stage.concurrency, window + lend_limit)
+        count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + lend_limit)
         arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         tasks = TaskConfig(config, arena, TaskQueue(), memory, is_debugging())
-        starter = OwnWorkers(
-            None,
-            stage.concurrency,
-            (OpItems(op, stage.setup, stage.title), None, unchanged, "raise"),
-            tasks,
-            int(torch.empty((), dtype=torch.int64).random_()),
-            names=(stage.title,),
-        )
-        workers = WorkerProcesses(
-            starter,
-            tasks,
-            stage.concurrency,
-            may_replace=False,
-            grace_s=_GRACE_S / executor_count,
-        )
-        self._pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
-        scheduler = Scheduler(stage.concurrency, window, lend_limit, in_order=False, has_queue=True)
-        self._engine = Engine(self._pool, scheduler, timeout_s=0)
+        objects = (OpItems(op, stage.setup), None, unchanged, "raise")
+        seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
+        starter = OwnWorkers(None, count, objects, tasks, seed, names)
+        grace_s = _GRACE_S / executor_count
+        workers = WorkerProcesses(starter, tasks, count, may_replace=False, grace_s=grace_s)
+        pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
+        scheduler = Scheduler(count, window, lend_limit, in_order=False, has_queue=True)
+        self._engine = Engine(pool, scheduler, timeout_s=0)
         self._engine.resume()
-        self._pool.enable_wake()
+        pool.enable_wake()
         self._engine.attach(self)
 
     def wake(self) -> None:
@@ -210,8 +191,8 @@ class ProcessExecutor(BackgroundThread):
         job = self._sent.pop(delivery.seq)
         if error is not None:
             following = job.flow.failed(job, error)
-        elif type(result) is FailedSetup:
-            failed = result.error.rebuilt("It was raised in a worker process.")
+        elif type(result) is RemoteError:
+            failed = result.rebuilt("It was raised in a worker process.")
             following = job.flow.failed(job, failed, in_setup=True)
         else:
             op_ns = delivery.times.work[1] if delivery.times else 0  # in the dataset, the op

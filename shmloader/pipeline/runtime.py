@@ -7,7 +7,7 @@ new threads. Worker processes persist in this case, too.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,14 @@ from shmloader.pipeline.source import SourceReader
 
 # How long `end` waits for threads, which may be in an op, in seconds.
 _JOIN_S = 0.4
+
+# The names of threads, by the kinds of the stages that they run.
+_NAMES = {
+    "source": "shmloader_source",
+    "thread": "shmloader_pipe",
+    "coroutine": "shmloader_loop",
+    "executor": "shmloader_submit",
+}
 
 
 class Executors:
@@ -36,7 +44,7 @@ class Executors:
         # By the kind of the stages that they run; those on processes by the stage's index.
         self._running: dict[object, Any] = {}
         self._ending: list[Any] = []
-        # The devices of a transfer, which persist with their page locks.
+        # The device of a transfer, which persists with its page locks.
         self._destination: Destination | None = None
         self.transfer: DeviceStage | None = None
 
@@ -45,51 +53,45 @@ class Executors:
 
         The caller calls :meth:`end` if this raises.
         """
-        stages = self._config.stages
+        config = self._config
         if self._ending:  # an earlier end was interrupted
             self.end()
-        for stage in stages:
-            if stage.device is not None and self._destination is None:
-                self._destination = Destination([stage.device])
+        devices = [stage.device for stage in config.stages if stage.device is not None]
+        if devices and self._destination is None:
+            self._destination = Destination(devices)
         self._make_processes()
-        is_async = not isinstance(self._config.source, Iterable)
+        self.transfer = None
+        is_async = not isinstance(config.source, Iterable)
         read: Any = SourceReader.iterate_async if is_async else SourceReader.iterate
         source = StageConfig("the source", "source", read, makes_many=True)
-        self.transfer = None
-        runners = [self._runner(replace(source, kind="coroutine") if is_async else source, -1)]
-        runners[0] = (source, runners[0][1])
-        return runners + [self._runner(stage, index) for index, stage in enumerate(stages)]
-
-    def _runner(self, stage: StageConfig, index: int) -> tuple[StageConfig, Any]:
-        """Return a stage as it is run, and what runs it."""
-        made: Any = None
-        stage = replace(stage, transfer=self.transfer)
-        match stage.kind:
-            case "source":
-                made = self._get("source", ThreadExecutor, "shmloader_source", 1)
-            case "thread":
-                made = self._get(
-                    "thread", ThreadExecutor, "shmloader_pipe", self._config.num_threads
-                )
-            case "coroutine":
-                made = self._get("coroutine", LoopExecutor, "shmloader_loop")
-            case "executor":
-                made = self._get("executor", LoopExecutor, "shmloader_submit")
-                stage = replace(stage, op=submitting(stage))
-            case "process":
-                made = self._running[index]
-            case "device":
-                made = self._get("device", DeviceExecutor, self._destination)
+        runners = [(source, self._get("coroutine" if is_async else "source"))]
+        for index, stage in enumerate(config.stages):
+            run, made = replace(stage, transfer=self.transfer), None
+            if stage.kind == "executor":
+                run = replace(run, op=submitting(stage))
+            if stage.kind == "device":
+                made = self._get("device")
                 self.transfer = made.stage
-                stage = replace(stage, op=made.copy, setup=made.stage.start)
-        return stage, made
+                run = replace(run, op=made.copy, setup=made.stage.start)
+            elif stage.kind != "aggregate":
+                made = self._get(index if stage.kind == "process" else stage.kind)
+            runners.append((run, made))
+        return runners
 
-    def _get(self, key: object, make: Callable[..., Any], *args: object) -> Any:
+    def _get(self, key: Any) -> Any:
         """Return an executor, after it was started if it was missing."""
         if key not in self._running:
-            # It is listed before it starts: no thread may start unlisted.
-            self._running[key] = make(*args)
-            self._running[key].start()
+            made: Any
+            if key == "device":
+                assert self._destination is not None
+                made = DeviceExecutor(self._destination)
+            elif key in ("coroutine", "executor"):
+                made = LoopExecutor(_NAMES[key])
+            else:
+                count = self._config.num_threads if key == "thread" else 1
+                made = ThreadExecutor(_NAMES[key], count)
+            self._running[key] = made  # listed before it starts: no thread may start unlisted
+            made.start()
         return self._running[key]
 
     def _make_processes(self) -> None:

@@ -22,18 +22,12 @@ from shmloader.sampling.own_state import has_own_state
 _VERSION = 2
 
 
-class _Unsaved:
-    """Stands for a state that could not be taken, because of an exception."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 def _saved_state(source: Any) -> object:
+    """Return a source's own state, or the exception for which it cannot be taken."""
     try:
         return copy.deepcopy(source.state_dict())
     except Exception as error:  # noqa: BLE001 - raised where the pipeline's state is asked for
-        return _Unsaved(error)
+        return error
 
 
 def fresh(source: Source) -> Checkpoint | None:
@@ -141,8 +135,8 @@ def save_state(config: PipelineConfig, found: Checkpoint) -> dict[str, Any]:
     Raises:
         Exception: The exception of the source's ``state_dict()``, or of copying its state.
     """
-    if isinstance(found.saved, _Unsaved):
-        raise found.saved.error
+    if isinstance(found.saved, Exception):
+        raise found.saved
     return {
         "version": _VERSION,
         "pipeline": _facts(config),

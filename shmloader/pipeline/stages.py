@@ -9,21 +9,13 @@ sum up these times over all workers.
 """
 
 import collections
-import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmloader.pipeline.config import StageConfig
 
-
-class Mark(enum.Enum):
-    """Stands where there is no item."""
-
-    NOTHING = "there is no item yet"
-    END = "there will be no further item"
-
-
-NOTHING, END = Mark.NOTHING, Mark.END
+#: Stand where there is no item: no item yet, and no further item.
+NOTHING, END = object(), object()
 
 
 class Raised:
@@ -37,7 +29,8 @@ class Checkpoint(NamedTuple):
     """The position after an item, where a resumed epoch begins.
 
     Attributes:
-        saved: What the source's own ``state_dict()`` returned; None if it has none.
+        saved: What the source's own ``state_dict()`` returned, or the exception that it raised;
+            None if it has none.
         read: How many items the source has yielded since ``saved`` (or since its beginning) that
             are complete: all their results came before this position.
         results: Which results of incomplete items came before this position: pairs of a stage's
@@ -148,7 +141,7 @@ class Stage:
         self._limit = limit
         # If the inbox was full, further items come only when it has so many items or fewer: the
         # source is then woken more rarely.
-        self._low = limit // 2 if number == 1 else limit - 1
+        self._low, self._is_full = (limit // 2 if number == 1 else limit - 1), False
         self.inbox: collections.deque[_Entry] = collections.deque()
         self.is_fed = True
         self.working: dict[Job, None] = {}
@@ -198,21 +191,19 @@ class Stage:
         job.outputs.append((output, after))
         self.held.append(job)
 
-    def put(self, job: Job, output: object, following: "Stage") -> None:
-        """Receive a result of a job, and pass it on at once if possible."""
+    def has_space(self) -> bool:
+        """Return whether a further item may come to the inbox."""
+        count = len(self.inbox)
+        self._is_full = count >= self._limit or (self._is_full and count > self._low)
+        return not self._is_full
+
+    def put(self, job: Job, output: object) -> None:
+        """Receive a result of a job, which :meth:`pass_on` passes on."""
         job.result_count += 1
-        if job.result_count <= job.skipped and type(output) is not Raised:
-            return
-        entry, in_order = (output, job.position), self.config.in_order
-        if not job.outputs:
-            has_space = len(following.inbox) < following._limit
-            if has_space and (not self.held or (in_order and self.held[0] is job)):
-                following.inbox.append(entry)
-                self.meter.out_count += 1
-                return
-            if not in_order:
+        if job.result_count > job.skipped or type(output) is Raised:
+            if not job.outputs and not self.config.in_order:
                 self.held.append(job)
-        job.outputs.append(entry)
+            job.outputs.append((output, job.position))
 
     def finish(self, job: Job) -> None:
         """Receive a job that has no further result."""
@@ -230,19 +221,18 @@ class Stage:
         held, has_moved = self.held, False
         while held:
             job = held[0]
+            while job.outputs and following.has_space():
+                following.inbox.append(job.outputs.popleft())
+                self.meter.out_count += 1
+                has_moved = True
             if job.outputs:
-                while job.outputs and len(following.inbox) <= following._low:
-                    following.inbox.append(job.outputs.popleft())
-                    self.meter.out_count += 1
-                    has_moved = True
-                if job.outputs:
-                    break
-                if not job.is_done:  # it was suspended until its result was passed on
-                    self._run(job, ready)
+                break
             if job.is_done:
                 self.free += 1
                 has_moved = True
-            elif self.config.in_order:
+            elif job not in self.working:  # it was suspended until its result was passed on
+                self._run(job, ready)
+            if self.config.in_order and not job.is_done:
                 break
             held.popleft()
         return has_moved

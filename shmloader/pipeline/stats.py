@@ -8,13 +8,10 @@ different run must not name another stage.
 """
 
 import dataclasses
-from itertools import repeat
 
 from shmloader.grammar import as_html, counted, seconds
 from shmloader.insight.verdict import IDLE_SHARE
-from shmloader.pipeline.config import StageConfig
 from shmloader.pipeline.flow import Flow
-from shmloader.pipeline.stages import Meter
 
 _NS = 1e9
 
@@ -155,14 +152,10 @@ _COLUMNS = "  {:<{width}}  {:>7}  {:>9}  {:>9}  {:>6}  {:>7}  {:>4}  {:>8}  {:>1
 
 def _row(stage: PipelineStageStats) -> list[str]:
     """Return the stage's row of the table."""
-    counts = (stage.concurrency, stage.items_in, stage.items_out, stage.failures)
-    waits = (stage.input_wait_share, stage.output_wait_share, stage.order_wait_share)
-    return [
-        stage.name.removeprefix("stage "),
-        *(f"{count:,}" for count in counts),
-        seconds(stage.op_mean_s),
-        *(f"{share:.0%}" for share in (stage.busy_share, *waits)),
-    ]
+    name, _, *counts, mean_s, busy, no_input, full, behind, _ = dataclasses.astuple(stage)
+    shares = [f"{share:.0%}" for share in (busy, no_input, full, behind)]
+    numbers = [f"{count:,}" for count in counts]
+    return [name.removeprefix("stage "), *numbers, seconds(mean_s), *shares]
 
 
 def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
@@ -183,37 +176,23 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.limit_share for stage in stages) - MARGIN
     found = [stage for stage in stages if stage.limit_share > least]
-    names = tuple(stage.name for stage in found)
-    listed = " and ".join(names)
-    first = found[0]
-    text = f"{listed} limits, busy {min(1.0, first.limit_share):.0%} of that time. "
+    names, first = tuple(stage.name for stage in found), found[0]
+    text = f"limits, busy {min(1.0, first.limit_share):.0%} of that time. "
     text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
     if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
-        text = (
-            f"the calls in {listed} are so short that passing items on costs more: aggregate "
-            "earlier, or do more in each call."
-        )
+        text = "limits by passing items on, which costs more than its short calls: aggregate "
+        text += "earlier, or do more in each call."
     elif len(found) > 1:
-        text = f"{listed} limit about equally. Making only one of them faster gains little."
-    return names, waited + text
+        text = "limit about equally. Making only one of them faster gains little."
+    return names, f"{waited}{' and '.join(names)} {text}"
 
 
 _REMEDY = (
-    "Raise its concurrency from {} as far as there are cores or workers, or make the op cheaper."
+    "Raise its concurrency from {} as far as there are cores or workers (on threads, num_threads "
+    "of build(), too), use executor='process' for work that computes, or make the op cheaper."
 )
 _REMEDIES = {
-    "source": (
-        "Make the source faster, or have it yield only names or keys, and read in a stage with "
-        "concurrency."
-    ),
-    "thread": (
-        "Raise its concurrency from {} if the op waits or releases the GIL, and num_threads of "
-        "build(), which all functions share; else use executor='process', or make the op cheaper."
-    ),
-    "coroutine": (
-        "Raise its concurrency from {} if the op waits; move work that computes to a function, "
-        "which does not hold up the event loop."
-    ),
+    "source": "Make it faster, or have it yield only keys, and read in a stage with concurrency.",
     "device": "Use smaller types (uint8, converted on the device).",
 }
 
@@ -226,33 +205,31 @@ def snapshot(flow: Flow, state: str) -> PipelineStats:
         state: Its state in words, for ``PipelineStats.state``.
     """
     flow.measure()
-    elapsed_ns = flow.now_ns - flow.first_ns
+    elapsed_ns, stages = max(1, flow.now_ns - flow.first_ns), []
+    for stage, meter in flow.measured:
+        times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
+        busy, blocked, behind = (one / (stage.concurrency * elapsed_ns) for one in times_ns)
+        items_in = 0 if stage.kind == "source" else meter.in_count
+        measured = PipelineStageStats(
+            stage.title,
+            stage.kind,
+            stage.concurrency,
+            items_in,
+            meter.out_count,
+            meter.failed_count,
+            meter.op_ns / _NS / max(1, items_in or meter.out_count),
+            busy,
+            max(0.0, 1.0 - busy - blocked - behind),
+            blocked,
+            behind,
+            meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
+        )
+        stages.append(measured)
     return PipelineStats(
         state=state,
-        stages=tuple(map(_stage_stats, repeat(flow), flow.configs, flow.meters)),
+        stages=tuple(stages),
         items=flow.item_count,
         elapsed_s=elapsed_ns / _NS,
         wait_s=flow.waited_ns / _NS,
         startup_s=(flow.startup_ns if flow.item_count else flow.waited_ns) / _NS,
-    )
-
-
-def _stage_stats(flow: Flow, stage: StageConfig, meter: Meter) -> PipelineStageStats:
-    workers_ns = stage.concurrency * max(1, flow.now_ns - flow.first_ns)
-    times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
-    busy, blocked, behind = (time_ns / workers_ns for time_ns in times_ns)
-    items_in = 0 if stage.kind == "source" else meter.in_count
-    return PipelineStageStats(
-        stage.title,
-        stage.kind,
-        stage.concurrency,
-        items_in,
-        meter.out_count,
-        meter.failed_count,
-        meter.op_ns / _NS / max(1, items_in or meter.out_count),
-        busy,
-        max(0.0, 1.0 - busy - blocked - behind),
-        blocked,
-        behind,
-        meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-from fractions import Fraction
 
 import pytest
 
@@ -100,10 +98,7 @@ class Indexed:
         return 3
 
 
-POOL = concurrent.futures.ThreadPoolExecutor(1)
-
-
-@pytest.mark.sampled(29)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
@@ -118,7 +113,6 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
         (lambda: with_sink().transfer("cpu"), ValueError, ["transfer", "after add_sink"]),
         (lambda: with_source().pipe(3), TypeError, ["callable", "op=3"]),
         (lambda: with_source().pipe(op, concurrency=0), ValueError, ["concurrency", "=0"]),
-        (lambda: with_source().pipe(op, concurrency=1.5), TypeError, ["concurrency", "=1.5"]),
         (lambda: with_source().pipe(op, executor="gpu"), ValueError, ["executor", "'gpu'"]),
         (lambda: with_source().pipe(op, executor=4), TypeError, ["executor", "got 4"]),
         (
@@ -126,28 +120,14 @@ POOL = concurrent.futures.ThreadPoolExecutor(1)
             ValueError,
             ["cannot be combined", "loop"],
         ),
-        (
-            lambda: with_source().pipe(agen, executor=POOL),
-            ValueError,
-            ["the op is async", "cannot be"],
-        ),
         (lambda: with_source().pipe(coro, executor="process"), ValueError, ["the op is async"]),
         (lambda: with_source().pipe(op, output_order="any"), ValueError, ["output_order", "'any'"]),
-        (lambda: with_source().pipe(op, max_failures=-1), ValueError, ["max_failures", "=-1"]),
         (lambda: with_source().pipe(op, max_failures=1.5), ValueError, ["at most 1", "=1.5"]),
-        (lambda: with_source().pipe(op, max_failures="1"), TypeError, ["max_failures='1'"]),
-        (
-            lambda: with_source().pipe(op, max_failures=Fraction(3, 2)),
-            ValueError,
-            ["max_failures", "at most 1"],
-        ),
         (lambda: with_source().aggregate(0), ValueError, ["n ", "=0"]),
         (lambda: with_source().aggregate(2, 1), TypeError, ["drop_last", "=1"]),
-        (lambda: with_source().aggregate(2, collate=1), TypeError, ["callable", "=1"]),
         (lambda: with_source().add_sink(0), ValueError, ["buffer_size", "=0"]),
         (lambda: with_source().transfer(1.5), TypeError, ["device", "1.5"]),
         (lambda: with_sink().build(num_threads=0), ValueError, ["num_threads", "=0"]),
-        (lambda: with_sink().build(timeout="1"), TypeError, ["timeout", "'1'"]),
         (lambda: with_sink().build(timeout=-1), ValueError, ["timeout", "=-1"]),
         (lambda: with_sink().build(max_failures=0.0), ValueError, ["max_failures", "above 0"]),
         (lambda: PipelineBuilder().add_source(Indexed()), TypeError, ["range(len(dataset))"]),
@@ -190,4 +170,3 @@ def test_a_pipeline_shows_whether_an_epoch_is_under_way():
     with PipelineDataLoader([1, 2], preprocessor=op, batch_size=2, num_threads=1) as loader:
         assert repr(loader).startswith("<PipelineDataLoader: <list of length 2> → op (1 on")
         assert repr(loader).endswith("not started>")
-    assert repr(loader).endswith(", closed>")

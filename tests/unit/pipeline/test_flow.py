@@ -240,7 +240,7 @@ def test_each_worker_is_in_work_behind_blocked_or_free_for_as_long_as_it_was():
     assert flow._pop() is NOTHING
     hand.now_ns = 30 * ms  # both are free, while the consumer waits
     flow.measure()
-    meter = flow.meters[1]
+    _, meter = flow.measured[1]
     assert meter.working_ns == (2 * 5 + 3) * ms
     assert meter.behind_ns == 3 * ms
     assert meter.blocked_ns == 7 * ms

@@ -93,11 +93,9 @@ def test_a_thread_has_one_context_from_its_first_item_to_the_end(op, times, conn
 
 
 @pytest.mark.parametrize(("op", "times"), [(use_soon, 1), (use_twice_soon, 2)])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_the_loop_has_one_context_for_all_coroutines_of_the_stage(op, times, is_async, connections):
-    setup, teardown = connections.connect, connections.close
-    if is_async:
-        setup, teardown = connections.connect_soon, connections.close_soon
+@pytest.mark.parametrize("ending", ["", "_soon"])
+def test_the_loop_has_one_context_for_all_coroutines_of_the_stage(op, times, ending, connections):
+    setup, teardown = (getattr(connections, name + ending) for name in ("connect", "close"))
     with build(op, setup, teardown, concurrency=16).auto_stop() as pipeline:
         for _ in range(2):
             assert sorted(pipeline) == sorted([*range(40)] * times)
@@ -185,11 +183,6 @@ def test_what_setup_raises_is_raised_once_with_the_stages_name(op, setup):
         assert caught.value.__notes__ == ["Setup of stage 'load' failed."]
     assert pipeline.failures.total == 0
     assert torn_down == []
-
-
-def test_a_setup_that_returns_a_coroutine_on_a_thread_is_told():
-    with pytest.raises(TypeError, match="setup of stage 'load' returned a coroutine"):
-        list(build(use, lambda: use_soon(1, 2)))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

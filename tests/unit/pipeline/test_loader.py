@@ -104,14 +104,10 @@ def test_a_closed_loader_says_so():
     [
         ({"src": 3}, TypeError, ["source=3"]),
         ({"preprocessor": 3}, TypeError, ["op should be callable", "=3"]),
-        ({"aggregator": len}, ValueError, ["aggregator needs", "batch_size"]),
+        ({"aggregator": len}, ValueError, ["aggregator", "need batch_size"]),
         ({"drop_last": True}, ValueError, ["drop_last", "batch_size"]),
-        ({"drop_last": 1, "batch_size": 2}, TypeError, ["drop_last", "=1"]),
         ({"batch_size": 0}, ValueError, ["batch_size", "=0"]),
-        ({"buffer_size": 0}, ValueError, ["buffer_size", "=0"]),
-        ({"num_threads": 0}, ValueError, ["num_threads", "=0"]),
         ({"timeout": -1}, ValueError, ["timeout", "=-1"]),
-        ({"preprocessor": half, "output_order": "any"}, ValueError, ["output_order", "'any'"]),
         ({"preprocessor": half, "executor": "gpu"}, ValueError, ["executor", "'gpu'"]),
     ],
 )

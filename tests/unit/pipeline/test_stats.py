@@ -213,7 +213,7 @@ def judged(*stages, **changes):
         (
             judged(stage("the source", 0.1), stage("a", 0.4, op_mean_s=2e-6)),
             ("a",),
-            ["passing items on costs more", "aggregate"],
+            ["a limits by passing items on", "aggregate"],
         ),
     ],
 )
