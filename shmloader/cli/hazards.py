@@ -8,6 +8,7 @@ package exists only where it was imported already.
 import collections
 import contextlib
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
 # A logger leads to all loggers of the process.
 _OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
 
-# Methods of a dataset that load samples, whose global variables are looked at, unless they belong
-# to a class of these packages.
+# Methods of a dataset that load samples, whose variables are looked at, unless they belong to a
+# class of these packages.
 _KNOWN = ("builtins", "torch", "numpy", "shmloader")
 _LOADING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
@@ -83,22 +84,14 @@ def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        with contextlib.suppress(ValueError):  # a variable may have no value yet
-            yield from ((f" (variable {name!r})", cell.cell_contents) for name, cell in cells)
     yield from ((f".{name}", one) for name, one in attributes_of(value).items())
-    yield from _globals_of(value)
-
-
-def _globals_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the global variables that are named in a function, or in a dataset's own methods."""
     ours = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _KNOWN]
     for function in [value, *(vars(kind).get(name) for kind in ours for name in _LOADING)]:
         if isinstance(function, types.FunctionType):
-            known = function.__globals__
-            named = [name for name in function.__code__.co_names if name in known]
-            yield from ((f" (global variable {name!r})", known[name]) for name in named)
+            with contextlib.suppress(ValueError):  # a variable may have no value yet
+                names = inspect.getclosurevars(function)
+                variables = {**names.globals, **names.nonlocals}
+                yield from ((f" (variable {name!r})", one) for name, one in variables.items())
 
 
 _SQLITE = "SQLite forbids using a connection in a forked process: it may corrupt the database"

@@ -66,7 +66,7 @@ class Record:
         self._sources = (counts, readings, failed)
         self._final: Sums | None = None
         # In-process epochs may be many and short.
-        self._begun = None if kind == "in-process" else self._read()
+        self._at_start = None if kind == "in-process" else self._read()
 
     def add(self, *call: Any) -> None:
         """Add a call: see :mod:`shmloader.insight.sums`."""
@@ -98,8 +98,8 @@ class Record:
         sums = self._sum_up()
         sums.finish(self._first_ns)
         sums.merge(self._read(thoroughly=True))
-        if self._begun is not None:
-            before = self._begun.added.items()
+        if self._at_start is not None:
+            before = self._at_start.added.items()
             sums.added.subtract({name: one for name, one in before if name in sums.added})
         sums.newest |= {
             "epoch": self.epoch,

@@ -253,24 +253,14 @@ class LoaderStats:
         return as_html(str(self))
 
 
-_KINDS = {
-    "processes": "{} worker processes",
-    "threads": "{} worker threads",
-    "executor": "an executor with {} batches in flight",
-    "in-process": "loaded in-process",
-    "torch": "torch's own iterator, {} workers",
-    "other": "another loader, {} workers",
-}
-
-
 def _table(stats: LoaderStats) -> str:
     """Return the lines of a table, with the verdict."""
     if not stats.kind:
         return f"shmloader: {stats.verdict}"
     wait, slots, batches = stats.wait, stats.slots, counted(stats.batches, "batch", "batches")
-    how, cores = _KINDS[stats.kind].format(stats.num_workers), counted(stats.machine.cores, "core")
+    workers, cores = counted(stats.num_workers, "worker"), counted(stats.machine.cores, "core")
     lines = [
-        f"shmloader: {_epochs(stats)}, {how}, {cores}",
+        f"shmloader: {_epochs(stats)}, {stats.kind}, {workers}, {cores}",
         "",
         (
             f"  delivered {batches}, {counted(stats.samples, 'sample')}, {size(stats.nbytes)} in "

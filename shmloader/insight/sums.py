@@ -86,7 +86,7 @@ def tabulate(calls: Sequence[Call], *, is_local: bool) -> tuple[Table, str]:
     table["fetched"] = table["began"] + table["fetch"]
     table["collated"] = table["fetched"] + table["collate"]
     table["done"] = table["collated"] + table["encode"]
-    table["here"] = table["done"] + table["seen"] - np.maximum(table["looked"], table["done"])
+    table["arrived"] = table["done"] + table["seen"] - np.maximum(table["looked"], table["done"])
     return table, stage
 
 
@@ -99,18 +99,18 @@ def stages_of(table: Table, stage: str, turn_ns: int, *, in_order: bool) -> Tabl
         turn_ns: When the batch before the first one could be delivered.
         in_order: Whether batches wait for earlier ones.
     """
-    here, handed, began, ended = (
-        table[name] for name in ("here", "handed", "stage_began", "stage_ended")
+    arrived, handed, began, ended = (
+        table[name] for name in ("arrived", "handed", "stage_began", "stage_ended")
     )
-    turn = here
-    if in_order and len(here):
-        turn = np.maximum.accumulate(np.maximum(here, turn_ns))
+    turn = arrived
+    if in_order and len(arrived):
+        turn = np.maximum.accumulate(np.maximum(arrived, turn_ns))
     stages = {
         "slot": table["sent"] - table["offered"],
         "queue": np.maximum(0, table["began"] - table["sent"]),
         **{name: table[name] for name in ("fetch", "collate", "encode")},
-        "transport": here - table["done"],
-        "reorder": turn - here,
+        "transport": arrived - table["done"],
+        "reorder": turn - arrived,
         "ready": np.maximum(0, handed - turn) + np.maximum(0, table["asked"] - ended),
         "build": began - handed,
     }
@@ -171,7 +171,7 @@ class Sums:
         if not len(table["asked"]):
             return
         stages = stages_of(table, stage, self._turn_ns, in_order=in_order)
-        self._turn_ns = max(self._turn_ns, int(table["here"].max()))
+        self._turn_ns = max(self._turn_ns, int(table["arrived"].max()))
         added.update({("stage", name): int(spent.sum()) for name, spent in stages.items()})
         added.update({name: int(table[name].sum()) for name in ("samples", "nbytes")})
         added["batches"] += len(table["asked"])

@@ -85,16 +85,8 @@ def opened(tmp_path: Path):
             match kind:
                 case "sqlite3":
                     value: Any = sqlite3.connect(tmp_path / "data.db")
-                case "cursor":
-                    value = sqlite3.connect(tmp_path / "data.db").cursor()
-                    stack.callback(value.connection.close)
-                    return value, value.connection.close
                 case "file":
                     value = path.open("rb")
-                case "unbuffered":
-                    value = path.open("rb", buffering=0)
-                case "text":
-                    value = path.open(encoding="latin-1")
                 case "zip":
                     value = zipfile.ZipFile(path)
                 case "socket":
@@ -110,10 +102,7 @@ def opened(tmp_path: Path):
 
 KINDS = {
     "sqlite3": "sqlite3.Connection",
-    "cursor": "sqlite3.Cursor",
     "file": "_io.BufferedReader",
-    "unbuffered": "_io.FileIO",
-    "text": "_io.TextIOWrapper",
     "zip": "zipfile.ZipFile",
     "socket": "socket.socket",
 }
@@ -158,12 +147,7 @@ def test_a_global_variable_that_loading_uses_is_found(opened, doctor, monkeypatc
     monkeypatch.setattr(sys.modules[__name__], "CONNECTION", opened("sqlite3")[0])
     found = doctor.examine(Reading())
     paths = [each["path"] for each in found["problems"]]
-    assert paths == ["dataset (global variable 'CONNECTION')"]
-
-
-def test_a_file_that_is_only_written_to_is_no_problem_in_a_fork(tmp_path, doctor) -> None:
-    with (tmp_path / "log").open("w") as log:
-        assert doctor.examine(Holding(log))["rows"]["start methods"][0] == "fork"
+    assert paths == ["dataset (variable 'CONNECTION')"]
 
 
 def named(module: str, name: str, **attributes: object) -> Any:
@@ -225,14 +209,11 @@ def test_the_part_that_cannot_be_pickled_is_named_and_why(doctor) -> None:
     assert doctor.examine(OwnState(threading.Lock()))["notes"] == []
 
 
-def test_variables_of_a_closure_are_parts(doctor) -> None:
+def test_what_a_lambda_refers_to_is_a_part_and_the_lambda_itself_crosses(doctor) -> None:
     lock = threading.Lock()
     loader = shmloader.DataLoader(Holding(), 4, collate_fn=lambda samples: (lock, samples)[1])
     (problem,) = doctor.examine(loader)["notes"]
     assert problem["path"] == "collate_fn.<variable lock>"
-
-
-def test_a_lambda_is_pickled_by_cloudpickle(doctor) -> None:
     found = doctor.examine(shmloader.DataLoader(Holding(), 4, collate_fn=lambda samples: samples))
     assert "by cloudpickle" in found["rows"]["pickle"][0]
     assert found["problems"] == found["notes"] == []
@@ -284,18 +265,10 @@ def test_a_walk_runs_no_code_of_the_user_s() -> None:
     assert paths == ["x", "x[…]", "x[1.5]", "x[…][0]"]
 
 
-def test_a_million_plain_values_are_passed_over() -> None:
-    value = dict.fromkeys(range(1000000), "text")
-    walked = [part.path for part in walk(Part("x", value))]
-    assert walked == ["x"]
-
-
-def test_an_object_that_contains_itself_is_walked_through_once() -> None:
-    value: list[Any] = [np.zeros(1)]
+def test_plain_values_are_passed_over_and_each_object_is_walked_through_once() -> None:
+    value: list[Any] = [np.zeros(1), dict.fromkeys(range(1_000_000), "text")]
     value.append(value)
-    assert [part.path for part in walk(Part("x", value))] == [
-        "x", "x[0]",
-    ]  # fmt: skip
+    assert [part.path for part in walk(Part("x", value))] == ["x", "x[0]", "x[1]"]
 
 
 # ---------------------------------------------------------------- kinds of targets and errors
@@ -354,13 +327,6 @@ def test_a_bad_target_is_a_usage_error_in_one_line(make, text, doctor) -> None:
     assert (code, out) == (2, "")
     assert text in err
     assert err.count("\n") == 1
-
-
-def test_a_target_that_does_not_exist_is_a_usage_error(capsys) -> None:
-    assert main(["doctor", "no_such_module:make"]) == 2
-    assert "No module named 'no_such_module'" in capsys.readouterr().err
-    assert main(["doctor", "json:no_such_function"]) == 2
-    assert "has no attribute 'no_such_function'" in capsys.readouterr().err
 
 
 def test_the_report_of_a_healthy_loader_has_all_rows_and_says_so(doctor) -> None:

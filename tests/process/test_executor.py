@@ -773,7 +773,7 @@ def test_statistics_name_the_executor(pool) -> None:
     list(loader)
     stats = loader.stats()
     assert stats.kind == "executor"
-    assert "an executor with 2 batches in flight" in str(stats)
+    assert "executor, 2 workers" in str(stats)
     assert stats.batches == stats.samples == 24
 
 
