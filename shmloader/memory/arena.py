@@ -110,11 +110,6 @@ def uncapped_slot_bytes() -> int:
     return min(total, _MOST_BYTES)
 
 
-def describe_shm_size(slot_count: int, slot_bytes: int) -> str:
-    """Return the least ``shm_size`` in MiB whose equal shares are at least ``slot_bytes``."""
-    return f"shm_size='{-(-slot_count * whole_pages(slot_bytes) // (1 << 20))}MiB'"
-
-
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     """Whether a slot holds or maps so much more than it needs that it should give some back."""
     return present_bytes > 2 * needed_bytes + EXCESS_BYTES
@@ -351,9 +346,10 @@ class Arena:
             needed_bytes: What a slot needs.
         """
         count = len(self.slots)
+        mebibytes = -(-count * whole_pages(needed_bytes) // (1 << 20))
         return (
             f"raise shm_size (or `ulimit -f`), which its slots share equally, {count} in all: "
-            f"{describe_shm_size(count, needed_bytes)} suffices for this"
+            f"shm_size='{mebibytes}MiB' suffices for this"
         )
 
     # Mappings ----------------------------------------------------------------------------
