@@ -3,7 +3,6 @@
 All of it runs in a worker process, once for each of its clients, on the thread that makes batches.
 """
 
-import contextlib
 import ctypes
 import pickle
 from dataclasses import dataclass
@@ -90,8 +89,9 @@ class BatchServer:
         self.dataset = WorkerDataset(
             config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
-        # Whether the dataset was pickled by cloudpickle; its batches may need that, too.
-        self._by_value = False
+        # Whether the dataset was pickled by cloudpickle, as its batches may need, too; and whether
+        # bad samples are reported.
+        self._by_value = self._has_report = False
         # How often the user's code has kept memory of a slot, and whether it is still offered any.
         self._kept_count, self._offers = 0, not config.auto_collation
         # The layout by which the main process reads this worker's next batch, unless a new one
@@ -102,6 +102,7 @@ class BatchServer:
     def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
         """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
         self._by_value = by_value
+        self._has_report = on_error != "raise" and not self._config.is_iterable
         self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
 
     def serve(self, task: Task) -> bytes:
@@ -110,13 +111,6 @@ class BatchServer:
         Returns:
             The answer, packed. An exception of the user's code is in it.
         """
-        answer = self._answer(task)
-        if len(answer) > INLINE_BYTES:
-            with contextlib.suppress(SharedMemoryError):
-                return pack(InSlot(task.slot_id, Spilled(*self.writer.put(answer))))
-        return answer
-
-    def _answer(self, task: Task) -> bytes:
         seq, epoch, slot_id, touched_bytes, *_ = task
         dataset, writer, pid = self.dataset, self.writer, getpid()
         slot = self._arena.slots[slot_id]
@@ -145,7 +139,8 @@ class BatchServer:
         if dataset.has_ended:
             beginning = dataset.next_beginning() if self._config.is_persistent else None
             return pack(StreamEnded(seq, epoch, beginning))
-        snapshot, fingerprint, report = dataset.snapshot, dataset.fingerprint, dataset.pop_report()
+        snapshot, fingerprint = dataset.snapshot, dataset.fingerprint
+        report = dataset.pop_report() if self._has_report else None
         if is_empty or error is not None:
             touched_bytes = writer.touched_bytes
             notes = report, snapshot, fingerprint, dataset.is_lost
@@ -160,6 +155,13 @@ class BatchServer:
         if extras == (None, None, None, None, None):
             return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
         return pack(BatchDone(seq, epoch, slot_id, used_bytes, self._timer.read(), *extras))
+
+    def put(self, slot_id: int, answer: bytes) -> bytes:
+        """Return a long answer, or what says that it lies in the task's slot, if it fits there."""
+        try:
+            return pack(InSlot(slot_id, Spilled(*self.writer.put(answer))))
+        except SharedMemoryError:
+            return answer
 
     def _make(self, task: Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""

@@ -248,7 +248,10 @@ class _Client:
         if dataset.has_ended:
             self._send(pack(StreamEnded(task.seq, task.epoch)))
         else:
-            self._send(self.server.serve(task))
+            answer = self.server.serve(task)
+            if len(answer) > INLINE_BYTES:
+                answer = self.server.put(task.slot_id, answer)
+            self._send(answer)
 
     def _send(self, answer: bytes) -> None:
         if os.getpid() != self._pid:

@@ -287,10 +287,8 @@ class WorkerDataset:
                 self.fingerprint = maker.fetcher.fingerprint
 
     def pop_report(self) -> SampleReport | None:
-        """Return which samples of the batch have failed; None if bad samples raise."""
-        if self._on_error == "raise" or self._config.is_iterable or self._maker is None:
-            return None
-        return self._maker.pop_report()
+        """Return which samples of the batch have failed; None if no batch could be made."""
+        return None if self._maker is None else self._maker.pop_report()
 
 
 def introduce(

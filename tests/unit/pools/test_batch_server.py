@@ -1,5 +1,6 @@
 """How a worker makes the batch of a task, and its answer, without a process or a socket."""
 
+import os
 import pickle
 import zlib
 from types import SimpleNamespace
@@ -53,10 +54,6 @@ class Bench:
             answer = BatchDone(seq, epoch, slot_id, used_bytes, times)
         else:
             answer = unpack(data)
-            if isinstance(answer, InSlot):
-                offset, nbytes = answer.where
-                self.arena.reach(self.slot, offset + nbytes)
-                answer = unpack(bytes(self.slot.memory[offset : offset + nbytes]))
         assert (answer.seq, answer.epoch, answer.slot_id) == (5, 1, 0)
         self.arena.reach(self.slot, max(1, self.slot.touched_bytes))  # as the main process does
         return answer
@@ -103,3 +100,15 @@ def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
     answer = bench.serve([torch.arange(3)])
     assert answer.checksum == zlib.crc32(bench.slot.memory[: answer.used_bytes])
     assert answer.used_bytes == 64
+
+
+def test_a_long_answer_lies_in_the_slot_if_it_fits_there(make_bench):
+    bench = make_bench()
+    bench.serve([torch.arange(3)])
+    answer = os.urandom(MIB)
+    slot_id, (offset, nbytes) = unpack(bench.server.put(0, answer))
+    assert (slot_id, offset, nbytes) == (0, 64, MIB)
+    assert bytes(bench.slot.memory[offset : offset + nbytes]) == answer
+    assert isinstance(unpack(bench.server.put(0, answer)), InSlot)
+    too_long = bytes(8 * MIB)
+    assert bench.server.put(0, too_long) is too_long
