@@ -4,7 +4,6 @@ The consumer's thread alone writes. Any thread may read: the sums are computed t
 needs at one moment is a single value, so that it counts each call and each epoch exactly once.
 """
 
-import copy
 import sys
 import time
 import weakref
@@ -89,7 +88,7 @@ class Record:
 
     def _sum_up(self) -> Sums:
         before, calls = self.calls
-        sums = copy.deepcopy(before) or Sums()
+        sums = Sums() if before is None else before.copy()
         sums.add(list(calls), in_order=self.in_order, is_local=self.kind == "in-process")
         return sums
 
@@ -197,7 +196,7 @@ class Statistics:
 
 def sum_of(past: Sums | None, later: Sequence[Record]) -> Sums:
     """Return the sum of earlier epochs and of later ones."""
-    whole = copy.deepcopy(past) or Sums()
+    whole = Sums() if past is None else past.copy()
     for each in later:
         whole.merge(each.sums())
     return whole

@@ -15,6 +15,7 @@ batch, if they are not among the times. The times and what else is known are
 """
 
 import collections
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -138,6 +139,13 @@ class Sums:
         # For each worker of the epoch, when its first batch began, and its last one ended.
         self._spans: dict[int, tuple[int, int]] = {}
 
+    def copy(self) -> Self:
+        """Return a copy that shares nothing that changes."""
+        other = copy.copy(self)
+        for name in ("added", "most", "newest", "waits", "_spans"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
+
     def set_most(self, **values: int) -> None:
         """Raise maxima to these values."""
         for name, value in values.items():
@@ -167,7 +175,10 @@ class Sums:
                 added["wait", "draw"] += draw_ns
                 if part != about:
                     added.update(batches=1, samples=about, nbytes=nbytes)
-        table, stage = tabulate(calls, is_local=is_local)
+        if is_local:
+            self._add_local(calls)
+            return
+        table, stage = tabulate(calls, is_local=False)
         if not len(table["asked"]):
             return
         stages = stages_of(table, stage, self._turn_ns, in_order=in_order)
@@ -175,15 +186,32 @@ class Sums:
         added.update({("stage", name): int(spent.sum()) for name, spent in stages.items()})
         added.update({name: int(table[name].sum()) for name in ("samples", "nbytes")})
         added["batches"] += len(table["asked"])
-        self._add_waits(table, stage, is_local=is_local)
-        if not is_local:
-            self._add_workers(table)
+        self._add_waits(table, stage)
+        self._add_workers(table)
 
-    def _add_waits(self, table: Table, stage: str, *, is_local: bool) -> None:
+    def _add_local(self, calls: Sequence[Call]) -> None:
+        """Add batches that the consumer's thread loaded while it waited for them.
+
+        Without arrays, since in-process epochs may be many and short.
+        """
+        added = self.added
+        for asked_ns, _, _, times, stage, nbytes in calls:
+            if times is not None:
+                began_ns, *spent_ns, count = times
+                for name, each_ns in zip(("fetch", "collate", stage), spent_ns, strict=True):
+                    added["stage", name] += each_ns
+                    if name != "build":  # which is what is left of all waiting
+                        added["wait", name] += each_ns
+                added["wait", "draw"] += began_ns - asked_ns
+                added["batches"] += 1
+                added["samples"] += count
+                added["nbytes"] += nbytes
+
+    def _add_waits(self, table: Table, stage: str) -> None:
         """Add where the batches were while the consumer waited for them."""
         worker, firsts = np.unique(table["worker"], return_index=True)
         # A worker's first batch of the epoch waits for the worker's start.
-        firsts = firsts[[number not in self._spans and not is_local for number in worker]]
+        firsts = firsts[[number not in self._spans for number in worker]]
         left = np.stack([table["asked"], *(table[name] for name in _LEFT)])
         left[1, firsts] = 0
         # When the batch left each part, but not before the call, and not after its return.
@@ -193,8 +221,6 @@ class Sums:
         waits["queue"] -= waits["start"]
         # While the consumer's thread handed the batch over, it may have drawn for another one.
         waits["draw"] = int(np.minimum(table["draw"], spent[6] + spent[8]).sum())
-        if is_local:
-            waits["draw"] = waits.pop("slot")
         waits[stage] = waits.pop("stage")
         waits.pop("build", None)  # which is what is left of all waiting
         self.added.update({("wait", name): spent_ns for name, spent_ns in waits.items()})
