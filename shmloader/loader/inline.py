@@ -276,8 +276,8 @@ def _find_step(
     config: LoaderConfig, *, pins: bool, pin_device: str | None
 ) -> tuple[str, Callable[[Any], Any] | None]:
     """Return what pins, moves and transforms a batch, and the stage whose time that is."""
-    transform = cpu_transform(config)
-    if config.has_device:
+    transform = None if config.device_transform is None else cpu_transform(config)
+    if config.devices != (None,) and config.has_device:
         return "device", _after(functools.partial(_move, config), transform)
     if pins and not config.has_steps:
         from shmloader.device.stage import pin_batch  # noqa: PLC0415 - few loaders pin

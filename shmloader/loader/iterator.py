@@ -40,7 +40,7 @@ from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.inline import cpu_transform, open_inline
+from shmloader.loader.inline import cpu_transform, do_nothing, open_inline
 from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
@@ -95,6 +95,7 @@ class BatchIterator(_BaseDataLoaderIter):
     # Checkpoints of the datasets after the last delivered batch; None if none are kept.
     _checkpoints: DatasetCheckpoints | None = None
     _source: Any = None
+    _finalizer: Any = None
 
     def __init__(
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
@@ -176,10 +177,11 @@ class BatchIterator(_BaseDataLoaderIter):
         opened = self._opened
         self._engine, self._source = opened.engine, opened.source
         self._pool = opened.pool
-        # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It must
-        # not hold the sampler, which may hold the loader and this iterator.
-        self._finalizer = weakref.finalize(self, opened.end)
-        self._finalizer.atexit = False
+        if opened.end is not do_nothing:
+            # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It
+            # must not hold the sampler, which may hold the loader and this iterator.
+            self._finalizer = weakref.finalize(self, opened.end)
+            self._finalizer.atexit = False
         self._begin_record(loader, began_ns)
         if not self._is_inline:
             super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
@@ -427,7 +429,8 @@ class BatchIterator(_BaseDataLoaderIter):
             self._end_record()
 
     def _end_record(self) -> None:
-        self._finalizer.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if hasattr(self, "_record"):
             self._record.end()
 

@@ -124,6 +124,9 @@ class EpochCounter:
         first: Number of the first epoch.
     """
 
+    # A program may keep very many loaders.
+    __slots__ = ("_passes", "is_named", "iterator", "newest", "next", "progress")
+
     def __init__(self, first: int = 0) -> None:
         self.newest: int | None = None
         self.next = first
