@@ -52,6 +52,12 @@ class EpochPlan:
         generator: The loader's generator, which users may replace between epochs.
     """
 
+    # A program may keep very many loaders.
+    __slots__ = (
+        "_was_persistent", "counter", "generator", "is_continued", "is_elsewhere", "newest",
+        "order", "resumed",
+    )  # fmt: skip
+
     def __init__(
         self, order: SeededOrder | SamplerOrder, counter: EpochCounter | None = None
     ) -> None:
