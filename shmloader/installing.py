@@ -29,7 +29,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
 from shmloader.loader.by_torch import describe_unsupported
@@ -55,7 +55,7 @@ _TORCHS = (
     "dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory",
     "drop_last", "timeout", "worker_init_fn", "generator", "prefetch_factor", "persistent_workers",
     "pin_memory_device", "in_order", "_dataset_kind", "_IterableDataset_len_called",
-    "_DataLoader__multiprocessing_context",
+    "_DataLoader__multiprocessing_context", "_auto_collation", "_index_sampler",
 )  # fmt: skip
 
 # The attribute in which a loader keeps the number of its next epoch, with ``seed``. It is a plain
@@ -87,33 +87,33 @@ class StandIn(DataLoader[Any]):
     """A loader of ours that has the attributes of a loader of torch's.
 
     Attributes:
+        installation: What was installed when it was made.
         left_out: The arguments of :func:`install` that do not fit the loader, and why; "" if all
             fit.
 
     Args:
         loader: The loader of torch's.
-        options: The arguments of :func:`install`.
+        installation: What is installed.
     """
 
-    # What the loader's class may override: _auto_collation and _index_sampler.
-    _read_properties: tuple[Any, Any]
+    # What the loader's class may override, which are properties of torch's.
+    _auto_collation: Any = None
+    _index_sampler: Any = None
     _passes_epochs = False  # torch's loader passes none, and has no set_epoch()
 
-    def __init__(self, loader: Any, options: InstallOptions) -> None:
+    def __init__(self, loader: Any, installation: "_Installation") -> None:
         # torch's constructor has checked its arguments for the loader. It is not called again,
         # since it would repeat its warnings.
         self._read(loader)
-        own = self.__dict__
-        own["_DataLoader__initialized"] = True
+        own, options = self.__dict__, installation.options
         unfit = _unfit(loader, options)
         self.left_out = "; ".join(f"without {name}: {why}" for name, why in unfit.items())
         own.update(_DEFAULTS, **{name: options[name] for name in options.keys() - unfit})  # type: ignore[literal-required]
-        self._iterator = None
-        self._owner = weakref.ref(loader)
-        self._sample_seed = own["seed"]
-        self._set_plan(EpochCounter())
-        plan = self._present_plan
-        plan.counter.next = vars(loader).get(_EPOCH, 0)
+        self.installation, self._owner = installation, weakref.ref(loader)
+        self._iterator, self._sample_seed = None, own["seed"]
+        own["_DataLoader__initialized"] = True
+        plan = self._set_plan(EpochCounter())
+        plan.generator, plan.counter.next = self.generator, vars(loader).get(_EPOCH, 0)
         if isinstance(plan.order, SeededOrder):
             plan.order.expect_epoch(plan.counter.next)
 
@@ -143,17 +143,7 @@ class StandIn(DataLoader[Any]):
 
     def _read(self, loader: Any) -> None:
         """Take over the attributes that the loader has now."""
-        own = self.__dict__
-        own.update({name: getattr(loader, name) for name in _TORCHS})
-        own["_read_properties"] = loader._auto_collation, loader._index_sampler
-
-    @property
-    def _auto_collation(self) -> Any:
-        return self._read_properties[0]
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self._read_properties[1]
+        self.__dict__.update({name: getattr(loader, name) for name in _TORCHS})
 
     def _source_of(self, sampler: Any) -> Sized | None:
         """Return the source of a sampler that torch made for ``shuffle``, which ``seed`` replaces.
@@ -168,12 +158,6 @@ class StandIn(DataLoader[Any]):
         )
         return sampler.data_source if is_default else None
 
-    def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as the loader itself does."""
-        owner = self._owner()
-        if not self.thread_pool and owner is not None:
-            owner.check_worker_number_rationality()
-
 
 def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
     """Return which arguments of :func:`install` do not fit a loader, and why, by their names.
@@ -185,10 +169,8 @@ def _unfit(loader: Any, options: InstallOptions) -> dict[str, str]:
         option = OPTIONS[name]
         if value == _DEFAULTS[name]:
             continue
-        if option.needs_indices and isinstance(loader.dataset, IterableDataset):
-            unfit[name] = "the dataset is iterable"
-        elif option.needs_workers and loader.num_workers == 0:
-            unfit[name] = "the loader has no workers"
+        if missing := option.missing(loader):
+            unfit[name] = f"it needs {missing}"
         elif "multiprocessing_context" in option.excludes and loader.multiprocessing_context:
             unfit[name] = "the loader has a multiprocessing_context"
         elif name == "seed" and loader.generator is not None:
@@ -273,10 +255,8 @@ class _Installation:
     """
 
     def __init__(self, options: InstallOptions) -> None:
-        self._options = options
+        self.options = options
         self.report = InstallReport()
-        # Our iterators that keep persistent workers.
-        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _why_not(self, loader: Any) -> str:
         """Return why a loader of torch's cannot be taken over; "" if it can."""
@@ -284,7 +264,7 @@ class _Installation:
             return "the dataset is a data pipe"
         if not starts_processes(loader.multiprocessing_context):
             return "its multiprocessing_context starts no processes"
-        if loader.num_workers and not self._options.get("thread_pool") and not is_supported():
+        if loader.num_workers and not self.options.get("thread_pool") and not is_supported():
             return describe_unsupported()
         return ""
 
@@ -293,15 +273,15 @@ class _Installation:
 
         Args:
             by_torch: torch's own ``__iter__``, which calls ``_get_iterator`` for new workers.
-            loader: The loader.
+            loader: The loader. Its iterator, if it has one, keeps persistent workers.
         """
         if isinstance(loader, DataLoader):
             return by_torch(loader)
         kept: Any = getattr(loader, "_iterator", None)
         why = self._why_not(loader)
         if kept is not None and not why:
-            if getattr(kept, "_stand_in", None) is not None:
-                loader._iterator = self._begin(kept._stand_in, loader, kept)
+            if (stand_in := getattr(kept, "_stand_in", None)) is not None:
+                loader._iterator = self._begin(stand_in, loader, kept)
                 return loader._iterator
             kept._shutdown_workers()  # it is torch's, from before install()
             loader._iterator = None
@@ -321,7 +301,7 @@ class _Installation:
         """
         why = self._why_not(loader)
         if not why:
-            return self._begin(StandIn(loader, self._options), loader, None)
+            return self._begin(StandIn(loader, self), loader, None)
         self.report.add(loader, "torch", why)
         return by_torch(loader)
 
@@ -330,19 +310,7 @@ class _Installation:
         self.report.add(loader, "shmloader", stand_in.left_out)
         if loader.persistent_workers and loader.num_workers > 0:
             begun._stand_in = stand_in  # which would otherwise be garbage
-            self._kept.add(begun)
         return begun
-
-    def let_go(self) -> None:
-        """Make the loaders forget the iterators that keep our persistent workers.
-
-        An iterator that is in use delivers the rest of its epoch. Its workers end when it is
-        dropped.
-        """
-        for iterator in list(self._kept):
-            loader = iterator._stand_in.as_torch_sees_it
-            if loader is not None and loader._iterator is iterator:
-                loader._iterator = None
 
 
 def _hook(name: str, call: Callable[..., Any]) -> None:
@@ -354,6 +322,9 @@ def _hook(name: str, call: Callable[..., Any]) -> None:
     @functools.wraps(original)
     def hooked(loader: Any) -> Any:
         installation = PROCESS.installation
+        stand_in = getattr(getattr(loader, "_iterator", None), "_stand_in", None)
+        if stand_in is not None and stand_in.installation is not installation:
+            loader._iterator = None  # its persistent workers end when it is dropped
         return original(loader) if installation is None else call(installation, original, loader)
 
     hooked._shmloader = True  # type: ignore[attr-defined]
@@ -362,9 +333,7 @@ def _hook(name: str, call: Callable[..., Any]) -> None:
 
 def _set(installation: _Installation | None) -> None:
     """Set the installation of this process; None uninstalls."""
-    before, PROCESS.installation = PROCESS.installation, installation
-    if before is not None:
-        before.let_go()
+    PROCESS.installation = installation
     _hook("__iter__", _Installation.begin)
     _hook("_get_iterator", _Installation.get_iterator)
 
@@ -424,8 +393,8 @@ def install(**options: Unpack[InstallOptions]) -> InstallReport:
 def uninstall() -> None:
     """Undo :func:`install`: torch's loaders run on torch's iterators from their next ``iter()`` on.
 
-    Iterators that are in use deliver the rest of their epochs. May be called again, or without
-    :func:`install`.
+    Iterators that are in use deliver the rest of their epochs, and persistent workers end when the
+    next epoch begins. May be called again, or without :func:`install`.
     """
     _set(None)
 

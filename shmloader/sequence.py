@@ -13,7 +13,6 @@ deaths of workers and shutdown.
 
 import bisect
 import contextlib
-import functools
 import itertools
 import operator
 import os
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from shmloader.loader.config import Sharing
 from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.checks import flag, whole_number
 
@@ -43,12 +41,17 @@ class LazySequence(Sequence[Any]):
     Args:
         name: Name of the function that makes the sequence, or "slice".
         length: Number of items; ``sys.maxsize`` if it is endless.
-        compute: Returns the item at an index, which is not negative.
+        compute: Returns the item at an index, which is not negative. None for a subclass that has
+            ``_compute``.
     """
 
-    def __init__(self, name: str, length: int, compute: Callable[[int], Any]) -> None:
-        self._name, self._length, self._compute = name, length, compute
+    _compute: Callable[[int], Any]
+
+    def __init__(self, name: str, length: int, compute: Callable[[int], Any] | None = None) -> None:
+        self._name, self._length = name, length
         self._made_at = _made_at()
+        if compute is not None:
+            self._compute = compute
 
     def __len__(self) -> int:
         if self._length == sys.maxsize:
@@ -226,31 +229,25 @@ def _run_hook(hook: Callable[[], Any], _worker_id: int) -> None:
     hook()
 
 
-class _Loader(DataLoader[Any]):
-    """A loader whose window is an argument, and not computed from ``prefetch_factor``."""
-
-    def __init__(self, window: int, **options: Any) -> None:
-        self._sharing = Sharing(window=window)
-        super().__init__(**options)
-
-
-class _Reader:
-    """Reads the items of a sequence with a loader, whose workers start at the first access.
+class _Prefetched(LazySequence):
+    """The sequence that :func:`prefetch` returns. Its workers start at the first access.
 
     Args:
         sequence: The sequence.
-        window: Maximum number of items in flight.
-        options: Further arguments of the loader.
+        options: Arguments of the loader that loads its items.
     """
 
-    def __init__(self, sequence: Sequence[Any], window: int, options: dict[str, Any]) -> None:
-        self._args = sequence, window, options
-        # The process that the loader belongs to: a forked child has one of its own.
-        self._pid = os.getpid()
-        self._order = _OrderFrom(len(sequence))
-        self._loader = _Loader(
-            window,
-            dataset=sequence,
+    def __init__(self, sequence: Sequence[Any], options: dict[str, Any]) -> None:
+        super().__init__("prefetch", len(sequence))
+        self._args = sequence, options
+        self._open()
+
+    def _open(self) -> None:
+        """Make a loader of this process: a forked child has one of its own."""
+        sequence, options = self._args
+        self._pid, self._order = os.getpid(), _OrderFrom(self._length)
+        self._loader: DataLoader[Any] = DataLoader(
+            sequence,  # type: ignore[arg-type] # not of torch's class
             batch_size=None,
             sampler=self._order,
             collate_fn=_unchanged,
@@ -261,13 +258,17 @@ class _Reader:
         # Index of the item that the loader delivers next; -1 if that is not known.
         self._next = -1
 
-    def __reduce__(self) -> Any:
-        return _Reader, self._args
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_loader", "_items"}
+        return {name: value for name, value in vars(self).items() if name not in own}
 
-    def read(self, index: int) -> Any:
-        """Return an item."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+    def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():
-            _Reader.__init__(self, *self._args)
+            self._open()
         if index != self._next or self._items.is_closed:
             self._order.start = index
             self._items = iter(self._loader)
@@ -277,21 +278,9 @@ class _Reader:
         return item
 
     def close(self) -> None:
-        """Stop the workers."""
-        self._loader.close()
-        _Reader.__init__(self, *self._args)
-
-
-class _Prefetched(LazySequence):
-    """The sequence that :func:`prefetch` returns."""
-
-    def __init__(self, sequence: Sequence[Any], window: int, **options: Any) -> None:
-        self._reader = _Reader(sequence, window, options)
-        super().__init__("prefetch", len(sequence), self._reader.read)
-
-    def close(self) -> None:
         """Stop the workers. Accessing an item after that starts new ones."""
-        self._reader.close()
+        self._loader.close()
+        self._open()
 
 
 def prefetch(
@@ -330,12 +319,11 @@ def prefetch(
     count = whole_number(nworkers, "nworkers", minimum=0) or len(os.sched_getaffinity(0))
     window = whole_number(max_buffered, "max_buffered", minimum=1)
     count = min(count, window)  # more workers would be idle
-    return _Prefetched(
-        seq,
-        window,
-        num_workers=count,
-        prefetch_factor=window // count,  # for torch's workers where ours are not supported
-        thread_pool=method == "thread",
-        worker_init_fn=start_hook and functools.partial(_run_hook, start_hook),
-        shm_size=shm_size,
-    )
+    options = {
+        "num_workers": count,
+        "prefetch_factor": window // count,
+        "thread_pool": method == "thread",
+        "worker_init_fn": start_hook and partial(_run_hook, start_hook),
+        "shm_size": shm_size,
+    }
+    return _Prefetched(seq, options)

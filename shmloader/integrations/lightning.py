@@ -1,28 +1,13 @@
 """Lightning: a callback that keeps loaders in step with the Trainer's epochs."""
 
-import operator
 from typing import Any
 
 try:
-    from lightning import __version__
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # the same classes, in a package of their own
-    from pytorch_lightning import __version__
+except ImportError:  # the same class, in a package of its own
     from pytorch_lightning.callbacks import Callback
 
 from shmloader.loader.dataloader import DataLoader
-
-# Attributes of the training loop that this module uses, since no public interface begins an epoch
-# anew, or says where a run continues. Lightning 2.5 and 2.6 have all of them.
-_NEEDED = (
-    "_data_fetcher",
-    "done",
-    "restarting",
-    "restarted_mid_epoch",
-    "epoch_loop.restarting",
-    "epoch_loop.restarted_on_train_batch_end",
-    "epoch_loop.batch_progress.is_last_batch",
-)
 
 
 class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
@@ -34,24 +19,13 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
     before the epoch's end, it begins the following epoch with the iterator of the epoch that is
     over. With this callback, a run that resumes from any of these checkpoints gets the batches that
     the saved run got next.
+
+    The callback uses attributes of Lightning's training loop, since no public interface begins an
+    epoch anew, or says where a run continues. Lightning 2.5 and 2.6 have all of them.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] = []
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Check, before training, that the callback knows this release of Lightning.
-
-        Raises:
-            RuntimeError: If the training loop lacks an attribute that the callback needs.
-        """
-        missing = [name for name in _NEEDED if not _has(trainer.fit_loop, name)]
-        if stage == "fit" and missing:
-            raise RuntimeError(
-                f"LoaderCallback does not know Lightning {__version__}, whose training loop has no "
-                f"{', '.join(missing)}: install Lightning 2.5 or 2.6, or leave out the callback "
-                "and resume only from checkpoints that were made in the middle of an epoch"
-            )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Keep the states of the loaders, because Lightning does not always load them itself."""
@@ -96,14 +70,6 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 has_changed = True
         if has_changed and is_begun:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)
-
-
-def _has(owner: Any, name: str) -> bool:
-    try:
-        operator.attrgetter(name)(owner)
-    except AttributeError:
-        return False
-    return True
 
 
 def _loaders(loop: Any) -> list[Any]:

@@ -8,10 +8,10 @@ import contextlib
 import functools
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
     _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
@@ -51,25 +51,28 @@ def warn_of_torch_workers(given: list[str]) -> None:
     warnings.warn(describe_unsupported(), RuntimeWarning, stacklevel=3)
 
 
-class TorchIterator(_BaseDataLoaderIter):
-    """Adds statistics and ``close()`` to torch's iterators.
+class TorchIterator(Iterator[Any]):
+    """torch's own iterator, with statistics and ``close()``.
+
+    Args:
+        loader: The loader.
+        plan: The plan of its epochs, which has begun one.
+        parts: The objects that all iterators of the loader share.
 
     Attributes:
         is_closed: Whether ``close()`` was called.
     """
 
-    _record: Record
-
     def __init__(self, loader: Any, plan: EpochPlan, parts: LoaderParts) -> None:
-        self.is_closed = False
-        self._plan, self._parts = plan, parts
-        began_ns = time.monotonic_ns()
-        super().__init__(loader)
-        self._begin(loader, began_ns)
+        self.is_closed, self._plan, self._parts = False, plan, parts
+        has_workers = loader.num_workers > 0
+        kind = _MultiProcessingDataLoaderIter if has_workers else _SingleProcessDataLoaderIter
+        self._begin(loader, kind)
 
-    def _begin(self, loader: Any, began_ns: int) -> None:
-        self._batch_size = loader.batch_size
-        self._progress = self._plan.progress
+    def _begin(self, loader: Any, make: Callable[[Any], Any]) -> Self:
+        began_ns = time.monotonic_ns()
+        self._torchs = make(loader)
+        self._batch_size, self._progress = loader.batch_size, self._plan.progress
         self._record = Record(
             self._plan.epoch,
             "torch",
@@ -79,19 +82,19 @@ class TorchIterator(_BaseDataLoaderIter):
         )
         self._parts.statistics.begin(self._record, self)
         self._record.begin()
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin an epoch; torch calls this, for the first epoch in the constructor."""
-        if first_iter:
-            super()._reset(loader, first_iter)
-        else:
-            loader.begin_epoch(functools.partial(self._go_on, loader), draws_seed=False)
-
-    def _go_on(self, loader: Any) -> Self:
-        began_ns = time.monotonic_ns()
-        super()._reset(loader)
-        self._begin(loader, began_ns)
         return self
+
+    def _reset(self, loader: Any) -> None:
+        """Begin a further epoch with the same workers; torch's ``__iter__`` calls this."""
+
+        def reset(loader: Any) -> Any:
+            self._torchs._reset(loader)
+            return self._torchs
+
+        loader.begin_epoch(functools.partial(self._begin, loader, reset), draws_seed=False)
+
+    def __len__(self) -> int:
+        return len(self._torchs)
 
     def __next__(self) -> Any:
         """Return the next batch.
@@ -103,7 +106,7 @@ class TorchIterator(_BaseDataLoaderIter):
             raise ClosedLoaderError(ITERATOR_CLOSED)
         record, began_ns = self._record, time.monotonic_ns()
         try:
-            batch = super().__next__()
+            batch = next(self._torchs)
         except Exception as error:
             record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
             if isinstance(error, StopIteration):
@@ -118,30 +121,11 @@ class TorchIterator(_BaseDataLoaderIter):
         return batch
 
     def close(self) -> None:
-        """End the epoch: no further batch is delivered. May be called again."""
+        """End the epoch and the workers. May be called again."""
         self.is_closed = True
         self._record.end()
-
-
-class TorchInProcessIterator(TorchIterator, _SingleProcessDataLoaderIter):
-    """torch's iterator without workers, which loads on the consumer's thread."""
-
-
-class TorchWorkerIterator(TorchIterator, _MultiProcessingDataLoaderIter):
-    """torch's iterator with worker processes."""
-
-    def close(self) -> None:
-        """End the epoch and the workers. May be called again."""
-        super().close()
-        self._shutdown_workers()
-
-
-def torch_iterator(loader: Any, plan: EpochPlan, parts: LoaderParts) -> TorchIterator:
-    """Return torch's iterator over a new epoch of the loader."""
-    if loader.num_workers == 0:
-        return TorchInProcessIterator(loader, plan, parts)
-    loader.check_worker_number_rationality()
-    return TorchWorkerIterator(loader, plan, parts)
+        if isinstance(self._torchs, _MultiProcessingDataLoaderIter):
+            self._torchs._shutdown_workers()
 
 
 def samples_of(batch: Any, batch_size: int | None) -> int:

@@ -5,12 +5,10 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
-import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -91,6 +89,8 @@ class LoaderConfig(SimpleNamespace):
     @property
     def kind(self) -> str:
         """The kind of workers, by its name in the statistics."""
+        if not self.num_workers:
+            return "in-process"
         if self.executor is not None:
             return "executor"
         return "threads" if self.thread_pool else "processes"
@@ -164,7 +164,13 @@ class LoaderParts:
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
+        iterators: The iterators that are not garbage.
         statistics: The records of all epochs.
+        failures: The samples that failed.
+        state_cost: Warns if states of the dataset cost much.
+        dataset_epoch: Decides which number of an epoch the dataset is told.
+        executor_key: Identifies the loader in processes of an executor.
+        task_numbers: Numbers the loader's tasks on an executor.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
         destination: The opened devices; None before the first iterator that copies to a device.
@@ -185,9 +191,12 @@ class LoaderParts:
 
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
-        self.statistics = Statistics()
+        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.statistics, self.state_cost = Statistics(), StateCost()
+        self.failures: FailureList[FailedSample] = FailureList()
+        self.dataset_epoch = DatasetEpoch()
+        self.executor_key, self.task_numbers = os.urandom(16), itertools.count()
         self._lock = os.getpid(), threading.RLock()
-        self._iterators: tuple[weakref.ref[Any], ...] = ()
 
     @property
     def begin_lock(self) -> threading.RLock:
@@ -195,43 +204,6 @@ class LoaderParts:
         if self._lock[0] != os.getpid():
             self._lock = os.getpid(), threading.RLock()
         return self._lock[1]
-
-    # Made when they are needed, since a program may have very many loaders.
-
-    @functools.cached_property
-    def executor_key(self) -> bytes:
-        """Identifies the loader in processes of an executor."""
-        return os.urandom(16)
-
-    @functools.cached_property
-    def task_numbers(self) -> Iterator[int]:
-        """Numbers the loader's tasks on an executor."""
-        return itertools.count()
-
-    @functools.cached_property
-    def failures(self) -> FailureList[FailedSample]:
-        """The samples that failed."""
-        return FailureList()
-
-    @functools.cached_property
-    def state_cost(self) -> StateCost:
-        """Warns if states of the dataset cost much."""
-        return StateCost()
-
-    @functools.cached_property
-    def dataset_epoch(self) -> DatasetEpoch:
-        """Decides which number of an epoch the dataset is told."""
-        return DatasetEpoch()
-
-    def add(self, iterator: object) -> None:
-        """Add an iterator."""
-        alive = [reference for reference in self._iterators if reference() is not None]
-        self._iterators = (*alive, weakref.ref(iterator))
-
-    def open_iterators(self) -> list[Any]:
-        """Return the iterators that are not garbage."""
-        alive = (reference() for reference in self._iterators)
-        return [iterator for iterator in alive if iterator is not None]
 
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""

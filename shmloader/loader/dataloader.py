@@ -20,7 +20,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.batch.arrays import may_be_columns
+from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
@@ -28,7 +28,7 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.insight.record import sum_of
 from shmloader.insight.sums import Sums
-from shmloader.loader.by_torch import torch_iterator, warn_of_torch_workers
+from shmloader.loader.by_torch import TorchIterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig, Sharing
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
@@ -36,16 +36,13 @@ from shmloader.loader.options import (
     DEVICE_PREFETCH,
     OPTIONS,
     WRAPPED_DATA_PIPES,
-    FixedArgument,
     SnapshotInterval,
     check_last_batch,
     describe_loader,
     is_map_style,
     read_options,
-    warn_of_empty_epochs,
-    warn_of_random_numbers,
 )
-from shmloader.loader.resumable import ResumableLoader
+from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.collate import is_plain
 from shmloader.memory.limits import free_memory, is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
@@ -56,6 +53,7 @@ from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.rollover import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
+from shmloader.tracebacks import warn_user
 
 if TYPE_CHECKING:
     from shmloader.insight.stats import LoaderStats
@@ -64,6 +62,12 @@ _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 _TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
+
+# Those that an epoch takes as they are.
+_CARRIED = (
+    "dataset", "collate_fn", "prefetch_factor", "timeout", "worker_init_fn",
+    "multiprocessing_context",
+)  # fmt: skip
 
 
 class DataLoader(ResumableLoader[_T_co]):
@@ -334,11 +338,13 @@ class DataLoader(ResumableLoader[_T_co]):
         if shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
             _ = self._config().slot_bytes
         if seed is None and (executor is not None or self._adapter is not None):
-            warn_of_random_numbers(
-                dataset, "num_workers='auto'" if executor is None else "executor="
-            )
-        if last_batch == "discard":  # not for torch's drop_last, with which torch does not warn
-            self._warn_if_empty()
+            given_by = "num_workers='auto'" if executor is None else "executor="
+            if not is_plain_data(dataset):
+                warn_user(
+                    f"{given_by} lets any idle worker take the next batch, so random numbers that "
+                    "samples draw depend on the worker, and so on the machine's speed. seed= makes "
+                    "them independent of that; safe to ignore if samples use no random numbers."
+                )
 
     def _apply_last_batch(self, given: dict[str, Any]) -> None:
         """Check ``last_batch``, and change the other arguments as it says."""
@@ -353,11 +359,6 @@ class DataLoader(ResumableLoader[_T_co]):
             check_last_batch(last_batch, size, batches, drop_last=is_dropped, dataset=dataset)
         if last_batch == "discard" and batches is None:
             given["drop_last"] = True
-
-    def _warn_if_empty(self) -> None:
-        """Warn if no batch is full, and so all are discarded."""
-        count = self._present_plan.order.count_batches()
-        warn_of_empty_epochs(count, self.sampler, f"a batch of {self.batch_size}")
 
     @property
     def failures(self) -> FailureList[FailedSample]:
@@ -438,16 +439,17 @@ class DataLoader(ResumableLoader[_T_co]):
         plan, parts = self._plan, self._parts
         assert plan is not None
         iterator: Any
-        if type(self.dataset) in WRAPPED_DATA_PIPES:
-            iterator = torch_iterator(self, plan, parts)
-        elif self.num_workers and not self.thread_pool and not is_supported():
+        has_processes = self.num_workers and not self.thread_pool and self.executor is None
+        is_unsupported = self.num_workers and not self.thread_pool and not is_supported()
+        if has_processes:
+            self.check_worker_number_rationality()
+        if is_unsupported:
             warn_of_torch_workers(self._options_of_ours())
-            iterator = torch_iterator(self, plan, parts)
+        if is_unsupported or type(self.dataset) in WRAPPED_DATA_PIPES:
+            iterator = TorchIterator(self, plan, parts)
         else:
-            if self.num_workers and not self.thread_pool and self.executor is None:
-                self.check_worker_number_rationality()
             iterator = BatchIterator(self, self._config(), plan, parts)
-        parts.add(iterator)
+        parts.iterators.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator.close()
             raise ClosedLoaderError(LOADER_CLOSED)
@@ -456,11 +458,10 @@ class DataLoader(ResumableLoader[_T_co]):
     def _options_of_ours(self) -> list[str]:
         """Return the names of the arguments that torch's own workers cannot do."""
         values, sharing = read_options(self), self._sharing
-        given = {"worker_scope": sharing.scope == "host"}
-        given["steps of several batches"] = sharing.ranks is not None
-        given.update((name, values[name] != value) for name, value in DEFAULTS.items())
-        given["snapshot_every_n_steps"] = False  # which changes nothing there
-        return [name for name, is_given in given.items() if is_given]
+        given = [name for name, default in DEFAULTS.items() if values[name] != default]
+        if sharing.ranks is not None:
+            given.insert(0, "ShardedDataLoader")
+        return [name for name in given if name != "snapshot_every_n_steps"]  # changes nothing there
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
@@ -511,19 +512,14 @@ class DataLoader(ResumableLoader[_T_co]):
         return LoaderConfig(
             **values,
             fetch=fetch,
-            dataset=self.dataset,
-            collate_fn=self.collate_fn,
+            **{name: getattr(self, name) for name in _CARRIED},
             saves_dataset=saves_dataset,
             has_steps=sharing.devices is not None,
             num_workers=count,
             most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
-            prefetch_factor=self.prefetch_factor,
             fixed_window=sharing.window,
             in_order=self.in_order or not count,
             is_dynamic=is_map and (is_free or self._adapter is not None),
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
             root=self._root,
             worker_scope=sharing.scope,
             rank=sharing.ranks.find()[0] if is_host and sharing.ranks else 0,
@@ -632,7 +628,7 @@ class DataLoader(ResumableLoader[_T_co]):
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
-            for iterator in self._parts.open_iterators():
+            for iterator in list(self._parts.iterators):
                 stack.callback(iterator.close)
         self._parts.host_pool = self._parts.nursery = None
         # Last, since no exception is raised from an iterator that is freed as garbage.
@@ -647,9 +643,10 @@ class DataLoader(ResumableLoader[_T_co]):
         self.close()
 
 
-for _option in OPTIONS.values():
-    _name, _default = _option.name, _option.default
-    setattr(DataLoader, _name, FixedArgument(_name) if _option.is_fixed else _default)
+for _name, _default in DEFAULTS.items():
+    setattr(DataLoader, _name, _default)
+for _name in ("seed", "last_batch"):
+    setattr(DataLoader, _name, FixedArgument(_name))
 
 
 class CachedBatches(Generic[_T]):

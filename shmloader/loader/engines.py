@@ -8,6 +8,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.arrays import LocalArrays
@@ -22,7 +23,7 @@ from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.inline import Opened
+from shmloader.loader.inline import do_nothing
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
@@ -37,6 +38,33 @@ from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.tracebacks import warn_user
+
+
+@dataclass(slots=True)
+class Opened:
+    """An engine with workers, and what its iterator does with it besides asking for batches.
+
+    Attributes:
+        engine: The engine.
+        source: The engine, or a stage on another thread that is behind it.
+        pool: The engine's workers.
+        end: Ends all. It refers neither to the sampler nor to the iterator.
+        begin_epoch: Called before the epoch's first index batch is drawn.
+        set_window: Sets how many index batches are drawn when the next epoch begins.
+        adapting: Adapts the number of workers, with ``num_workers="auto"``.
+        is_on_device: Whether the source has called the ``device_transform``.
+        keeps: An object that the pool refers to only weakly.
+    """
+
+    engine: Any
+    source: Any
+    pool: Any
+    end: Callable[[], object]
+    begin_epoch: Callable[[], object]
+    set_window: Callable[[int], object] = do_nothing
+    adapting: Any = None
+    is_on_device: bool = False
+    keeps: object = None
 
 
 def open_workers(
@@ -144,8 +172,7 @@ def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
         window=config.window,
         lend_limit=0,
     )
-    begin = arrays.begin_epoch
-    return Opened(engine, engine, pool.close, begin, pool=pool, keeps=thread_config)
+    return Opened(engine, engine, pool, pool.close, arrays.begin_epoch, keeps=thread_config)
 
 
 def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> Opened:
@@ -170,16 +197,12 @@ def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> 
     )
     window = config.most_window  # to the engine, each batch in flight is a worker
     engine = _make_engine(pool, config, parts, worker_count=window, window=window, lend_limit=0)
-    return Opened(engine, engine, pool.close, _telling_epoch(pool, parts), pool=pool)
+    return Opened(engine, engine, pool, pool.close, _telling_epoch(pool, parts))
 
 
-def _telling_epoch(pool: Any, parts: LoaderParts) -> Callable[[], None]:
+def _telling_epoch(pool: Any, parts: LoaderParts) -> Callable[[], object]:
     """Return a function that tells the pool which epoch the datasets of workers are told."""
-
-    def tell() -> None:
-        pool.dataset_epoch = parts.dataset_epoch.told
-
-    return tell
+    return lambda: setattr(pool, "dataset_epoch", parts.dataset_epoch.told)
 
 
 # Worker processes ------------------------------------------------------------------------------
@@ -250,7 +273,7 @@ def _open_processes(
         stack.pop_all()
     adapting = None if adapter is None else _Adapting(adapter, engine)
     begin = _telling_epoch(pool, parts)
-    return Opened(engine, engine, pool.close, begin, pool=pool, adapting=adapting)
+    return Opened(engine, engine, pool, pool.close, begin, adapting=adapting)
 
 
 class _Adapting:

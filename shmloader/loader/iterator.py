@@ -40,7 +40,7 @@ from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.inline import cpu_transform, do_nothing, open_inline
+from shmloader.loader.inline import InlineEngine, do_nothing, make_step
 from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
 from shmloader.threads.uninterruptible import uninterruptible
@@ -94,8 +94,16 @@ class BatchIterator(_BaseDataLoaderIter):
     _stand_in: Any = None
     # Checkpoints of the datasets after the last delivered batch; None if none are kept.
     _checkpoints: DatasetCheckpoints | None = None
+    # What makes the batches, and what delivers them: the same, or a stage behind it.
+    _engine: Any = None
     _source: Any = None
+    # Only with workers: what the iterator does with them, and their pool.
+    _opened: Any = None
+    _pool: Any = None
+    _adapting: Any = None  # with num_workers="auto"
     _finalizer: Any = None
+    # Called with each batch on this thread; None for nothing.
+    _transform: Callable[[Any], Any] | None = None
 
     def __init__(
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
@@ -154,33 +162,31 @@ class BatchIterator(_BaseDataLoaderIter):
     def _begin(self, loader: Any, began_ns: int) -> None:
         """Open the engine and begin the first epoch."""
         config, pin = self._config, (self._pin_memory, self._pin_memory_device)
-        self._transform: Callable[[Any], Any] | None = None
         if self._is_inline:
             if self._timeout != 0:
                 raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-            self._opened = open_inline(config, self._plan, self._parts, self._local, *pin)
+            self._engine = InlineEngine(config, self._plan, self._parts, self._local, *pin)
+            self._source, end = self._engine, self._engine.end
             if self._local is not None:
                 self._checkpoints = self._parts.checkpoints = self._local.checkpoints
         else:
             from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
 
-            self._opened = open_workers(
+            opened = self._opened = open_workers(
                 config,
                 self._parts,
                 base_seed=int(self._base_seed),
                 checkpoints=self._checkpoints,
                 pin=pin,
             )
-            if not self._opened.is_on_device:
-                # Without a device, or with "cpu", the device_transform runs on this thread.
-                self._transform = cpu_transform(config)
-        opened = self._opened
-        self._engine, self._source = opened.engine, opened.source
-        self._pool = opened.pool
-        if opened.end is not do_nothing:
-            # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It
-            # must not hold the sampler, which may hold the loader and this iterator.
-            self._finalizer = weakref.finalize(self, opened.end)
+            self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
+            self._adapting, end = opened.adapting, opened.end
+            if not opened.is_on_device:
+                _, self._transform = make_step(config)
+        # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It must
+        # not hold the sampler, which may hold the loader and this iterator.
+        if end is not do_nothing:
+            self._finalizer = weakref.finalize(self, end)
             self._finalizer.atexit = False
         self._begin_record(loader, began_ns)
         if not self._is_inline:
@@ -188,29 +194,26 @@ class BatchIterator(_BaseDataLoaderIter):
         self._draw_for(self._source.start)
 
     def _begin_record(self, loader: Any, began_ns: int) -> None:
-        parts, opened = self._parts, self._opened
-        if self._is_inline:
-            self._record = Record(self._plan.epoch, "in-process", 0, begin_ns=began_ns)
-            self._engine.record = self._record
-        else:
-            self._record = Record(
-                self._plan.epoch,
-                self._config.kind,
-                loader.num_workers,
-                keeps_workers=self._persistent_workers,
-                in_order=self._in_order,
-                counts=self._engine.counts,
-                readings=self._pool.readings,
-                failed=parts.failures,
-                begin_ns=began_ns,
-            )
-        parts.statistics.begin(self._record, self)
-        if opened.adapting is not None:
-            opened.adapting.begin()
+        self._record = self._engine.record = Record(
+            self._plan.epoch,
+            self._config.kind,
+            loader.num_workers,
+            keeps_workers=self._persistent_workers,
+            in_order=self._in_order,
+            counts=self._engine.counts,
+            readings=None if self._pool is None else self._pool.readings,
+            # Without workers, the engine counts them in the record.
+            failed=None if self._is_inline else self._parts.failures,
+            begin_ns=began_ns,
+        )
+        self._parts.statistics.begin(self._record, self)
 
     def _draw_for(self, start: Callable[[Any], object]) -> None:
         """Begin to draw the epoch's index batches, and start or restart the engine with them."""
-        self._opened.begin_epoch()
+        if self._opened is not None:
+            self._opened.begin_epoch()
+        if self._adapting is not None:
+            self._adapting.begin()
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
         self._progress = self._plan.progress
@@ -345,7 +348,7 @@ class BatchIterator(_BaseDataLoaderIter):
             record.add(began_ns, ended_ns, 0, None, "other", 0)
         else:
             record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, nbytes)
-            if delivery.datasets or self._opened.adapting is not None:
+            if delivery.datasets or self._adapting is not None:
                 self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._in_order and self._checkpoints is None:
@@ -359,8 +362,8 @@ class BatchIterator(_BaseDataLoaderIter):
         busy_ns = sum((times if self._is_inline else times.work)[1:4])
         for update in delivery.datasets:
             self._parts.state_cost.add(update.checkpoint)
-        if self._opened.adapting is not None:
-            self._opened.adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
+        if self._adapting is not None:
+            self._adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
             loader, present = self._loader(), self._engine.present_workers
             if loader is not None and loader.num_workers != present:
                 self._record.worker_count = present

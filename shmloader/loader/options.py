@@ -14,7 +14,7 @@ import math
 import mmap
 import re
 import reprlib
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
@@ -36,7 +36,6 @@ from torch.utils.data.datapipes.datapipe import (
     _MapDataPipeSerializationWrapper,
 )
 
-from shmloader.batch.arrays import is_plain_data
 from shmloader.pools.adapting import AutoCount
 from shmloader.probing import probe
 from shmloader.sampling.steps import LastBatch
@@ -58,12 +57,7 @@ MINIMUM_SLOT_BYTES = 64 * 1024
 #: The classes that torch's constructor wraps data pipes in.
 WRAPPED_DATA_PIPES = _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
-_BYTES = {"": 1} | {
-    unit + suffix: base**power
-    for suffix, base in (("", 10**3), ("i", 2**10))
-    for power, unit in enumerate("kmgt", 1)
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
 
 def is_map_style(dataset: object) -> bool:
@@ -134,9 +128,11 @@ def _share_or_count(value: Any) -> int | Fraction:
 def _size(value: Any) -> int:
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
-        _must(match)
-        assert match is not None
-        value = float(match[1]) * _BYTES[(match[2] or "").lower()]
+        if match is None:
+            raise ValueError
+        number, prefix, is_binary = match.groups()
+        base = 1024 if is_binary else 1000
+        value = float(number) * base ** " kmgt".index((prefix or " ").lower())
     _must(value >= 1)
     return int(value)
 
@@ -162,10 +158,8 @@ class Option:
         what: What it should be, for the message.
         kinds: The types that it may have.
         read: Returns a value as loaders use it, or raises ValueError.
-        needs_workers: Whether it needs workers.
-        needs_indices: Whether it needs a map-style dataset.
+        needs: "workers", "indices" (a map-style dataset), both or neither.
         excludes: The options that it cannot be combined with.
-        is_fixed: Whether only the constructor reads it, so that setting it later raises.
     """
 
     name: str
@@ -173,10 +167,8 @@ class Option:
     what: str
     kinds: Any
     read: Callable[[Any], Any] = lambda value: value
-    needs_workers: bool = False
-    needs_indices: bool = False
+    needs: str = ""
     excludes: tuple[str, ...] = ()
-    is_fixed: bool = False
 
     def check(self, value: Any) -> Any:
         """Return a value as loaders use it.
@@ -198,154 +190,80 @@ class Option:
 
     def check_needs(self, loader: Any) -> None:
         """Raise ValueError if a loader lacks what the option needs, or has what it excludes."""
-        if self.needs_workers and loader.num_workers == 0:
-            raise ValueError(f"{self.name} needs num_workers > 0")
-        if self.needs_indices and not is_map_style(loader.dataset):
-            raise ValueError(f"{self.name} needs a map-style dataset")
+        if missing := self.missing(loader):
+            raise ValueError(f"{self.name} needs {missing}")
         wrong = [each for each in self.excludes if getattr(loader, each) != DEFAULTS.get(each)]
         if wrong:
             raise ValueError(f"{self.name} cannot be combined with {', '.join(wrong)}")
 
+    def missing(self, loader: Any) -> str:
+        """Return what a loader lacks for the option; "" for nothing."""
+        if "workers" in self.needs and loader.num_workers == 0:
+            return "num_workers > 0"
+        is_missing = "indices" in self.needs and not is_map_style(loader.dataset)
+        return "a map-style dataset" if is_missing else ""
+
 
 _TABLE = (
     Option(
-        "shm_size",
-        None,
-        "a positive number of bytes or a text such as '512MiB' or '8GiB'",
-        (Integral, str),
-        _size,
+        "shm_size", None, "a positive number of bytes or a text such as '512MiB' or '8GiB'",
+        (Integral, str), _size,
     ),
-    Option("worker_restarts", 0, "a number of workers, 0 or more", Integral, _from(0), True),
+    Option("worker_restarts", 0, "a number of workers, 0 or more", Integral, _from(0), "workers"),
     Option("device", None, "a device", object, _device),
     Option("device_transform", None, "callable", Callable),
     Option("device_prefetch", DEVICE_PREFETCH, "a positive number", Integral, _from(1)),
     Option(
-        "on_error",
-        "raise",
-        "'raise', 'skip' or a function (index, exception) -> sample",
-        (str, Callable),
-        _handler,
-        needs_indices=True,
+        "on_error", "raise", "'raise', 'skip' or a function (index, exception) -> sample",
+        (str, Callable), _handler, "indices",
     ),
     Option(
-        "max_failures",
-        None,
+        "max_failures", None,
         "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
-        Real,
-        _share_or_count,
-        needs_indices=True,
+        Real, _share_or_count, "indices",
     ),
     Option(
-        "last_batch",
-        None,
-        "'keep', 'discard', 'rollover' or 'pad'",
-        object,
-        _one_of(LastBatch),
-        is_fixed=True,
+        "last_batch", None, "'keep', 'discard', 'rollover' or 'pad'", object, _one_of(LastBatch),
     ),
     Option(
-        "thread_pool",
-        False,
-        "a bool",
-        bool,
-        needs_workers=True,
-        needs_indices=True,
+        "thread_pool", False, "a bool", bool, needs="workers, indices",
         excludes=("multiprocessing_context", "shm_size", "worker_restarts"),
     ),
-    Option("seed", None, "a whole number, 0 or more", Integral, _from(0), is_fixed=True),
+    Option("seed", None, "a whole number, 0 or more", Integral, _from(0)),
     Option(
-        "snapshot_every_n_steps",
-        "auto",
-        "'auto', a number of batches, or 0 or None for never",
-        (Integral, str, type(None)),
-        _interval,
+        "snapshot_every_n_steps", "auto", "'auto', a number of batches, or 0 or None for never",
+        (Integral, str, type(None)), _interval,
     ),
     Option(
-        "fetch_concurrency",
-        None,
-        "a positive number of samples",
-        Integral,
-        _from(1),
-        needs_indices=True,
+        "fetch_concurrency", None, "a positive number of samples", Integral, _from(1), "indices",
     ),
     Option(
-        "sample_timeout",
-        None,
-        "a positive number of seconds or None",
-        Real,
-        _seconds,
-        needs_workers=True,
+        "sample_timeout", None, "a positive number of seconds or None", Real, _seconds, "workers",
     ),
     Option(
-        "executor",
-        None,
+        "executor", None,
         "a concurrent.futures.Executor of processes, for Dask "
         "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
-        concurrent.futures.Executor,
-        _processes,
-        needs_workers=True,
-        needs_indices=True,
+        concurrent.futures.Executor, _processes, "workers, indices",
         excludes=("thread_pool", "multiprocessing_context", "sample_timeout", "shm_size"),
     ),
-)
+)  # fmt: skip
 
 _AUTO = Option(
-    "num_workers='auto'",
-    0,
-    "'auto'",
-    object,
-    needs_indices=True,
-    excludes=("thread_pool", "executor"),
+    "num_workers='auto'", 0, "'auto'", object, needs="indices", excludes=("thread_pool", "executor")
 )
 
 # Only ShardedDataLoader has it.
 _SCOPE = Option(
-    "worker_scope",
-    "rank",
-    "'rank' or 'host'",
-    object,
-    _one_of(WorkerScope),
-    needs_workers=True,
+    "worker_scope", "rank", "'rank' or 'host'", object, _one_of(WorkerScope), "workers",
     excludes=("thread_pool", "executor", "multiprocessing_context"),
-)
+)  # fmt: skip
 
 #: The arguments that torch's loader does not have, in the order of the constructor.
 OPTIONS = {option.name: option for option in _TABLE}
 
 #: Their defaults.
 DEFAULTS = {option.name: option.default for option in _TABLE}
-
-
-class FixedArgument:
-    """A loader's argument that only its constructor reads.
-
-    Setting it later would have no effect, so it raises. A user's subclass may have an attribute of
-    the same name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, loader: Any, _: type | None = None) -> Any:
-        return None if loader is None else loader.__dict__.get(self._name)
-
-    def __set__(self, loader: Any, value: object) -> None:
-        kind = type(loader)
-        if kind.__module__.partition(".")[0] == "shmloader":
-            raise ValueError(
-                f"{self._name} attribute should not be set after {kind.__name__} is initialized"
-            )
-        loader.__dict__[self._name] = value
-
-
-def parse_max_failures(value: Any) -> int | Fraction | None:
-    """Return how many samples may fail: a number, or a share as a Fraction; None for any number.
-
-    Raises:
-        TypeError, ValueError: If the user's argument is none of these.
-    """
-    checked: int | Fraction | None = OPTIONS["max_failures"].check(value)
-    return checked
 
 
 def read_options(loader: Any) -> dict[str, Any]:
@@ -388,32 +306,29 @@ def read_options(loader: Any) -> dict[str, Any]:
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
+    sharing, is_pipe = loader._sharing, is_data_pipe(loader.dataset)
+    wrong = ""
     if values["max_failures"] is not None and values["on_error"] == "raise":
-        raise ValueError(
+        wrong = (
             "max_failures counts samples that on_error='skip' leaves out or a function replaces; "
             "with on_error='raise' the first one raises"
         )
-    if values["device_transform"] is not None and loader.device is loader._sharing.devices is None:
-        raise ValueError(
+    elif values["device_transform"] is not None and loader.device is sharing.devices is None:
+        wrong = (
             "device_transform is called with the batch on the device and needs device=; on the "
             "CPU, transform in the dataset or collate_fn, where workers do it"
         )
-    is_seeded = values["seed"] is not None
-    if is_seeded and loader.generator is not None and loader._sharing.ranks is None:
-        raise ValueError(
+    elif values["seed"] is not None and loader.generator is not None and sharing.ranks is None:
+        wrong = (
             "seed is mutually exclusive with generator: seed= decides the order and all random "
             "numbers, which torch draws from generator="
         )
-    context = loader.multiprocessing_context
-    if context is not None and not starts_processes(context):
-        raise ValueError(
-            "multiprocessing_context should start processes; thread_pool=True loads on threads"
-        )
-    for name in ("seed", "sample_timeout"):
-        if values[name] is not None and is_data_pipe(loader.dataset):
-            raise ValueError(
-                f"{name} cannot be given for a data pipe, which torch's own iterator loads"
-            )
+    elif not starts_processes(loader.multiprocessing_context):
+        wrong = "multiprocessing_context should start processes; thread_pool=True loads on threads"
+    elif is_pipe and (values["seed"], values["sample_timeout"]) != (None, None):
+        wrong = "seed and sample_timeout cannot be given for data pipes, which torch loads itself"
+    if wrong:
+        raise ValueError(wrong)
 
 
 def starts_processes(context: Any) -> bool:
@@ -485,42 +400,11 @@ def check_last_batch(
         raise ValueError(f"last_batch={last_batch!r} {wrong}")
 
 
-def warn_of_random_numbers(dataset: object, given: str) -> None:
-    """Warn that samples' random numbers depend on their worker; called by a constructor.
-
-    Args:
-        dataset: The dataset. There is no warning if loading its samples runs no code of the user's.
-        given: The argument that lets any worker take the next batch, as text: "executor=".
-    """
-    if not is_plain_data(dataset):
-        warn_user(
-            f"{given} lets any idle worker take the next batch, so random numbers that "
-            "samples draw depend on the worker, and so on the machine's speed. seed= makes them "
-            "independent of that; safe to ignore if your samples use no random numbers.",
-        )
-
-
-def warn_of_empty_epochs(batch_count: int | None, samples: object, what: str) -> None:
-    """Warn if all samples are discarded; called by a loader's constructor.
-
-    Args:
-        batch_count: The number of batches of an epoch; None if it is not known.
-        samples: The loader's sampler, or the dataset of a sharded loader.
-        what: What the samples have to fill, such as "a batch of 8".
-    """
-    with contextlib.suppress(TypeError, NotImplementedError):  # a dataset without a length
-        sample_count = len(samples) if isinstance(samples, Sized) else 0
-        if sample_count and batch_count == 0:
-            warn_user(
-                f"each epoch is empty: samples that do not fill {what} are discarded, and there "
-                f"are only {sample_count}. Lower batch_size, or keep them with last_batch='keep'.",
-            )
-
-
 # What repr() shows -----------------------------------------------------------------------------
 
 # Values that an attribute has without its argument, besides the argument's default.
 _USUAL = {"collate_fn": (default_collate, default_convert), "prefetch_factor": (2,)}
+_USUAL_SAMPLERS = SequentialSampler | _InfiniteConstantSampler | None
 
 
 def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
@@ -532,19 +416,17 @@ def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
     """
     shown = [describe_source(getattr(loader, "dataset", None))]
     for name in dict.fromkeys(("batch_size", "num_workers", *parameters)):
-        value = getattr(loader, name, parameters[name])
-        if name == "sampler":
-            is_default = isinstance(value, SequentialSampler | _InfiniteConstantSampler | None)
-        elif name == "batch_sampler":
-            is_default = value is None or getattr(loader, "batch_size", 1) is not None
+        default = parameters[name]
+        value = getattr(loader, name, default)
+        if name == "batch_sampler":
+            is_usual = value is None or getattr(loader, "batch_size", 1) is not None
+        elif name == "sampler":
+            is_usual = isinstance(value, _USUAL_SAMPLERS)
         else:
-            usual = (parameters[name], *_USUAL.get(name, ()))
-            is_default = any(value is one or value == one for one in usual)
-        if name in ("batch_size", "num_workers") or not (is_default or name == "dataset"):
-            text = _describe_value(value)
-            if name == "num_workers" and isinstance(value, AutoCount):
-                text = f"'auto' ({value} now)"
-            shown.append(f"{name}={text}")
+            usual = (default, *_USUAL.get(name, ()))
+            is_usual = any(value is one or value == one for one in usual)
+        if name in ("batch_size", "num_workers") or not (is_usual or name == "dataset"):
+            shown.append(f"{name}={_describe_value(value)}")
     return f"{type(loader).__name__}({', '.join(shown)})"
 
 
@@ -557,6 +439,8 @@ def describe_source(source: object) -> str:
 
 
 def _describe_value(value: object) -> str:
+    if isinstance(value, AutoCount):
+        return f"'auto' ({value} now)"
     if isinstance(value, Number | str | list | tuple | torch.device | None):
         return reprlib.repr(value)
     return str(getattr(value, "__qualname__", f"<{type(value).__name__}>"))

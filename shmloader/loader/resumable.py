@@ -20,13 +20,8 @@ from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.options import (
-    WRAPPED_DATA_PIPES,
-    FixedArgument,
-    SnapshotInterval,
-    is_data_pipe,
-)
-from shmloader.loader.states import check_facts, check_state, copied, sealed
+from shmloader.loader.options import WRAPPED_DATA_PIPES, SnapshotInterval, is_data_pipe
+from shmloader.loader.states import check_facts, check_state, sealed
 from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
@@ -36,7 +31,7 @@ from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
-from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
+from shmloader.sampling.rollover import RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.sampler_state import told_of_epochs
 from shmloader.sampling.seeded_order import SeededOrder
@@ -56,9 +51,34 @@ _log = logging.getLogger("shmloader")
 # torch's batch sampler and our own, which cut a sampler into batches.
 _CUTTING = BatchSampler, RolloverBatchSampler
 
+# The samplers of torch's that are replaced by the order that is delivered, with a seed.
+_SEEDED = {RandomSampler: SeededRandomSampler, SequentialSampler: SeededSequentialSampler}
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other or (type(one) is int and type(other) is int and one == other)
+
+# Why states do not contain the dataset's, if the dataset has none.
+_NO_METHODS = "a dataset without state_dict() and load_state_dict()"
+
+
+class FixedArgument:
+    """A loader's attribute that only its constructor sets.
+
+    Setting it later would have no effect, so it raises. A user's subclass may have an attribute of
+    the same name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, _: type | None = None) -> Any:
+        return None if loader is None else loader.__dict__.get(self._name)
+
+    def __set__(self, loader: Any, value: object) -> None:
+        kind = type(loader)
+        if kind.__module__.partition(".")[0] == "shmloader":
+            raise ValueError(
+                f"{self._name} attribute should not be set after {kind.__name__} is initialized"
+            )
+        loader.__dict__[self._name] = value
 
 
 class _Epoch(FixedArgument):
@@ -67,16 +87,7 @@ class _Epoch(FixedArgument):
     def __get__(self, loader: Any, kind: type | None = None) -> Any:
         if loader is None or "epoch" in loader.__dict__:
             return super().__get__(loader, kind)
-        plan = loader._plan
-        return (loader._present_plan if plan is None else plan).present_epoch
-
-    def __set__(self, loader: Any, value: object) -> None:
-        try:
-            super().__set__(loader, value)
-        except ValueError:
-            raise AttributeError(
-                "epoch cannot be set: set_epoch() sets the number of the next epoch"
-            ) from None
+        return loader._present_plan.present_epoch
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -143,8 +154,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             plan = self._set_plan(EpochCounter())
         else:
             sources = self._order_sources()
-            are_same = map(operator.is_, sources, self._sources)
-            if not all(are_same) and not all(map(_is_same, sources, self._sources)):
+            if not all(map(operator.is_, sources, self._sources)):
                 plan.order, self._sources = self._make_order(), sources
         plan.generator = self.generator
         return plan
@@ -172,8 +182,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             return
         counter = EpochCounter()
         if sampler is None and batch_sampler is None:
-            self._use_seeded_sampler(seed, counter)
-        self._set_plan(counter)  # now, since it notes the epochs of the user's samplers
+            kind = _SEEDED.get(type(self.sampler))
+            if kind is not None:
+                self._set_own_sampler(kind(self.sampler.data_source, seed, counter))  # type: ignore[attr-defined]
+        self._set_plan(counter)  # now, since it records the epochs of the user's samplers
 
     def _set_plan(self, counter: EpochCounter) -> EpochPlan:
         own = self.__dict__
@@ -183,66 +195,64 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _make_order(self) -> SeededOrder | SamplerOrder:
         """Return the order of the samplers that the loader has now."""
-        seed, index_sampler = self._sample_seed, self._index_sampler
+        seed, batches = self._sample_seed, self._index_sampler
         if seed is None or self._is_iterable:
             return SamplerOrder(
-                index_sampler if seed is None else PositionedStreams(index_sampler),
+                batches if seed is None else PositionedStreams(batches),
                 is_iterable=self._is_iterable,
                 seed=seed,
             )
-        sampler, batch_size, last_batch = self._batching()
-        data_source = self._source_of(sampler)
-        return SeededOrder(
+        sampler, batch_size = self._batching()
+        last_batch: LastBatch = "keep"
+        if carries_over(batches):
+            last_batch = "rollover"
+        elif batch_size is not None and batches.drop_last:
+            last_batch = "discard"
+        return self._seeded_order(
+            sampler,
             batch_size,
-            0,
-            Cut(batch_size or 1),
             last_batch,
-            seed,
-            length=data_source,
             shuffle=isinstance(sampler, RandomSampler),
-            items=sampler if data_source is None else None,
             may_shard=False,
-            is_positioned=True,
-            carry_over=self._carry_over,
-            counter=self._counter_of_passes(sampler),
+            carry_over=batches.carry_over if carries_over(batches) else None,
         )
 
-    def _counter_of_passes(self, sampler: object) -> EpochCounter | None:
-        """Return the counter for a sampler that was put in place of the loader's, or None."""
-        is_own = isinstance(self.sampler, SeededSampler) and self.sampler.epochs is self._counter
-        return self._counter if is_own and sampler is not self.sampler else None
-
-    def _batching(self) -> tuple[Any, int | None, LastBatch]:
-        """Return the sampler that is cut into batches, their size, and how the last is handled.
+    def _batching(self) -> tuple[Any, int | None]:
+        """Return the sampler that is cut into batches, and their size.
 
         Without a size, the "sampler" yields whole batches, or indices that are not batched.
         """
         batches = self._index_sampler
         if type(batches) not in _CUTTING or self.batch_size is None:
-            return batches, None, "keep"
-        last_batch: LastBatch = "discard" if batches.drop_last else "keep"
-        if carries_over(batches):
-            last_batch = "rollover"
-        return batches.sampler, batches.batch_size, last_batch
+            return batches, None
+        return batches.sampler, batches.batch_size
+
+    def _seeded_order(
+        self, sampler: Any, batch_size: int | None, last_batch: LastBatch, **more: Any
+    ) -> SeededOrder:
+        """Return the order of a sampler's items, which depends on the seed."""
+        length, shards = self._source_of(sampler), more.pop("num_shards", 0)
+        # The counter is for a sampler that was put in place of the loader's, and may wrap it.
+        has_own = isinstance(self.sampler, SeededSampler) and self.sampler.epochs is self._counter
+        assert self._sample_seed is not None
+        return SeededOrder(
+            batch_size,
+            shards,
+            Cut((batch_size or 1) * max(1, shards)),
+            last_batch,
+            self._sample_seed,
+            length=length,
+            items=sampler if length is None else None,
+            is_positioned=True,
+            counter=self._counter if has_own and sampler is not self.sampler else None,
+            **more,
+        )
 
     def _source_of(self, sampler: object) -> Sized | None:
         """Return what has the indices that a seeded order yields itself; None to draw a sampler."""
         if isinstance(sampler, SeededSampler) and sampler.epochs is self._counter:
             return sampler.data_source
         return None
-
-    @property
-    def _carry_over(self) -> CarryOver | None:
-        """The samples that the next epoch begins with, which the batch sampler shows."""
-        batches = self._index_sampler
-        return batches.carry_over if carries_over(batches) else None
-
-    def _use_seeded_sampler(self, seed: int, counter: EpochCounter) -> None:
-        """Replace torch's sampler by the order that is delivered."""
-        if type(self.sampler) is RandomSampler:
-            self._set_own_sampler(SeededRandomSampler(self.sampler.data_source, seed, counter))
-        elif type(self.sampler) is SequentialSampler:
-            self._set_own_sampler(SeededSequentialSampler(self.sampler.data_source, seed, counter))
 
     def _set_own_sampler(self, sampler: SeededSampler) -> None:
         """Set ``sampler`` and the batch sampler over it, which torch's __setattr__ refuses."""
@@ -311,7 +321,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
-        has_own = self._sample_seed is not None or self._carry_over is not None
+        has_own = self._sample_seed is not None or carries_over(self._index_sampler)
         if not has_own or self._is_iterable:
             return super().__len__()
         return len(self._present_plan)
@@ -393,13 +403,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         if self._is_iterable:
             return ""
         if not self._asks_for_state:
-            return "a dataset without state_dict() and load_state_dict()"
-        reasons = {
-            "thread_pool=True": self.thread_pool,
-            "executor=": self.executor is not None,
-            "num_workers='auto'": self._adapter is not None,
-        }
-        return next((why for why in reasons if reasons[why]), "")
+            return _NO_METHODS
+        if self.thread_pool:
+            return "thread_pool=True"
+        if self.executor is not None:
+            return "executor="
+        return "" if self._adapter is None else "num_workers='auto'"
 
     @property
     def _saves_dataset(self) -> bool:
@@ -442,7 +451,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             **plan.state_dict(draws_seed=not self._has_workers, in_order=in_order),
         }
         self._add_checkpoints(state, plan)
-        return sealed(copied(state))
+        return sealed(state)
 
     @property
     def _has_workers(self) -> bool:
@@ -453,7 +462,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Add the positions or states of the workers' datasets to a state."""
         checkpoints, why_unsaved = self._parts.checkpoints, self._why_unsaved
         if why_unsaved:
-            if self._asks_for_state:
+            if why_unsaved != _NO_METHODS:
                 warn_user(
                     "the dataset has state_dict() and load_state_dict(), but with "
                     f"{why_unsaved} the loader's state does not contain the dataset's: save it "
@@ -462,12 +471,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 )
             return
         is_mid = plan.epoch is not None and not plan.progress.is_ended
-        if is_mid and checkpoints is not None:
+        if checkpoints is not None and (is_mid or self._has_workers):
             state["datasets"] = checkpoints.dump(self._save_dataset)
-            if self._is_iterable:
+            if is_mid and self._is_iterable:
                 state["position"] = sum(each["given"] for each in state["datasets"]["checkpoints"])
-        elif checkpoints is not None and self._has_workers:
-            state["datasets"] = checkpoints.dump(self._save_dataset)
         elif not is_mid:
             saved = self._save_dataset()
             if isinstance(saved, Unsaved):
@@ -500,7 +507,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         loaded = copy.deepcopy(check_state(state, self._facts()))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
-        iterators = self._parts.open_iterators()
+        iterators = list(self._parts.iterators)
         for iterator in iterators:
             iterator.replace()
         if self._saves_dataset and self._iterator in iterators:

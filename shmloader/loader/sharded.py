@@ -19,23 +19,21 @@ from shmloader.loader.config import Sharing
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
     DEVICE_PREFETCH,
-    FixedArgument,
     SnapshotInterval,
     WorkerScope,
     check_last_batch,
     is_map_style,
-    warn_of_empty_epochs,
 )
+from shmloader.loader.resumable import FixedArgument
 from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.ranks import Ranks, divides_for_ranks
-from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_repeats
-from shmloader.sampling.steps import Cut, LastBatch
+from shmloader.sampling.steps import LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -231,7 +229,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
         given = dict(locals())
         if batchify_fn is not None and collate_fn is not None:
             raise TypeError("batchify_fn is another name for collate_fn: give one of the two")
-        _check_dataset(dataset)
+        if not is_map_style(dataset):
+            raise ValueError(
+                "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
+                "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
+            )
         if not isinstance(shuffle, bool | np.bool_ | None):
             raise TypeError(
                 f"shuffle should be True or False, but got shuffle={reprlib.repr(shuffle)}"
@@ -281,43 +283,38 @@ class ShardedDataLoader(DataLoader[_T_co]):
         return *super()._order_sources(), self.devices
 
     def _make_order(self) -> SeededOrder:
-        sampler, batch_size, _ = self._batching()
+        sampler, batch_size = self._batching()
         batches = sampler if batch_size is None else None
         _check_samplers(sampler, batches)
         own = self._source_of(sampler)
         # An order that a loader has divided leaves no samples over.
         self._is_cut = own is None and any(map(_is_own_share, chain(sampler)))
-        shards = _count_shards(self.devices, self.num_shards, has_batch_sampler=batches is not None)
-        if self._is_cut:
-            last_batch: LastBatch = "keep"
-        else:
-            is_dropped = self.drop_last
+        last_batch: LastBatch = "keep"
+        if not self._is_cut:
             check_last_batch(
-                self.last_batch, batch_size, batches, drop_last=is_dropped, is_sharded=True
+                self.last_batch,
+                batch_size,
+                batches,
+                drop_last=self.drop_last,
+                is_sharded=True,
             )
             last_batch = "discard" if self.drop_last else self.last_batch or "pad"
-        order = SeededOrder(
+        carries = last_batch == "rollover" and self._plan is not None
+        order = self._seeded_order(
+            sampler,
             batch_size,
-            shards,
-            Cut((batch_size or 1) * max(1, shards)),
             last_batch,
-            self._sample_seed,
-            length=own,
+            num_shards=_count_shards(
+                self.devices, self.num_shards, has_batch_sampler=batches is not None
+            ),
             shuffle=own is not None and sampler.shuffle,
-            items=sampler if own is None else None,
             device_count=len(self.devices or ()),
-            is_positioned=True,
             ranks=None if self._is_cut else self._ranks,
-            carry_over=self._carry_over if last_batch == "rollover" else None,
-            counter=self._counter_of_passes(sampler),
+            carry_over=self._plan.order.carry_over if carries else None,  # type: ignore[union-attr]
         )
         if own is not None:
             sampler.order = order
         return order
-
-    @property
-    def _carry_over(self) -> CarryOver | None:
-        return None if self._plan is None else self._plan.order.carry_over
 
     def _check_generator(self, generator: object) -> None:
         known = self._ranks.known
@@ -354,12 +351,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         self._check_generator(self.generator)
         super()._begin_epoch(plan, draws_seed=draws_seed)
 
-    def _warn_if_empty(self) -> None:
-        if self._ranks.known is not None:
-            order = self._order
-            what = f"a global batch of {order.cut.global_count}"
-            warn_of_empty_epochs(order.count_batches(), self.dataset, what)
-
     def _seed_of_samples(self, seed: int) -> int:
         # Positions in the global order are different on all ranks.
         return super()._seed_of_samples(seed) if self._is_cut else seed
@@ -382,22 +373,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise RuntimeError("padding is known only with in_order=True")
         plan = self._present_plan
         return cast("SeededOrder", plan.newest).repeats_before(plan.progress.position)
-
-
-def _check_dataset(dataset: object) -> None:
-    """Check that samples can be loaded by index, as far as the class of ``dataset`` shows."""
-    if not is_map_style(dataset):
-        raise ValueError(
-            "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
-            "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
-        )
-    is_class = isinstance(dataset, type)
-    has_lists = not is_class and callable(probe(dataset, "__getitems__"))
-    if not (has_lists or hasattr(type(dataset), "__getitem__")):
-        raise TypeError(
-            "dataset should be an object with __getitem__ and __len__, or a "
-            f"torch.utils.data.IterableDataset, but got dataset={reprlib.repr(dataset)}"
-        )
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:

@@ -23,11 +23,16 @@ _FACTS = {
     "seed": "seed",
 }
 
+# Made once, since json's functions make an object for each call.
+_encode = json.JSONEncoder(default=lambda value: type(value).__qualname__, skipkeys=True).encode
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode
+_decode = json.JSONDecoder().decode
+
 _OTHERS = {"epoch", "position", "sampler", "persistent"}
 
 
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of a state, which shares nothing with the user's objects.
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state, with a version and a checksum, which shares nothing with the user.
 
     Raises:
         RuntimeError: If the state of a sampler could not be taken, or a part cannot be pickled.
@@ -36,8 +41,8 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     if unsaved is not None:
         raise RuntimeError(unsaved.text)
     try:
-        copy: dict[str, Any] = pickle.loads(pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
-        return copy
+        pickled = pickle.dumps({"version": VERSION, **state}, pickle.HIGHEST_PROTOCOL)
+        copy: dict[str, Any] = pickle.loads(pickled)
     except Exception as error:
         if is_interruption(error):
             raise
@@ -46,12 +51,8 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
             "pickled from state_dict() of the dataset and the sampler; or set state_dict = None in "
             "its class, or snapshot_every_n_steps=0 for a dataset"
         ) from error
-
-
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with a version, and a checksum that shows damage when it is loaded."""
-    state = {"version": VERSION, **state}
-    return {**state, "checksum": _checksum(state)}
+    copy["checksum"] = _checksum(copy)
+    return copy
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -59,10 +60,9 @@ def _checksum(state: dict[str, Any]) -> int:
 
     Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
     """
-    plain = {**state, "checksum": None}
     # In JSON, tuples become lists and all keys become strings.
-    text = json.dumps(plain, default=lambda value: type(value).__qualname__, skipkeys=True)
-    return zlib.crc32(json.dumps(json.loads(text), sort_keys=True).encode())
+    plain = _decode(_encode({**state, "checksum": None}))
+    return zlib.crc32(_encode_sorted(plain).encode())
 
 
 def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,11 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
             "the state was not saved by a loader of shmloader: pass what state_dict() of such a "
             f"loader returned. The keys of this one: {', '.join(map(repr, state)) or 'none'}"
         )
-    if not is_whole(state):
+    try:
+        is_whole = _checksum(state) == state.get("checksum")
+    except (TypeError, ValueError, RecursionError):
+        is_whole = False
+    if not is_whole:
         raise ValueError(
             "the state is damaged, or was changed after state_dict() had returned it: its checksum "
             f"is wrong: {reprlib.repr(state)}"
@@ -114,18 +118,12 @@ def check_facts(state: dict[str, Any], facts: dict[str, Any]) -> None:
     """
     wrong = [
         f"- {_FACTS[key]}: {_shortener.repr(state[key])} in the state, "
-        f"{_shortener.repr(facts[key])} in this loader."
-        for key in facts
-        if state[key] != facts[key]
+        f"{_shortener.repr(fact)} in this loader.\n"
+        for key, fact in facts.items()
+        if state[key] != fact
     ]
     if wrong:
-        lines = ["the state does not fit this loader:", *wrong]
-        raise ValueError("\n".join([*lines, "Give the arguments with which the state was saved."]))
-
-
-def is_whole(state: dict[str, Any]) -> bool:
-    """Return whether a state is as :func:`sealed` returned it, or as JSON restored that."""
-    try:
-        return bool(_checksum(state) == state.get("checksum"))
-    except (TypeError, ValueError, RecursionError):
-        return False
+        raise ValueError(
+            f"the state does not fit this loader:\n{''.join(wrong)}"
+            "Give the arguments with which the state was saved."
+        )

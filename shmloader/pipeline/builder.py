@@ -14,7 +14,7 @@ import torch
 
 from shmloader.device.backend import parse_device
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
-from shmloader.loader.options import parse_max_failures
+from shmloader.loader.options import OPTIONS
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.pipeline.config import (
     Executor,
@@ -197,7 +197,7 @@ class PipelineBuilder:
                 makes_many=makes_many,
                 concurrency=whole_number(concurrency, "concurrency", minimum=1),
                 in_order=output_order == "input",
-                max_failures=parse_max_failures(max_failures),
+                max_failures=OPTIONS["max_failures"].check(max_failures),
                 executor=executor if isinstance(executor, concurrent.futures.Executor) else None,
                 setup=setup,
                 teardown=teardown,
@@ -313,7 +313,7 @@ class PipelineBuilder:
             tuple(self._stages),
             self._buffer_size,
             whole_number(num_threads, "num_threads", minimum=1),
-            parse_max_failures(max_failures),
+            OPTIONS["max_failures"].check(max_failures),
             timeout,
             self._snapshot_every,
         )

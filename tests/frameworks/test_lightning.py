@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 
 import shmloader
-from shmloader.integrations import lightning as adapter
 from shmloader.integrations.lightning import LoaderCallback
 from tests.frameworks.support import Linear, Rows, assert_equal
 
@@ -125,18 +124,6 @@ def test_after_the_last_step_of_the_run_nothing_follows(tmp_path):
 def test_a_second_run_of_the_same_loader_begins_with_the_trainers_epoch(tmp_path):
     first = fit(tmp_path)
     assert_equal(fit(tmp_path), first)
-
-
-def test_a_lightning_that_the_callback_does_not_know_is_refused(tmp_path, monkeypatch):
-    names = ("_data_fetcher", "renamed", "epoch_loop.renamed")
-    monkeypatch.setattr(adapter, "_NEEDED", names)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[LoaderCallback()], max_epochs=1
-    )
-    with pytest.raises(
-        RuntimeError, match=r"has no renamed, epoch_loop\.renamed: install Lightning"
-    ):
-        trainer.fit(Module(), shmloader.DataLoader(Rows(), 8))
 
 
 def test_the_callback_serves_the_package_pytorch_lightning_too(tmp_path):

@@ -128,8 +128,11 @@ def test_an_epoch_in_progress_outlives_uninstall():
     iterator = iter(loader)
     next(iterator)
     shmloader.uninstall()
-    assert loader._iterator is None
     assert len(list(iterator)) == 3
+    assert loader._iterator is iterator
+    assert len(firsts(loader)) == 4
+    assert loader._iterator is not iterator
+    loader._iterator._shutdown_workers()
 
 
 def test_persistent_workers_that_died_are_replaced_in_the_next_epoch():
@@ -337,8 +340,8 @@ def test_thread_pool_gives_threads_to_map_style_datasets_only():
         assert kind_of(iter(TorchLoader(pairs()))) == "in-process"
     assert [one.why for one in report.loaders] == [
         "",
-        "without thread_pool: the dataset is iterable",
-        "without thread_pool: the loader has no workers",
+        "without thread_pool: it needs a map-style dataset",
+        "without thread_pool: it needs num_workers > 0",
     ]
 
 
@@ -359,7 +362,7 @@ def test_what_is_left_out_of_a_loader_is_logged_as_a_warning_once(caplog):
         list(loader)
         list(loader)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "without on_error: the dataset is iterable" in record.getMessage()
+    assert "without on_error: it needs a map-style dataset" in record.getMessage()
 
 
 @pytest.mark.parametrize(

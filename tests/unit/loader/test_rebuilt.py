@@ -241,7 +241,7 @@ def test_a_batch_sampler_that_does_otherwise_is_warned_of(last_batch, drop_last)
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        ("epoch", AttributeError, r"set_epoch\(\)"),
+        ("epoch", ValueError, "^epoch attribute should not be set after .* is initialized"),
         ("failures", AttributeError, "failures|setter"),
         ("seed", ValueError, "^seed attribute should not be set after .* is initialized"),
         ("last_batch", ValueError, "^last_batch attribute should not be set after"),
