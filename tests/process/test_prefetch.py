@@ -30,13 +30,13 @@ def test_items_are_computed_ahead_as_many_as_may_be_buffered():
         leads.append(number - index)
         return number
 
-    items = prefetch(smap(note, range(100)), 2, max_buffered=5)
+    items = prefetch(smap(note, range(100)), 2, max_buffered=4)
     assert asked == []
     for index in range(20):
         assert items[index] == index
-        wait_until(lambda index=index: len(asked) > index + 5, SOON_S)
-    assert max(leads) == 5
-    assert sorted(asked) == list(range(25))  # nobody begins anew while the reader reads on
+        wait_until(lambda index=index: len(asked) > index + 4, SOON_S)
+    assert max(leads) == 4
+    assert sorted(asked) == list(range(24))  # nobody begins anew while the reader reads on
     items.close()
 
 
