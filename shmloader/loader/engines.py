@@ -27,7 +27,6 @@ from shmloader.loader.inline import do_nothing
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
-from shmloader.pools.adapting import Adapter
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process import ProcessPool
@@ -51,7 +50,7 @@ class Opened:
         end: Ends all. It refers neither to the sampler nor to the iterator.
         begin_epoch: Called before the epoch's first index batch is drawn.
         set_window: Sets how many index batches are drawn when the next epoch begins.
-        adapting: Adapts the number of workers, with ``num_workers="auto"``.
+        adapter: Decides how many workers there are, with ``num_workers="auto"``.
         is_on_device: Whether the source has called the ``device_transform``.
         keeps: An object that the pool refers to only weakly.
     """
@@ -62,7 +61,7 @@ class Opened:
     end: Callable[[], object]
     begin_epoch: Callable[[], object]
     set_window: Callable[[int], object] = do_nothing
-    adapting: Any = None
+    adapter: Any = None
     is_on_device: bool = False
     keeps: object = None
 
@@ -271,28 +270,8 @@ def _open_processes(
         engine.counts.share_bytes = config.slot_bytes or 0
         engine.resume()
         stack.pop_all()
-    adapting = None if adapter is None else _Adapting(adapter, engine)
     begin = _telling_epoch(pool, parts)
-    return Opened(engine, engine, pool, pool.close, begin, adapting=adapting)
-
-
-class _Adapting:
-    """Has the engine keep as many workers as the adapter wants."""
-
-    def __init__(self, adapter: Adapter, engine: Engine) -> None:
-        self._adapter, self._engine = adapter, engine
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._adapter.begin()
-        self._wanted: int | None = None  # workers that were leaving stay when an epoch is left
-
-    def note(self, now_ns: int, wait_ns: int, busy_ns: int) -> None:
-        """Count a batch; see :meth:`shmloader.pools.adapting.Adapter.note`."""
-        wanted = self._adapter.note(now_ns, wait_ns, busy_ns)
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._engine.want_workers(wanted)
+    return Opened(engine, engine, pool, pool.close, begin, adapter=adapter)
 
 
 def _make_tasks(config: LoaderConfig) -> TaskConfig:

@@ -100,7 +100,9 @@ class BatchIterator(_BaseDataLoaderIter):
     # Only with workers: what the iterator does with them, and their pool.
     _opened: Any = None
     _pool: Any = None
-    _adapting: Any = None  # with num_workers="auto"
+    # Decides how many workers there are, with num_workers="auto", and what it has decided.
+    _adapter: Any = None
+    _wanted: int | None = None
     _finalizer: Any = None
     # Called with each batch on this thread; None for nothing.
     _transform: Callable[[Any], Any] | None = None
@@ -180,7 +182,7 @@ class BatchIterator(_BaseDataLoaderIter):
                 pin=pin,
             )
             self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
-            self._adapting, end = opened.adapting, opened.end
+            self._adapter, end = opened.adapter, opened.end
             if not opened.is_on_device:
                 _, self._transform = make_step(config)
         # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It must
@@ -212,8 +214,9 @@ class BatchIterator(_BaseDataLoaderIter):
         """Begin to draw the epoch's index batches, and start or restart the engine with them."""
         if self._opened is not None:
             self._opened.begin_epoch()
-        if self._adapting is not None:
-            self._adapting.begin()
+        if self._adapter is not None:
+            self._adapter.begin()
+            self._wanted = None  # workers that were leaving stay when an epoch is left
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
         self._progress = self._plan.progress
@@ -348,7 +351,7 @@ class BatchIterator(_BaseDataLoaderIter):
             record.add(began_ns, ended_ns, 0, None, "other", 0)
         else:
             record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, nbytes)
-            if delivery.datasets or self._adapting is not None:
+            if delivery.datasets or self._adapter is not None:
                 self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._in_order and self._checkpoints is None:
@@ -362,8 +365,11 @@ class BatchIterator(_BaseDataLoaderIter):
         busy_ns = sum((times if self._is_inline else times.work)[1:4])
         for update in delivery.datasets:
             self._parts.state_cost.add(update.checkpoint)
-        if self._adapting is not None:
-            self._adapting.note(ended_ns, ended_ns - began_ns, busy_ns)
+        if self._adapter is not None:
+            wanted = self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns)
+            if wanted != self._wanted:
+                self._wanted = wanted
+                self._engine.want_workers(wanted)
             loader, present = self._loader(), self._engine.present_workers
             if loader is not None and loader.num_workers != present:
                 self._record.worker_count = present

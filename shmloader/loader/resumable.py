@@ -6,7 +6,6 @@ them can move to another object.
 
 import contextlib
 import copy
-import logging
 import operator
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Self, TypeVar
@@ -20,7 +19,7 @@ from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.options import WRAPPED_DATA_PIPES, SnapshotInterval, is_data_pipe
+from shmloader.loader.options import WRAPPED_DATA_PIPES, SnapshotInterval
 from shmloader.loader.states import check_facts, check_state, sealed
 from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
@@ -44,8 +43,6 @@ from shmloader.sampling.steps import Cut, LastBatch
 from shmloader.tracebacks import warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-_log = logging.getLogger("shmloader")
 
 
 # torch's batch sampler and our own, which cut a sampler into batches.
@@ -311,12 +308,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._has_warned_of_epoch = True
             warn_user(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
-                "loader: it has no seed, and no sampler or dataset with set_epoch. "
-                + (
-                    "Set the epoch in the data pipe itself."  # which cannot be combined with a seed
-                    if is_data_pipe(self.dataset)
-                    else f"Give seed={'' if self.generator is None else ' in place of generator='}."
-                ),
+                "loader: it has no seed, and no sampler or dataset with set_epoch. Give seed= in "
+                "place of a generator, or set the epoch in the data pipe itself."
             )
 
     def __len__(self) -> int:
@@ -338,7 +331,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """
         if plan.resumed is not None:
             check_facts(plan.resumed, plan.order.facts())
-            self._resume_checkpoints(plan.resumed)
+            if self._saves_dataset and "datasets" in plan.resumed:
+                loaded = DatasetCheckpoints.load(plan.resumed["datasets"], self.num_workers)
+                self._parts.resumed_checkpoints = loaded
         plan.begin(draws_seed=draws_seed)
         if self._passes_epochs and dataset_epoch.told_datasets(self.dataset):
             parts = self._parts
@@ -369,21 +364,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             yield
             left = global_rng_state(loaded)
         set_global_rng_state(left)
-
-    def _resume_checkpoints(self, state: dict[str, Any]) -> None:
-        """Make a new iterator resume the workers' datasets, if the state contains theirs."""
-        if self._saves_dataset and "datasets" in state:
-            resumed = DatasetCheckpoints.load(state["datasets"], self.num_workers)
-            self._parts.resumed_checkpoints = resumed
-            again = sum(checkpoint.skip for checkpoint in resumed.checkpoints)
-            if again and self._is_iterable:
-                _log.info(
-                    "epoch %d resumes at batch %d: %d batches that were delivered before are "
-                    "re-read and discarded",
-                    state["epoch"],
-                    state["position"],
-                    again,
-                )
 
     @property
     def _snapshot_interval(self) -> int:
@@ -504,7 +484,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self._check_has_state()
         if self._is_closed:
             raise ClosedLoaderError(LOADER_CLOSED)
-        loaded = copy.deepcopy(check_state(state, self._facts()))
+        facts = {"length": self._length, **self._present_plan.order.facts()}
+        loaded = copy.deepcopy(check_state(state, facts))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
         iterators = list(self._parts.iterators)
@@ -541,16 +522,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _length(self) -> int | None:
         """The length of a map-style dataset; None if it has none."""
-        if self._dataset_kind == _DatasetKind.Iterable:
+        if self._is_iterable:
             return None
         try:
             return len(self.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):  # it need not have a length
             return None
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the values that a state and its loader must have in common."""
-        return {"length": self._length, **self._present_plan.order.facts()}
 
     # Copies --------------------------------------------------------------------------------
 

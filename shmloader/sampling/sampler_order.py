@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler
 
 from shmloader.sampling.drawing import (
     LastDrawn,
@@ -68,21 +68,6 @@ class SamplerOrder:
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the sampler's length."""
         return len(self.index_sampler)
-
-    def count_batches(self) -> int | None:
-        """Return the number of batches of an epoch; None unless the samplers are torch's own.
-
-        The length of a user's sampler may take long to compute, or draw random numbers.
-        """
-        sampler = self.index_sampler
-        if type(sampler) in {BatchSampler, RolloverBatchSampler}:
-            sampler = sampler.sampler
-        if type(sampler) in {SequentialSampler, RandomSampler}:
-            try:
-                return len(self.index_sampler)
-            except (TypeError, NotImplementedError):  # a dataset without a length
-                return None
-        return None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of samplers that count epochs."""

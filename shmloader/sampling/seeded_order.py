@@ -172,10 +172,6 @@ class SeededOrder(Sampler[list[Any]]):
         """How many items the position counts as one."""
         return 1 if self.takes_batches else self.cut.global_count
 
-    def count_batches(self) -> int | None:
-        """Return the number of steps of an epoch; None if it depends on a user's sampler."""
-        return len(self) if self._items is None else None
-
     def _item_count(self) -> int:
         length = self._items if self._length is None else self._length
         count = length if isinstance(length, int) else len(length)  # type: ignore[arg-type]
