@@ -164,7 +164,6 @@ class LoaderParts:
 
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
-        iterators: The iterators that are not garbage.
         statistics: The records of all epochs.
         failures: The samples that failed.
         state_cost: Warns if states of the dataset cost much.
@@ -191,7 +190,8 @@ class LoaderParts:
 
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
-        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        # A tuple, which one thread replaces while another one reads.
+        self._iterators: tuple[weakref.ref[Any], ...] = ()
         self.statistics, self.state_cost = Statistics(), StateCost()
         self.failures: FailureList[FailedSample] = FailureList()
         self.dataset_epoch = DatasetEpoch()
@@ -204,6 +204,16 @@ class LoaderParts:
         if self._lock[0] != os.getpid():
             self._lock = os.getpid(), threading.RLock()
         return self._lock[1]
+
+    def add(self, iterator: object) -> None:
+        """Add an iterator."""
+        alive = [reference for reference in self._iterators if reference() is not None]
+        self._iterators = (*alive, weakref.ref(iterator))
+
+    def open_iterators(self) -> list[Any]:
+        """Return the iterators that are not garbage."""
+        alive = (reference() for reference in self._iterators)
+        return [iterator for iterator in alive if iterator is not None]
 
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""

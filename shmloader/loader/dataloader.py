@@ -449,7 +449,7 @@ class DataLoader(ResumableLoader[_T_co]):
             iterator = TorchIterator(self, plan, parts)
         else:
             iterator = BatchIterator(self, self._config(), plan, parts)
-        parts.iterators.add(iterator)
+        parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
             iterator.close()
             raise ClosedLoaderError(LOADER_CLOSED)
@@ -628,7 +628,7 @@ class DataLoader(ResumableLoader[_T_co]):
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
-            for iterator in list(self._parts.iterators):
+            for iterator in self._parts.open_iterators():
                 stack.callback(iterator.close)
         self._parts.host_pool = self._parts.nursery = None
         # Last, since no exception is raised from an iterator that is freed as garbage.

@@ -488,7 +488,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         loaded = copy.deepcopy(check_state(state, facts))
         self._check_checkpoints(loaded)
         self._present_plan.load_state_dict(loaded)
-        iterators = list(self._parts.iterators)
+        iterators = self._parts.open_iterators()
         for iterator in iterators:
             iterator.replace()
         if self._saves_dataset and self._iterator in iterators:
