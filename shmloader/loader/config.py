@@ -5,10 +5,12 @@ Users may set the attributes of a loader between epochs. So each iterator makes 
 about batches (``FetchConfig``) and those about memory (``MemoryConfig``).
 """
 
+import functools
 import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -159,6 +161,16 @@ class LoaderConfig(SimpleNamespace):
         )
 
 
+# Parts of a loader that most loaders do not need, and what makes them.
+_LATER: dict[str, Callable[[], Any]] = {
+    "failures": FailureList,
+    "state_cost": StateCost,
+    "dataset_epoch": DatasetEpoch,
+    "executor_key": functools.partial(os.urandom, 16),
+    "task_numbers": itertools.count,
+}
+
+
 class LoaderParts:
     """The parts that all iterators of a loader share. A copy or a pickle of the loader has its own.
 
@@ -188,15 +200,24 @@ class LoaderParts:
     loaded_generators: tuple[str, ...] = ()
     has_counted_objects: bool = False
 
+    failures: FailureList[FailedSample]
+    state_cost: StateCost
+    dataset_epoch: DatasetEpoch
+    executor_key: bytes
+    task_numbers: Iterator[int]
+
     def __init__(self, adapter: Adapter | None = None) -> None:
         self.adapter = adapter
         # A tuple, which one thread replaces while another one reads.
         self._iterators: tuple[weakref.ref[Any], ...] = ()
-        self.statistics, self.state_cost = Statistics(), StateCost()
-        self.failures: FailureList[FailedSample] = FailureList()
-        self.dataset_epoch = DatasetEpoch()
-        self.executor_key, self.task_numbers = os.urandom(16), itertools.count()
+        self.statistics = Statistics()
         self._lock = os.getpid(), threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        """Make a part when it is needed: a program may have very many loaders."""
+        if name not in _LATER:
+            raise AttributeError(name)
+        return vars(self).setdefault(name, _LATER[name]())
 
     @property
     def begin_lock(self) -> threading.RLock:

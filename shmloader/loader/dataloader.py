@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -68,6 +69,7 @@ _CARRIED = (
     "dataset", "collate_fn", "prefetch_factor", "timeout", "worker_init_fn",
     "multiprocessing_context",
 )  # fmt: skip
+_carried = operator.attrgetter(*_CARRIED)
 
 
 class DataLoader(ResumableLoader[_T_co]):
@@ -512,7 +514,7 @@ class DataLoader(ResumableLoader[_T_co]):
         return LoaderConfig(
             **values,
             fetch=fetch,
-            **{name: getattr(self, name) for name in _CARRIED},
+            **dict(zip(_CARRIED, _carried(self), strict=True)),
             saves_dataset=saves_dataset,
             has_steps=sharing.devices is not None,
             num_workers=count,

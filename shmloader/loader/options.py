@@ -306,8 +306,8 @@ def read_options(loader: Any) -> dict[str, Any]:
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
-    sharing, is_pipe = loader._sharing, is_data_pipe(loader.dataset)
-    wrong = ""
+    sharing, context, wrong = loader._sharing, loader.multiprocessing_context, ""
+    is_ours = values["seed"] is not None or values["sample_timeout"] is not None
     if values["max_failures"] is not None and values["on_error"] == "raise":
         wrong = (
             "max_failures counts samples that on_error='skip' leaves out or a function replaces; "
@@ -323,10 +323,10 @@ def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
             "seed is mutually exclusive with generator: seed= decides the order and all random "
             "numbers, which torch draws from generator="
         )
-    elif not starts_processes(loader.multiprocessing_context):
+    elif context is not None and not starts_processes(context):
         wrong = "multiprocessing_context should start processes; thread_pool=True loads on threads"
-    elif is_pipe and (values["seed"], values["sample_timeout"]) != (None, None):
-        wrong = "seed and sample_timeout cannot be given for data pipes, which torch loads itself"
+    elif is_ours and is_data_pipe(loader.dataset):
+        wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
     if wrong:
         raise ValueError(wrong)
 
