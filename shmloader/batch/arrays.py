@@ -7,7 +7,7 @@ process.
 
 import ctypes
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -284,42 +284,20 @@ def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None)
     return torch.index_select(source, 0, index, out=out)
 
 
-#: Returns the gatherer of the next batch; None if it cannot be gathered.
-FindGatherer = Callable[[], RowGatherer | None]
-
-
-def no_gatherer() -> None:
-    """Return None, since the batches of this dataset cannot be gathered."""
-
-
-def gatherer_to_slots(dataset: Any, writer: SlotWriter) -> FindGatherer:
-    """Return a function that returns the gatherer of a dataset's batches in a worker process.
-
-    Args:
-        dataset: The worker's dataset, after ``worker_init_fn``. Its samples are collated by torch's
-            own ``default_collate``.
-        writer: Writer of the slot, into which batches are gathered.
-    """
-    columns = find_columns(dataset)
-    if columns is None:
-        return no_gatherer
-    gatherer = RowGatherer(columns, writer)
-    return lambda: gatherer
-
-
-class LocalArrays:
-    """The arrays of a dataset in the main process, where the user may replace them.
+class Arrays:
+    """The arrays of a dataset, which the user may replace.
 
     A replacement shows in the next batch, as with torch. The indices of a subset are read when an
-    epoch begins. Several threads may use this object at the same time.
+    epoch begins. Without a writer, several threads may use this object at the same time.
 
     Args:
-        dataset: The dataset. :meth:`find_gatherer` is called only if :func:`may_be_columns` is
-            true of it.
+        dataset: The dataset. Its samples are collated by torch's own ``default_collate``.
+        writer: In a worker process, the writer of its slots, where batches are gathered; None to
+            gather into new tensors.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, writer: SlotWriter | None = None) -> None:
+        self._dataset, self._writer = dataset, writer
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -337,13 +315,14 @@ class LocalArrays:
         sources = _sources_of(self._dataset)
         known, gatherer = self._known
         if len(sources) != len(known) or any(map(operator.is_not, sources, known)):
-            columns = find_columns(self._dataset)
+            columns, writer = find_columns(self._dataset), self._writer
             gatherer = None
-            # Of images in channels-last order torch makes batches in that order.
+            # Of images in channels-last order torch makes batches in that order, except in workers.
             if columns is not None and all(
-                rows.is_contiguous() or rows.ndim not in (5, 6) for rows, _ in columns.fields
+                writer is not None or rows.is_contiguous() or rows.ndim not in (5, 6)
+                for rows, _ in columns.fields
             ):
-                gatherer = RowGatherer(columns)
+                gatherer = RowGatherer(columns, writer)
             self._known = sources, gatherer
         return gatherer
 
@@ -364,21 +343,19 @@ class ArrayFetcher:
     index, such as a negative one, the other fetcher gives the same result as torch.
 
     Args:
-        find_gatherer: Returns the gatherer of the next batch; None if it cannot be gathered.
+        arrays: The arrays of the dataset.
         plain: The other fetcher, which loads sample by sample.
         timer: Counts the samples of gathered batches.
         may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
 
-    def __init__(
-        self, find_gatherer: FindGatherer, plain: Any, timer: Timer, *, may_shard: bool
-    ) -> None:
-        self._find_gatherer, self._plain = find_gatherer, plain
+    def __init__(self, arrays: Arrays, plain: Any, timer: Timer, *, may_shard: bool) -> None:
+        self._arrays, self._plain = arrays, plain
         self._timer, self._may_shard = timer, may_shard
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of these indices, or a list of the shards' batches."""
-        gatherer = self._find_gatherer()
+        gatherer = self._arrays.find_gatherer()
         if gatherer is None:
             return self._plain.fetch(as_list(indices))
         if self._may_shard and is_sharded(indices):

@@ -36,7 +36,7 @@ class Checkpoint(NamedTuple):
     """
 
     given: int = 0
-    snapshot: bytes | memoryview | None = None
+    snapshot: bytes | None = None
     at: int = 0
     check: int = 0
     rng: tuple[dict[str, Any], ...] = ()
@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def beginning(
-        cls, snapshot: bytes | memoryview | Unsaved | None, rng: tuple[dict[str, Any], ...] = ()
+        cls, snapshot: bytes | Unsaved | None, rng: tuple[dict[str, Any], ...] = ()
     ) -> Self:
         """Return the checkpoint of a dataset at an epoch's beginning."""
         if isinstance(snapshot, Unsaved):
@@ -58,7 +58,7 @@ class Checkpoint(NamedTuple):
         return cls(snapshot=snapshot, rng=rng)
 
     def after_batch(
-        self, snapshot: bytes | memoryview | Unsaved | None, fingerprint: int | None
+        self, snapshot: bytes | Unsaved | None, fingerprint: int | None
     ) -> "Checkpoint":
         """Return the checkpoint after a further batch, or after an exception in its place.
 
@@ -88,10 +88,9 @@ class Checkpoint(NamedTuple):
         """Return the pickled fields; nothing if the dataset is at the beginning of a run."""
         if self == Checkpoint():
             return b""
-        snapshot = None if self.snapshot is None else bytes(self.snapshot)
-        return pickle.dumps(tuple(self._replace(snapshot=snapshot)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(tuple(self), pickle.HIGHEST_PROTOCOL)
 
     @classmethod
-    def loads(cls, data: bytes | memoryview | None) -> Self:
+    def loads(cls, data: bytes | None) -> Self:
         """Return the checkpoint that :meth:`dumps` has pickled."""
         return cls(*pickle.loads(data)) if data else cls()

@@ -21,7 +21,6 @@ import cloudpickle
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.payload import main_is_importable
-from shmloader.batch.sample_rng import SeededIterator
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
 from shmloader.sampling.own_state import ask_state, has_own_state, has_state_methods
@@ -60,25 +59,23 @@ def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
         fetcher: The dataset's fetcher.
         keep: Copies or pickles the state.
     """
-    iterator, position = fetcher.dataset_iter, 0
-    if isinstance(iterator, SeededIterator):
-        position, iterator = iterator.position, iterator.source
+    iterator, others = fetcher.iterator, (fetcher.ended, fetcher.position)
     if has_own_state(iterator):
-        return _ask("iterator", iterator, keep, is_short=fetcher.ended, position=position)
-    return save_dataset(fetcher.dataset, keep, is_short=fetcher.ended, position=position)
+        return _ask("iterator", iterator, keep, *others)
+    return save_dataset(fetcher.dataset, keep, *others)
 
 
 def save_dataset(
-    dataset: Any, keep: Keep[_T], *, is_short: bool = False, position: int = 0
+    dataset: Any, keep: Keep[_T], is_short: bool = False, position: int = 0
 ) -> _T | Unsaved | None:
     """Return the state of a dataset itself; None if it has no state."""
     if not has_state_methods(dataset):
         return None
-    return _ask("dataset", dataset, keep, is_short=is_short, position=position)
+    return _ask("dataset", dataset, keep, is_short, position)
 
 
 def _ask(
-    of: Literal["iterator", "dataset"], thing: Any, keep: Keep[_T], *, is_short: bool, position: int
+    of: Literal["iterator", "dataset"], thing: Any, keep: Keep[_T], is_short: bool, position: int
 ) -> _T | Unsaved:
     remedy = "Correct its state_dict(), or set snapshot_every_n_steps=0 to leave this state out"
     return ask_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
@@ -88,19 +85,6 @@ def load_dataset(dataset: Any, saved: Saved | None) -> None:
     """Load a dataset's state. Called before ``iter(dataset)``."""
     if saved is not None and saved.of == "dataset":
         dataset.load_state_dict(saved.state)
-
-
-def load_iterator(fetcher: Any, saved: Saved | None) -> None:
-    """Load an iterator's state, and the fetcher's. Called after ``iter(dataset)``."""
-    if saved is None:
-        return
-    iterator = fetcher.dataset_iter
-    if isinstance(iterator, SeededIterator):
-        iterator.resume(saved.position, saved.state if saved.of == "iterator" else None)
-    elif saved.of == "iterator":
-        iterator.load_state_dict(saved.state)
-    fetcher.ended = saved.is_short
-    fetcher.is_resumed = True
 
 
 def replay(fetcher: Any, checkpoint: Checkpoint, indices: Any, *, only_reads: bool) -> None:
@@ -151,7 +135,7 @@ def replay(fetcher: Any, checkpoint: Checkpoint, indices: Any, *, only_reads: bo
 # Pickled states --------------------------------------------------------------------------
 
 
-def dump_state(saved: Saved, *, by_value: bool) -> bytes:
+def dump_state(saved: Saved, *, by_value: bool = False) -> bytes:
     """Pickle a state.
 
     Args:
@@ -178,6 +162,6 @@ def dump_in_main(saved: Saved) -> bytes:
     return dump_state(saved, by_value=True)
 
 
-def read(data: bytes | memoryview | None) -> Saved | None:
+def read(data: bytes | None) -> Saved | None:
     """Return a new copy of a pickled state; None for None."""
     return None if data is None else Saved(*pickle.loads(data))

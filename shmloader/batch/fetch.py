@@ -8,13 +8,14 @@ import copy
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
+from shmloader.batch.dataset_state import Saved
 from shmloader.batch.failures import (
     BadSample,
     OnError,
@@ -24,6 +25,7 @@ from shmloader.batch.failures import (
     describe_indices,
 )
 from shmloader.batch.fingerprint import fingerprint, fingerprint_of
+from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.errors import SampleTimeoutError
 from shmloader.forked_child import end_if_forked
@@ -37,10 +39,6 @@ Get = Callable[[Any], Any]
 
 #: Called with a function of the dataset's and its argument. Returns what the function returns.
 Load = Callable[[Get, Any], Any]
-
-#: Loads one sample, and loads many. With None, each sample is loaded by itself, even if the dataset
-#: has ``__getitems__``.
-Wrapper = tuple[Load, Load | None]
 
 # Stands for a sample that failed and was not replaced.
 _SKIPPED = object()
@@ -112,9 +110,10 @@ class MapFetcher:
         where: Where this runs, in words, for the texts of failures.
         concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
             the other.
-        wrappers: Load the samples, the last one first, by what the dataset has.
-        begins: With ``concurrent_fetcher``: functions that are called for each sample, in order, in
-            the sample's context, for instance to seed its generators.
+        rng: Seeds generators for each sample; None without a seed.
+        watch: Watches how long samples take; None if they may take any time.
+        load: Called for each sample, or list of samples, with a function that loads it and the
+            index. None to call that function directly.
     """
 
     def __init__(
@@ -124,21 +123,27 @@ class MapFetcher:
         collate: Collator,
         on_error: OnError = "raise",
         where: str = "in the main process",
+        *,
         concurrent_fetcher: ConcurrentFetcher | None = None,
-        wrappers: Sequence[Wrapper] = (),
-        begins: Sequence[Callable[[], None]] = (),
+        rng: SampleRng | None = None,
+        watch: SampleWatch | None = None,
+        load: Load | None = None,
     ) -> None:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
-        self._concurrent_fetcher, self._begins = concurrent_fetcher, begins
         self._report, self._pid = SampleReport(), 0
-        self._get = _getter(dataset)
-        for load, _ in wrappers:
-            self._get = functools.partial(load, self._get)
-        # What loads lists of samples; None if each sample is loaded by itself.
-        self._list_loads: list[Load] | None = [load for _, load in wrappers if load is not None]
-        if concurrent_fetcher is not None or len(self._list_loads) < len(wrappers):
-            self._list_loads = None
+        self._concurrent_fetcher = concurrent_fetcher
+        # What is called for each sample, in order, before several are loaded at once.
+        self._begins = [each.begin_sample for each in (rng, watch) if each is not None]
+        # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
+        self._loads_lists = rng is None and concurrent_fetcher is None
+        get = _getter(dataset)
+        if rng is not None and concurrent_fetcher is None:
+            get = functools.partial(rng.load, get)
+        if watch is not None:
+            get = functools.partial(watch.load, get)
+        self._get = get if load is None else functools.partial(load, get)
+        self._list_wrappers = [wrap for wrap in (watch and watch.load_list, load) if wrap]
 
     def pop_report(self) -> SampleReport | None:
         """Return the report on the samples since the last call, whether or not fetching raised.
@@ -179,33 +184,32 @@ class MapFetcher:
     def _fetch_batch(self, index: Any) -> Any:
         is_batch = self._config.auto_collation
         if not is_batch:
-            samples = self._load_each(self._get, [index])
-        else:
-            if not self._is_strict and isinstance(index, Iterator):
-                index = list(index)  # it may be read twice
-            samples = self._load(index)
+            index = [index]
+        elif not self._is_strict and isinstance(index, Iterator):
+            index = list(index)  # it may be read twice
+        samples = self._load(index) if is_batch else self._load_each(self._get, index)
         if self._report.failed_count and type(samples) is list:
             samples, index = self._without_skipped(samples, index)
-        return self._collate(samples, index) if is_batch else self._collate(samples[0], [index])
+        return self._collate(samples if is_batch else samples[0], index)
 
     def _load(self, indices: Any) -> Any:
         """Load samples, by one call if the dataset has ``__getitems__``."""
         # Asked for each batch, as torch does.
-        getitems = None if self._list_loads is None else _list_getter(self._dataset)
-        if getitems is not None:
-            for load in self._list_loads or ():
-                getitems = functools.partial(load, getitems)
-            try:
-                samples = getitems(indices)
-                self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
-                return samples
-            except BaseException as error:
-                what = f"One call of __getitems__ for {describe_indices(indices)}"
-                if not self._is_bad(error, what):
-                    raise
-            # This shows which sample failed.
-            return self._load_each(functools.partial(_get_one, getitems), indices)
-        return self._load_each(self._get, indices)
+        getitems = _list_getter(self._dataset) if self._loads_lists else None
+        if getitems is None:
+            return self._load_each(self._get, indices)
+        for wrap in self._list_wrappers:
+            getitems = functools.partial(wrap, getitems)
+        try:
+            samples = getitems(indices)
+            self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
+            return samples
+        except BaseException as error:
+            what = f"One call of __getitems__ for {describe_indices(indices)}"
+            if not self._is_bad(error, what):
+                raise
+        # This shows which sample failed.
+        return self._load_each(functools.partial(_get_one, getitems), indices)
 
     def _load_each(self, get: Get, indices: Iterable[Any]) -> list[Any]:
         """Return a sample for each index; ``_SKIPPED`` for one that failed and is not replaced."""
@@ -345,18 +349,20 @@ def map_style_stop(error: StopIteration) -> RuntimeError:
 class StreamFetcher:
     """Makes batches of an iterable dataset.
 
+    It calls ``iter(dataset)`` when it is made. If the samples have random number generators whose
+    epoch is not known by then, it calls that before the first sample.
+
     Args:
         config: How batches are fetched.
         dataset: The dataset.
-        dataset_iter: The iterator of its samples.
         collate: Makes a batch of samples.
+        rng: Seeds generators for ``iter(dataset)`` and for each sample; None without a seed.
         watch: Watches how long samples take; None if they may take any time.
 
     Attributes:
         dataset: The dataset.
-        dataset_iter: The iterator.
+        iterator: The iterator of its samples; None until ``iter(dataset)`` was called.
         ended: Whether the iterator has no further sample.
-        is_resumed: Whether the dataset has loaded a state, so that samples were yielded before.
         fingerprint: Fingerprint of the newest batch; None until its samples were read.
         only_reads: Whether batches are read but not collated.
     """
@@ -365,19 +371,64 @@ class StreamFetcher:
         self,
         config: FetchConfig,
         dataset: Any,
-        dataset_iter: Iterator[Any],
         collate: Collator,
+        rng: SampleRng | None = None,
         watch: SampleWatch | None = None,
     ) -> None:
-        self.dataset, self.dataset_iter = dataset, dataset_iter
-        self._config, self._collate = config, collate
-        self._get: Get = next if watch is None else watch.load_next
-        self.ended = self.is_resumed = self.only_reads = False
+        self.dataset = dataset
+        self.iterator: Any = None
+        self._config, self._collate, self._rng = config, collate, rng
+        get: Get = next if rng is None else self._next_seeded
+        if watch is not None:
+            what = "the next sample of the dataset's iterator"
+            get = functools.partial(watch.load, get, what=what)
+        self._get = get
+        self.ended = self.only_reads = False
         self.fingerprint: int | None = None
+        # The state that was loaded, so that samples were yielded before.
+        self._resumed: Saved | None = None
         # How many samples the iterator has yielded.
         self._count = 0
         # Whether a sample hung: after that there are none, as after an exception of a generator.
         self._has_hung = False
+        if rng is None:
+            self.iterator = iter(dataset)
+        elif rng.knows_epoch:
+            self._begin(rng)
+
+    @property
+    def position(self) -> int:
+        """The number of samples that were seeded for in the epoch, in this worker's stream."""
+        return 0 if self._rng is None else self._rng.position
+
+    def resume(self, saved: Saved) -> None:
+        """Continue after earlier samples. The dataset's own state was loaded before."""
+        self.ended, self._resumed = saved.is_short, saved
+        if self._rng is not None:
+            self._rng.position = saved.position
+        if self.iterator is not None:
+            self._load_state()
+
+    def _load_state(self) -> None:
+        if self._resumed is not None and self._resumed.of == "iterator":
+            self.iterator.load_state_dict(self._resumed.state)
+
+    def _begin(self, rng: SampleRng) -> None:
+        """Call ``iter(dataset)``, with generators seeded for it."""
+        with rng.opening_stream():
+            try:
+                self.iterator = iter(self.dataset)
+            except StopIteration as error:  # it would silently end the epoch
+                raise RuntimeError("iter(dataset) raised StopIteration") from error
+            self._load_state()
+
+    def _next_seeded(self, _: object) -> Any:
+        rng = self._rng
+        assert rng is not None
+        if self.iterator is None:
+            self._begin(rng)
+        rng.begin_stream_sample()
+        return next(self.iterator)
 
     def pop_report(self) -> None:
         """Return None, since an iterator that has raised yields nothing more."""
@@ -404,7 +455,7 @@ class StreamFetcher:
 
     def _load(self, count: int) -> list[Any]:
         """Return the iterator's next samples, fewer at its end."""
-        iterator, get = self.dataset_iter, self._get
+        iterator, get = self.iterator, self._get
         samples: list[Any] = []
         add = samples.append
         try:
@@ -420,7 +471,7 @@ class StreamFetcher:
                     error,
                     f"The dataset's iterator failed at sample {number}, counted from 0"
                     f"{where if get_worker_info() is not None else ''} since "
-                    f"{'its state was loaded' if self.is_resumed else 'the epoch began'}.",
+                    f"{'the epoch began' if self._resumed is None else 'its state was loaded'}.",
                 )
             raise
         finally:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.arrays import ArrayFetcher, RowGatherer, is_plain_data, no_gatherer
+from shmloader.batch.arrays import ArrayFetcher, Arrays, is_plain_data
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, SampleReport
-from shmloader.batch.fetch import FetchConfig, Load, MapFetcher, StreamFetcher, Wrapper
-from shmloader.batch.sample_rng import SampleRng, SeededIterator
+from shmloader.batch.fetch import FetchConfig, Load, MapFetcher, StreamFetcher
+from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
@@ -45,8 +45,7 @@ class BatchMaker:
         epoch: Number of the epoch that begins; None if it becomes known with the first ticket.
         restores_rngs: Whether the process's random number generators are put back after each
             batch for which ``config.seed`` has set them.
-        find_gatherer: Returns the gatherer of the next batch of a dataset of arrays, or None. It is
-            called only with ``config.takes_arrays``.
+        arrays: Gathers batches of the dataset while it consists of arrays; None if it does not.
         concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
             the other.
         sample_watch: Watches how long samples take; None if they may take any time.
@@ -69,7 +68,7 @@ class BatchMaker:
         worker_id: int = 0,
         epoch: int | None = None,
         restores_rngs: bool = False,
-        find_gatherer: Callable[[], RowGatherer | None] = no_gatherer,
+        arrays: Arrays | None = None,
         concurrent_fetcher: ConcurrentFetcher | None = None,
         sample_watch: SampleWatch | None = None,
         load: Load | None = None,
@@ -93,27 +92,23 @@ class BatchMaker:
             collate_fn, timer, takes_list=config.auto_collation, writer=writer, rng=rng
         )
         if config.is_iterable:
-            source = iter(dataset) if rng is None else SeededIterator(rng, dataset)
-            self.fetcher = StreamFetcher(config, dataset, source, collator, sample_watch)
-            self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
-            return
-        begins: list[Callable[[], None]] = []
-        wrappers: list[Wrapper] = []
-        if rng is not None:
-            begins.append(rng.begin_sample)
-            if concurrent_fetcher is None:
-                wrappers.append((rng.load, None))
-        if sample_watch is not None:
-            begins.append(sample_watch.begin_sample)
-            wrappers.append((sample_watch.load, sample_watch.load_list))
-        if load is not None:
-            wrappers.append((load, load))
-        self.fetcher = fetcher = MapFetcher(
-            config, dataset, collator, on_error, where, concurrent_fetcher, wrappers, begins
-        )
-        self.pop_report = fetcher.pop_report
-        if config.takes_arrays:
-            self.fetcher = ArrayFetcher(find_gatherer, fetcher, timer, may_shard=config.may_shard)
+            self.fetcher = StreamFetcher(config, dataset, collator, rng, sample_watch)
+        else:
+            self.fetcher = MapFetcher(
+                config,
+                dataset,
+                collator,
+                on_error,
+                where,
+                concurrent_fetcher=concurrent_fetcher,
+                rng=rng,
+                watch=sample_watch,
+                load=load,
+            )
+        #: Returns the report on the samples since the last call; None if there is none.
+        self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
+        if arrays is not None:
+            self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, may_shard=config.may_shard)
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.

@@ -19,7 +19,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sized
+from collections.abc import Callable, Coroutine, Mapping, Sized
 from contextvars import ContextVar
 from typing import Any
 
@@ -110,10 +110,6 @@ class SampleWatch:
         """Call ``get(indices)``, which loads several samples, watch it, and return its result."""
         count = len(indices) if isinstance(indices, Sized) else 1
         return self.load(get, indices, count, f"__getitems__ of {count} samples")
-
-    def load_next(self, iterator: Iterator[Any]) -> Any:
-        """Call ``next(iterator)``, watch it, and return its result. Raises as :meth:`load` does."""
-        return self.load(next, iterator, what="the next sample of the dataset's iterator")
 
     async def _awaited(self, number: int, sample: Coroutine[Any, Any, Any]) -> Any:
         self._begin_work(number, 1)

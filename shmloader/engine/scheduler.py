@@ -229,7 +229,7 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        state: tuple[bytes | memoryview | Unsaved | None, int | None] | None = None,
+        state: tuple[bytes | Unsaved | None, int | None] | None = None,
     ) -> Ticket:
         """Record the answer to a ticket: a batch or an error.
 

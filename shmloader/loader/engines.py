@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.arrays import LocalArrays
+from shmloader.batch.arrays import Arrays
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import PortablePayload
 from shmloader.device.backend import current_index
@@ -153,14 +153,14 @@ def _make_engine(
 
 def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
     """Start threads of this process, which make batches without copies or shared memory."""
-    arrays = LocalArrays(config.dataset)
+    arrays = Arrays(config.dataset) if config.fetch.takes_arrays else None
     thread_config = ThreadConfig(
         config.fetch,
         config.dataset,
         config.collate_fn,
         config.on_error,
         config.worker_init_fn,
-        arrays.find_gatherer,
+        arrays,
     )
     pool = ThreadPool(config.num_workers, weakref.ref(thread_config))
     engine = _make_engine(
@@ -171,7 +171,8 @@ def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
         window=config.window,
         lend_limit=0,
     )
-    return Opened(engine, engine, pool, pool.close, arrays.begin_epoch, keeps=thread_config)
+    begin = do_nothing if arrays is None else arrays.begin_epoch
+    return Opened(engine, engine, pool, pool.close, begin, keeps=thread_config)
 
 
 def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> Opened:

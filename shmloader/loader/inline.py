@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmloader.batch.arrays import LocalArrays, no_gatherer
+from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
@@ -64,7 +64,6 @@ class InlineEngine:
         fetch, self._timer = config.fetch, Timer()
         fetcher = fetch.make_concurrent_fetcher()
         self.end: Callable[[], object] = do_nothing if fetcher is None else fetcher.close
-        gathers = LocalArrays(config.dataset).find_gatherer if fetch.takes_arrays else no_gatherer
         make_maker = functools.partial(
             BatchMaker,
             fetch,
@@ -75,7 +74,7 @@ class InlineEngine:
             timer=self._timer,
             epoch=plan.epoch,
             restores_rngs=True,
-            find_gatherer=gathers,
+            arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
             concurrent_fetcher=fetcher,
         )
         if local is not None:

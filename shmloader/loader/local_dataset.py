@@ -16,7 +16,6 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import (
     dump_in_main,
     load_dataset,
-    load_iterator,
     read,
     replay,
     save,
@@ -131,7 +130,8 @@ class LocalDataset:
             maker = self._make_maker()
             if self._is_iterable:
                 before = global_rng_state()
-                load_iterator(maker.fetcher, saved)
+                if saved is not None:
+                    maker.fetcher.resume(saved)
                 loaded += changed(before)
             if len(rng) > 1:
                 others = {name: each for name, each in rng[1].items() if name not in loaded}

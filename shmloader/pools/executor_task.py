@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.arrays import LocalArrays
+from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
 from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
@@ -244,7 +244,7 @@ class _Maker:
                 where=where,
                 timer=Timer(),
                 worker_id=number,
-                find_gatherer=LocalArrays(self._dataset).find_gatherer,
+                arrays=Arrays(self._dataset) if config.takes_arrays else None,
                 concurrent_fetcher=self._concurrent_fetcher,
             )
 

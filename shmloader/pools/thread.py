@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from shmloader.batch.arrays import RowGatherer, no_gatherer
+from shmloader.batch.arrays import Arrays
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
@@ -75,8 +75,7 @@ class ThreadConfig:
         collate_fn: Makes a batch of samples.
         on_error: How bad samples are handled.
         init_fn: Called in each thread with its number, before its first batch; None for no call.
-        find_gatherer: Returns the gatherer of the next batch's rows if the dataset consists of
-            arrays; else None.
+        arrays: Gathers batches of the dataset while it consists of arrays; None if it does not.
     """
 
     fetch: FetchConfig
@@ -84,7 +83,7 @@ class ThreadConfig:
     collate_fn: Callable[[Any], Any]
     on_error: OnError
     init_fn: Callable[[int], Any] | None = None
-    find_gatherer: Callable[[], RowGatherer | None] = no_gatherer
+    arrays: Arrays | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -296,7 +295,7 @@ class _Worker(BackgroundThread):
             config.on_error,
             where=self._where,
             timer=Timer(),
-            find_gatherer=config.find_gatherer,
+            arrays=config.arrays,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=watch,
             load=task.load,

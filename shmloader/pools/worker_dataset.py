@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.arrays import gatherer_to_slots, no_gatherer
+from shmloader.batch.arrays import Arrays
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
@@ -19,7 +19,6 @@ from shmloader.batch.dataset_state import (
     Saved,
     dump_state,
     load_dataset,
-    load_iterator,
     read,
     replay,
     save,
@@ -176,6 +175,7 @@ class WorkerDataset:
         # One fetcher for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
+        # worker_init_fn may have changed how torch collates.
         gathers = config.takes_arrays and is_plain(self._collate_fn)
         load_dataset(dataset, saved)
         maker = BatchMaker(
@@ -186,12 +186,13 @@ class WorkerDataset:
             where=self._where,
             timer=self._timer,
             worker_id=self._worker_id,
-            find_gatherer=gatherer_to_slots(dataset, self._writer) if gathers else no_gatherer,
+            arrays=Arrays(dataset, self._writer) if gathers else None,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=self._sample_watch,
             writer=self._writer,
         )
-        load_iterator(maker.fetcher, saved)
+        if config.is_iterable and saved is not None:
+            maker.fetcher.resume(saved)
         return maker
 
     # Resuming ----------------------------------------------------------------------------

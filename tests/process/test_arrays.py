@@ -29,9 +29,8 @@ import shmloader
 from shmloader.batch import arrays as arrays_module
 from shmloader.batch.arrays import (
     ArrayFetcher,
-    LocalArrays,
+    Arrays,
     find_columns,
-    gatherer_to_slots,
     may_be_columns,
 )
 from shmloader.batch.collator import Timer
@@ -75,8 +74,7 @@ def arena():
 def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
     """What a worker's fetcher makes of a batch, and whether it was gathered."""
     writer, plain, slot = SlotWriter(arena), Plain(dataset), arena.slots[0]
-    find_gatherer = gatherer_to_slots(dataset, writer)
-    fetcher = ArrayFetcher(find_gatherer, plain, Timer(), may_shard=False)
+    fetcher = ArrayFetcher(Arrays(dataset, writer), plain, Timer(), may_shard=False)
     writer.open(slot)
     batch = fetcher.fetch(indices)
     if isinstance(batch, FlatLayout):
@@ -88,8 +86,7 @@ def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
 def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
     """The same in the main process."""
     plain = Plain(dataset)
-    find_gatherer = LocalArrays(dataset).find_gatherer
-    batch = ArrayFetcher(find_gatherer, plain, Timer(), may_shard=False).fetch(indices)
+    batch = ArrayFetcher(Arrays(dataset), plain, Timer(), may_shard=False).fetch(indices)
     return batch, not plain.asked
 
 

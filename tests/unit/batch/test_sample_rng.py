@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from shmloader import sample_rng
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.fetch import FetchConfig, MapFetcher, StreamFetcher
-from shmloader.batch.sample_rng import SampleRng, SeededIterator, base_seed, seed_of_rank
+from shmloader.batch.sample_rng import SampleRng, base_seed, seed_of_rank
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
@@ -59,8 +59,8 @@ def fetcher_of(streams, dataset, collate_fn=list, plan=None, **options):
     plan = plan or FetchConfig(is_stream, True, False, may_shard=False)
     collate = Collator(collate_fn, Timer(), takes_list=plan.auto_collation, rng=streams)
     if is_stream:
-        return StreamFetcher(plan, dataset, SeededIterator(streams, dataset), collate)
-    return MapFetcher(plan, dataset, collate, wrappers=[(streams.load, None)], **options)
+        return StreamFetcher(plan, dataset, collate, streams)
+    return MapFetcher(plan, dataset, collate, rng=streams, **options)
 
 
 def load(placed, dataset=None, seed=7, collate_fn=list, **options):

@@ -68,14 +68,14 @@ def test_what_a_resumed_stream_reads_again_has_numbers_of_its_own():
     watch, shown = watch_of()
     source = iter(range(10))
     watch.begin({1: "It hung."}, is_replay=True)
-    assert [watch.load_next(source), watch.load_next(source)] == [0, 1]
+    assert [watch.load(next, source), watch.load(next, source)] == [0, 1]
     watch.begin({1: "It hung."})
-    assert watch.load_next(source) == 2
+    assert watch.load(next, source) == 2
     assert [number for number in shown.numbers if number != NO_SAMPLE] == [-2, -3, 0]
     watch.begin({-3: "It hung."}, is_replay=True)
-    assert watch.load_next(source) == 3
+    assert watch.load(next, source) == 3
     with pytest.raises(SampleTimeoutError):
-        watch.load_next(source)
+        watch.load(next, source)
 
 
 def test_of_samples_that_are_loaded_at_once_the_one_with_the_first_deadline_is_shown():
