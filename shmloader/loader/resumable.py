@@ -25,7 +25,6 @@ from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling import dataset_epoch
-from shmloader.sampling.indices import PositionedStreams
 from shmloader.sampling.own_state import has_state_methods
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
@@ -194,11 +193,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Return the order of the samplers that the loader has now."""
         seed, batches = self._sample_seed, self._index_sampler
         if seed is None or self._is_iterable:
-            return SamplerOrder(
-                batches if seed is None else PositionedStreams(batches),
-                is_iterable=self._is_iterable,
-                seed=seed,
-            )
+            return SamplerOrder(batches, is_iterable=self._is_iterable, seed=seed)
         sampler, batch_size = self._batching()
         last_batch: LastBatch = "keep"
         if carries_over(batches):

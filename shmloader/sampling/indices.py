@@ -11,13 +11,13 @@ travel with the ticket and are unpacked where the samples are loaded. A ticket t
 or by another worker, therefore draws the same random numbers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -146,33 +146,6 @@ class PositionedIndices(NamedTuple):
             number: Number of the sample in the ticket, counted through all its batches.
         """
         return (self.first, number) if self.is_whole else (self.first + number, 0)
-
-
-class PositionedStreams(Sampler[PositionedIndices]):
-    """torch's endless sampler of an iterable dataset, with the number of the epoch added.
-
-    The workers count the positions of the samples.
-
-    Attributes:
-        epoch: Number of the epoch that is iterated next.
-        items: The argument.
-
-    Args:
-        items: torch's endless sampler.
-    """
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.epoch = 0
-        self.items = items
-
-    def __len__(self) -> int:
-        """Raise TypeError, as torch's sampler does."""
-        return len(self.items)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[PositionedIndices]:
-        """Yield endlessly."""
-        epoch = self.epoch
-        return (PositionedIndices(indices, epoch, 0) for indices in self.items)
 
 
 def without_position(indices: object) -> object:

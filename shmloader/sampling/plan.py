@@ -128,7 +128,7 @@ class EpochPlan:
         self.drop_state_of_another()
         epoch, resumed, self.resumed = self._following_epoch, self.resumed, None
         saved = None
-        progress = self.order.load_progress({"position": 0} if resumed is None else resumed)
+        progress = self.order.load_progress(resumed)
         # Whether torch draws a base seed in the run that is continued here.
         drawn = draws_seed if self._was_persistent is None else not self._was_persistent
         draws_globally = False

@@ -102,10 +102,11 @@ class Progress:
         return {"position": self.position, **ahead}
 
     @classmethod
-    def load(cls, state: dict[str, Any], unit: int = 1) -> Self:
-        """Return the progress that :meth:`dump` has saved."""
-        ahead = [*map(tuple, state["ahead"])] if "ahead" in state else ()
-        return cls(state["position"], tuple(ahead), unit)
+    def load(cls, state: dict[str, Any] | None, unit: int = 1) -> Self:
+        """Return the progress that :meth:`dump` has saved; that of a new epoch for None."""
+        if state is None:
+            return cls(unit=unit)
+        return cls(state["position"], tuple(map(tuple, state.get("ahead", ()))), unit)
 
 
 class EpochCounter:

@@ -12,9 +12,8 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, Sampler
 
-from shmloader.sampling.drawing import iterate
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.steps import Cut, DrawnSteps, Steps
+from shmloader.sampling.steps import Cut, DrawnSteps, Steps, iterate
 
 
 class CarryOver:

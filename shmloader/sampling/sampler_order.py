@@ -7,26 +7,19 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from shmloader.sampling.drawing import (
-    LastDrawn,
-    check_same,
-    only_next,
-    restart_if_exhausted,
-    too_few,
-)
-from shmloader.sampling.indices import PositionedStreams, array_batches, is_drawn
+from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
 from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
+    DrawnEpoch,
     SamplerState,
     describe,
-    may_differ_between_ranks,
     set_epoch_of,
     size_of_batches,
 )
-from shmloader.sampling.steps import Steps
+from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few
 
 
 class SamplerOrder:
@@ -50,20 +43,13 @@ class SamplerOrder:
         is_rollover = isinstance(index_sampler, RolloverBatchSampler)
         self.carry_over: CarryOver | None = index_sampler.carry_over if is_rollover else None
         self._is_iterable, self._seed = is_iterable, seed
-        self._progress = Progress()
-        self._saved: dict[str, Any] | None = None
-        self._epoch: DrawnEpoch | None = None
+        self._epoch, self._number = DrawnEpoch(Progress()), 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
         carried = self.carry_over
-        return {
-            **self.__dict__,
-            "carry_over": None if carried is None else carried.copy(),
-            "_progress": Progress(),
-            "_saved": None,
-            "_epoch": None,
-        }
+        own = {"_epoch": DrawnEpoch(Progress()), "_number": 0}
+        return {**self.__dict__, **own, "carry_over": None if carried is None else carried.copy()}
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch: the sampler's length."""
@@ -78,9 +64,7 @@ class SamplerOrder:
 
     def begin(self, epoch: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
         """Set the epoch that is drawn next; see :meth:`SeededOrder.begin`."""
-        self._progress, self._saved, self._epoch = progress, saved, None
-        if isinstance(self.index_sampler, PositionedStreams):
-            self.index_sampler.epoch = epoch
+        self._epoch, self._number = DrawnEpoch(progress, saved), epoch
 
     def draw(
         self, drawing: Iterator[Any], generator: torch.Generator | None, *, as_arrays: bool
@@ -96,11 +80,14 @@ class SamplerOrder:
         if self._is_iterable:
             # The base seed of a resumed epoch was drawn when the epoch first began. torch has drawn
             # another one for these workers, so set the generators back.
-            state.restore_generators(self._saved or {})
-            return drawing
+            state.restore_generators(self._epoch.saved)
+            if self._seed is None:
+                return drawing
+            # The workers count the positions of the samples.
+            number = self._number
+            return (PositionedIndices(indices, number, 0) for indices in only_next(drawing))
         if as_arrays:
             drawing = array_batches(self.index_sampler, drawing) or drawing
-        self._epoch = DrawnEpoch(self._progress, self._saved)
         return EpochDraw(self._epoch, self.index_sampler, drawing, state, self.carry_over)
 
     def state(self, generator: torch.Generator | None = None) -> SamplerState:
@@ -110,15 +97,13 @@ class SamplerOrder:
     def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
         epoch = self._epoch
-        if epoch is None:
-            return {**self.state(generator).dump(is_begun=False), "is_begun": True}
         if epoch.undrawn is not None:
             # If the process's global generators were used before the first batch is drawn, the
             # epoch would have another order.
             epoch.undrawn.draw_first()
-        assert epoch.saved is not None
-        is_any_rank = may_differ_between_ranks(self.index_sampler)
-        return {**epoch.saved, "last_checksum": None if is_any_rank else epoch.last.checksum()}
+        if not epoch.state:  # an iterable dataset
+            return {**self.state(generator).dump(is_begun=False), "is_begun": True}
+        return epoch.dump(self.index_sampler)
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values.
@@ -137,16 +122,15 @@ class SamplerOrder:
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        if self._progress.is_ended:
-            self._epoch = None
+        progress = self._epoch.progress
         if self.carry_over is not None:
-            self.carry_over.commit(self._progress, self.index_sampler)
+            self.carry_over.commit(progress, self.index_sampler)
+        if progress.is_ended:
+            self._epoch = DrawnEpoch(progress)  # a used loader keeps little memory
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
         sampler, last_batch = self.index_sampler, "keep"
-        if isinstance(sampler, PositionedStreams):
-            sampler = sampler.items
         if carries_over(sampler):
             last_batch = "rollover"
         elif type(sampler) is BatchSampler and sampler.drop_last:
@@ -160,35 +144,14 @@ class SamplerOrder:
 
     def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - no ranks
         """Return how far the newest epoch has come, as plain values."""
-        return self._progress.dump()
+        return self._epoch.progress.dump()
 
-    def load_progress(self, state: dict[str, Any]) -> Progress:
-        """Return the progress that :meth:`dump_progress` has saved."""
+    def load_progress(self, state: dict[str, Any] | None) -> Progress:
+        """Return a new progress, or that which :meth:`dump_progress` has saved."""
         return Progress.load(state)
 
     def check_progress(self, state: dict[str, Any]) -> None:
         """Do nothing: the end of the epoch is known only when the sampler is drawn."""
-
-
-class DrawnEpoch:
-    """What a state needs of an epoch that is drawn. It outlives the iterator that draws.
-
-    Args:
-        progress: The epoch's progress.
-        saved: The state that the epoch continues from; None for a new epoch.
-
-    Attributes:
-        saved: The state of the epoch's order, once it has begun.
-        last: Knows a checksum of the last batch that the user is done with.
-        undrawn: The epoch's iterator, until it has begun.
-    """
-
-    __slots__ = ("last", "progress", "saved", "undrawn")
-
-    def __init__(self, progress: Progress, saved: dict[str, Any] | None) -> None:
-        self.progress, self.saved = progress, saved
-        self.last = LastDrawn(progress, saved)
-        self.undrawn: EpochDraw | None = None
 
 
 class EpochDraw(Iterator[Any]):
@@ -202,11 +165,6 @@ class EpochDraw(Iterator[Any]):
         carry_over: Takes what the epoch leaves over; None if epochs carry nothing over.
     """
 
-    __slots__ = (
-        "_carry_over", "_epoch", "_error", "_index_sampler", "_items", "_iterator", "_position",
-        "_state",
-    )  # fmt: skip
-
     def __init__(
         self,
         epoch: DrawnEpoch,
@@ -216,20 +174,21 @@ class EpochDraw(Iterator[Any]):
         carry_over: CarryOver | None,
     ) -> None:
         self._epoch, self._index_sampler, self._state = epoch, index_sampler, state
-        self._iterator, self._carry_over = drawing, carry_over
+        self._drawing, self._carry_over = drawing, carry_over
         # Numbers of the batches, to which those that were delivered ahead of their turn belong.
         self._position = epoch.progress.left_to_do(itertools.count(epoch.progress.start))
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
-        self._register(drawing)
+        if carry_over is not None:
+            self._register(drawing)
 
     def __next__(self) -> Any:
         items = self._items
         if items is None:
             items = self._begin()
         item = next(items)
-        self._epoch.last.add(next(self._position) + 1, item)
+        self._epoch.add(next(self._position) + 1, item)
         return item
 
     def draw_first(self) -> None:
@@ -243,54 +202,53 @@ class EpochDraw(Iterator[Any]):
         if self._error is not None:
             raise self._error  # the sampler was drawn in part
         try:
-            self._items = self._continue() if self._is_continued else self._begin_anew()
+            self._items = self._begin_items()
         except Exception as error:
             self._error = error
             raise
         self._epoch.undrawn = None
         return self._items
 
-    @property
-    def _is_continued(self) -> bool:
-        saved = self._epoch.saved
-        return saved is not None and saved["is_begun"] and not is_drawn(self._iterator)
-
-    def _begin_anew(self) -> Iterator[Any]:
-        epoch, state, drawing = self._epoch, self._state, only_next(self._iterator)
-        if is_drawn(self._iterator):
-            epoch.saved = {**state.dump(is_begun=False), "is_begun": True, **DRAWN_ELSEWHERE}
-            return drawing
-        saved = epoch.saved
-        if saved is not None:
+    def _begin_items(self) -> Iterator[Any]:
+        """Return an iterator of the batches from the position on."""
+        epoch, state = self._epoch, self._state
+        saved, drawing = epoch.saved, self._drawing
+        if is_drawn(drawing):
+            epoch.state = {**state.dump(is_begun=False), "is_begun": True, **DRAWN_ELSEWHERE}
+            return only_next(drawing)
+        if saved and saved["is_begun"]:
+            epoch.state = saved
+            with state.drawing(saved):
+                return self._pass_over(self._restored(drawing))
+        if saved:
             state.restore_generators(saved)
-        epoch.saved = state.dump(is_begun=True)
-        if saved is not None and state.restore_own(saved):
-            epoch.saved["state"] = saved["state"]
-            return restart_if_exhausted(self._iterate(), self._iterate)
-        return state.begin(epoch.saved, drawing)
+        epoch.state = state.dump(is_begun=True)
+        return state.begin(epoch.state, self._restored(drawing))
 
-    def _continue(self) -> Iterator[Any]:
+    def _restored(self, drawing: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator of the sampler, after its own state was loaded if there is one."""
+        epoch = self._epoch
+        if not (epoch.saved and self._state.restore_own(epoch.saved)):
+            return only_next(drawing)
+        epoch.state["state"] = epoch.saved["state"]
+        return restart_if_exhausted(self._iterate)
+
+    def _pass_over(self, drawing: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator of the batches from the position on, of which one is drawn.
 
         Raises:
             ValueError: If there are fewer batches, or the last one before the position differs from
                 that of the state.
         """
-        progress, saved, drawing = self._epoch.progress, self._epoch.saved, self._iterator
-        assert saved is not None
-        start, kind = progress.start, describe(self._index_sampler)
-        with self._state.drawing(saved):
-            if self._state.restore_own(saved):
-                drawing = restart_if_exhausted(self._iterate(), self._iterate)
-            drawing = only_next(drawing)
-            passed, last = 0, None
-            for passed, last in enumerate(itertools.islice(drawing, start), 1):  # noqa: B007
-                pass
-            if passed < start:
-                raise too_few(start, passed, kind)
-            check_same(last, saved, start, kind)
-            first = list(itertools.islice(drawing, 1))
-        return progress.left_to_do(itertools.chain(first, drawing))
+        epoch, passed, last = self._epoch, 0, None
+        start, kind = epoch.progress.start, describe(self._index_sampler)
+        for passed, last in enumerate(itertools.islice(drawing, start), 1):  # noqa: B007
+            pass
+        if passed < start:
+            raise too_few(start, passed, kind)
+        epoch.check_passed(last, kind)
+        first = list(itertools.islice(drawing, 1))
+        return epoch.progress.left_to_do(itertools.chain(first, drawing))
 
     def _iterate(self) -> Iterator[Any]:
         return self._register(iter(self._index_sampler))

@@ -14,6 +14,8 @@ Guarantees:
 import contextlib
 import copy
 import itertools
+import json
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,9 @@ from torch.utils.data import (
 
 from shmloader.messages import Unsaved
 from shmloader.probing import probe
+from shmloader.sampling.indices import as_list
 from shmloader.sampling.own_state import ask_state, has_own_state
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
@@ -51,6 +55,9 @@ _TORCHS = {BatchSampler, RandomSampler, SequentialSampler, *_DRAWING}
 _SEQUENCES = {list, tuple, range, torch.Tensor, DistributedSampler}
 
 _LONGEST_CHAIN = 8
+
+# Never changed.
+_NOTHING: dict[str, Any] = {}
 
 
 def chain(index_sampler: object) -> list[Any]:
@@ -76,15 +83,6 @@ def is_known(sampler: object) -> bool:
     kind = type(sampler)
     is_ours = kind.__module__.startswith("shmloader.") and kind.__name__ != "FilterSampler"
     return kind in _TORCHS or kind in _SEQUENCES or is_ours
-
-
-def may_differ_between_ranks(index_sampler: object) -> bool:
-    """Whether torch's or our sampler yields one rank's share.
-
-    One rank may then save the state for all ranks, to which its own share does not matter.
-    """
-    samplers = [each for each in chain(index_sampler) if type(each) not in _TORCHS]
-    return any(is_known(each) and is_cut_for_ranks(each) for each in samplers)
 
 
 def size_of_batches(index_sampler: object) -> int | None:
@@ -213,11 +211,11 @@ class SamplerState:
         """
         if "seed" not in state:
             return drawing
-        self._seed(state)
         try:
+            self._seed(state["seed"])
             return itertools.chain(list(itertools.islice(drawing, 1)), drawing)
         finally:
-            self._unseed()
+            self._seed(None)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as in the state, except for what is restored when it is drawn.
@@ -239,10 +237,10 @@ class SamplerState:
 
     def restore_own(self, state: dict[str, Any]) -> bool:
         """Load the sampler's own state; return whether there is one."""
-        has_state = self.stateful is not None and "state" in state
-        if has_state:
-            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
-        return has_state
+        if self.stateful is None or "state" not in state:
+            return False
+        self.stateful.load_state_dict(copy.deepcopy(state["state"]))
+        return True
 
     def restore_generators(self, state: dict[str, Any]) -> None:
         """Set the generators of the samplers and of the loader."""
@@ -264,20 +262,15 @@ class SamplerState:
         self.restore_generators(state)
         with with_global_rng_state(state.get("global_generators", {})):
             try:
-                self._seed(state)
+                self._seed(state.get("seed"))
                 yield
             finally:
-                self._unseed()
+                self._seed(None)
 
-    def _seed(self, state: dict[str, Any]) -> None:
-        """Let RandomSamplers begin with the state's seed."""
-        for sampler in self._seeding if "seed" in state else ():
-            sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(state["seed"])
-
-    def _unseed(self) -> None:
+    def _seed(self, seed: int | None) -> None:
+        """Let RandomSamplers begin with a seed; None for one that they draw themselves."""
         for sampler in self._seeding:
-            sampler.generator = None
+            sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
 
 #: Entry of the state of an epoch from which other code has drawn batches first.
@@ -288,3 +281,75 @@ DRAWN_ELSEWHERE = {
         "toolkit's state, or call state_dict() in the next epoch."
     )
 }
+
+
+class DrawnEpoch:
+    """What a state needs of an epoch that is drawn from a sampler. It outlives the iterator.
+
+    Args:
+        progress: The epoch's progress.
+        saved: The state that the epoch continues from; None for a new epoch.
+
+    Attributes:
+        progress, saved: The arguments.
+        state: What the epoch's order depends on, once it has begun.
+        undrawn: The iterator that draws the epoch, until it has begun.
+    """
+
+    __slots__ = ("_items", "progress", "saved", "state", "undrawn")
+
+    def __init__(self, progress: Progress, saved: dict[str, Any] | None = None) -> None:
+        self.progress, self.saved = progress, saved or _NOTHING
+        self.state = _NOTHING
+        self.undrawn: Any = None
+        # The items from the last one before the position on, by the position after them.
+        self._items: dict[int, Any] = {}
+
+    def add(self, position: int, item: Any) -> None:
+        """Add an item that was drawn, and the position once it is done."""
+        items, done = self._items, self.progress.position
+        items[position] = item
+        while (first := next(iter(items))) < done:
+            del items[first]
+
+    def dump(self, index_sampler: object) -> dict[str, Any]:
+        """Return the state, with a checksum of the last item that the user is done with, if known.
+
+        Torch's or our samplers may yield one rank's share. One rank may then save the state for all
+        ranks, to which its own share does not matter.
+        """
+        position, check = self.progress.position, None
+        samplers = [each for each in chain(index_sampler) if type(each) not in _TORCHS]
+        if not any(is_known(each) and is_cut_for_ranks(each) for each in samplers):
+            if position in self._items:
+                check = _checksum(self._items[position])
+            elif position == self.progress.start:
+                check = self.saved.get("last_checksum")
+        return {**self.state, "last_checksum": check}
+
+    def check_passed(self, last: object, kind: str) -> None:
+        """Check that a sampler yields what it yielded in the run whose state was loaded.
+
+        Args:
+            last: The last of what was delivered before, as it is drawn now.
+            kind: What yields it, for the message.
+
+        Raises:
+            ValueError: If it differs.
+        """
+        expected = self.saved.get("last_checksum")
+        if expected is not None and _checksum(last) not in (None, expected):
+            raise ValueError(
+                f"the state does not fit this loader: the {kind} of this loader yields another "
+                f"batch {self.progress.start - 1} than that of the run whose state this is. Its "
+                "order must be the same whenever it is iterated for the same epoch: seed it, or "
+                "give it a generator=, a set_epoch(), or state_dict() and load_state_dict()"
+            )
+
+
+def _checksum(indices: object) -> int | None:
+    """Return a checksum of numbers and strings; None for other objects, whose text may differ."""
+    try:
+        return zlib.crc32(json.dumps(as_list(indices)).encode())
+    except (TypeError, ValueError):
+        return None

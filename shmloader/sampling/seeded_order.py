@@ -10,13 +10,6 @@ import torch
 from torch.utils.data import Sampler
 
 from shmloader.probing import probe
-from shmloader.sampling.drawing import (
-    LastDrawn,
-    check_same,
-    iterate,
-    restart_if_exhausted,
-    too_few,
-)
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.ranks import Ranks
@@ -24,10 +17,10 @@ from shmloader.sampling.rng import RngState
 from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
+    DrawnEpoch,
     SamplerState,
     describe,
     epoch_of,
-    may_differ_between_ranks,
     set_epoch_of,
     size_of_batches,
 )
@@ -39,6 +32,9 @@ from shmloader.sampling.steps import (
     OrderSteps,
     Steps,
     is_sharded,
+    iterate,
+    restart_if_exhausted,
+    too_few,
 )
 
 
@@ -113,13 +109,8 @@ class SeededOrder(Sampler[list[Any]]):
         self._forget_epoch()
 
     def _forget_epoch(self) -> None:
-        self._progress = Progress()
-        # The state that the newest epoch continues from, and what its order depends on, once it has
-        # begun.
-        self._saved: dict[str, Any] | None = None
-        self._state: dict[str, Any] | None = None
+        self._epoch = DrawnEpoch(Progress())
         self._steps: Steps | None = None
-        self._last = LastDrawn(self._progress, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
@@ -149,7 +140,8 @@ class SeededOrder(Sampler[list[Any]]):
             TypeError: If the user's sampler has no length.
         """
         # An epoch that continues on other ranks may begin within one of their steps.
-        offset = self._progress.start % self._progress.unit
+        progress = self._epoch.progress
+        offset = progress.start % progress.unit
         return self.cut.step_count(max(0, self._item_count() - offset), self._last_batch)
 
     @property
@@ -188,8 +180,7 @@ class SeededOrder(Sampler[list[Any]]):
             saved: The state that it continues from; None for a new epoch.
         """
         self._forget_epoch()
-        self.epoch, self._progress, self._saved = epoch, progress, saved
-        self._last = LastDrawn(progress, saved)
+        self.epoch, self._epoch = epoch, DrawnEpoch(progress, saved)
         self._known_epochs, self._named = (epoch_of(self._items),), None
 
     def __iter__(self) -> Iterator[Any]:
@@ -198,8 +189,8 @@ class SeededOrder(Sampler[list[Any]]):
         if self._last_batch == "rollover":
             self.carry_over.begin(steps, self._size)
         # What belongs to this epoch, since another one may begin before it is drawn.
-        shape = functools.partial(self._shape, steps, self.epoch, self._last)
-        return map(shape, self._progress.left_to_do(steps))
+        shape = functools.partial(self._shape, steps, self.epoch, self._epoch)
+        return map(shape, self._epoch.progress.left_to_do(steps))
 
     def draw(
         self,
@@ -216,9 +207,9 @@ class SeededOrder(Sampler[list[Any]]):
             as_arrays: Whether steps may be ranges or arrays instead of lists. That applies only to
                 an order of the dataset's indices without shards.
         """
-        steps = self._steps
-        if steps is not None and steps.position > self._progress.position * self._size:
-            self._state = {**self.dump(), **DRAWN_ELSEWHERE}
+        steps, epoch = self._steps, self._epoch
+        if steps is not None and steps.position > epoch.progress.position * self._size:
+            epoch.state = {**self.dump(), **DRAWN_ELSEWHERE}
         if isinstance(steps, OrderSteps) and not self._num_shards:
             steps.as_arrays = as_arrays
         return drawing
@@ -236,8 +227,8 @@ class SeededOrder(Sampler[list[Any]]):
         return OrderSteps(order, self.cut, self._last_batch, start)
 
     def _begin_steps(self) -> Steps:
-        progress, items, epoch, saved = self._progress, self._items, self.epoch, self._saved or {}
-        start = progress.position * self._size
+        items, epoch, drawn = self._items, self.epoch, self._epoch
+        start = drawn.progress.position * self._size
         if items is None:
             return self.steps_of(epoch, start)
         return DrawnSteps(
@@ -248,7 +239,7 @@ class SeededOrder(Sampler[list[Any]]):
             start=start,
             rng_state=RngState(self._seed, epoch),
             weigh=_sample_count if self._batch_size is None and self._may_shard else _one,
-            check_passed=lambda last: check_same(last, saved, progress.start, describe(items)),
+            check_passed=lambda last: drawn.check_passed(last, describe(items)),
         )
 
     def _begin_items(self, epoch: int) -> Iterator[Any]:
@@ -258,25 +249,25 @@ class SeededOrder(Sampler[list[Any]]):
         """
         assert self._items is not None
         self._named = self.named_epoch()  # set since iter(), for the next epoch
-        state, saved = self.state(), self._saved or {}
+        state, saved = self.state(), self._epoch.saved
         state.restore_generators(saved)
         has_own = state.restore_own(saved)
         self.dump()  # before anything is drawn
         with contextlib.nullcontext() if self._counter is None else self._counter.telling():
             set_epoch_of(self._items, epoch)
         self._known_epochs = epoch, epoch + 1  # which it counts by itself
-        items = iterate(self._items)
-        if self._counter is not None:
-            items = self._counter.count_passes(items)
-        if not has_own:
-            return items
-        return restart_if_exhausted(items, functools.partial(iterate, self._items))
+        return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
-    def _shape(self, steps: Steps, epoch: int, last: LastDrawn, items: list[Any]) -> Any:
+    def _iterate(self) -> Iterator[Any]:
+        assert self._items is not None
+        items = iterate(self._items)
+        return items if self._counter is None else self._counter.count_passes(items)
+
+    def _shape(self, steps: Steps, epoch: int, drawn: DrawnEpoch, items: list[Any]) -> Any:
         """Return a ticket's indices."""
         cut, position = self.cut, steps.position - self.cut.global_count
         if steps.newest is not None:
-            last.add(steps.position // self._size, steps.newest)
+            drawn.add(steps.position // self._size, steps.newest)
         number = position // self._size
         try:
             step = self._form(items, number)
@@ -302,7 +293,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        self.carry_over.commit(self._progress, self)
+        self.carry_over.commit(self._epoch.progress, self)
 
     # The epochs of the user's sampler ----------------------------------------------------
 
@@ -342,13 +333,11 @@ class SeededOrder(Sampler[list[Any]]):
 
     def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
-        if self._state is None:
-            begun = {**self.dump_next(generator), "is_begun": True}
-            if self._saved is not None and "state" in self._saved:
-                begun["state"] = self._saved["state"]
-            self._state = begun
-        is_any_rank = self._items is None or may_differ_between_ranks(self._items)
-        return {**self._state, "last_checksum": None if is_any_rank else self._last.checksum()}
+        epoch = self._epoch
+        if not epoch.state:
+            own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
+            epoch.state = {**self.dump_next(generator), **own, "is_begun": True}
+        return epoch.dump(self._items)
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
@@ -403,7 +392,7 @@ class SeededOrder(Sampler[list[Any]]):
             in_order: Whether steps are delivered in order. Otherwise, each of several ranks has
                 delivered other steps, and the values are those of this rank alone.
         """
-        cut, state = self.cut, self._progress.dump()
+        cut, state = self.cut, self._epoch.progress.dump()
         count = None if self._steps is None else self._steps.item_count
         if count is not None and self.takes_batches:  # the last step of all ranks was short
             state["position"] = min(state["position"], count)
@@ -411,8 +400,8 @@ class SeededOrder(Sampler[list[Any]]):
             state["rank"] = [cut.rank, cut.world_size]
         return state
 
-    def load_progress(self, state: dict[str, Any]) -> Progress:
-        """Return the progress that :meth:`dump_progress` has saved, on these ranks."""
+    def load_progress(self, state: dict[str, Any] | None) -> Progress:
+        """Return a new progress, or that which :meth:`dump_progress` has saved, on these ranks."""
         return Progress.load(state, self.cut.global_count if self.takes_batches else 1)
 
     # What a framework or the loader asks -------------------------------------------------

@@ -7,14 +7,14 @@ of a loader. Iterating them does not affect the loader.
 import copy
 import warnings
 from collections.abc import Iterator, Sized
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from shmloader.probing import probe
 from shmloader.sampling.progress import EpochCounter
-from shmloader.sampling.steps import Cut, Order, Steps
+from shmloader.sampling.seeded_order import SeededOrder
+from shmloader.sampling.steps import Cut, Order, OrderSteps
 
 # Lightning's two packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -70,10 +70,11 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""
-        length = len(self.data_source)
-        order = Order(length, self.seed, self.epochs.begin_pass(), is_shuffled=True)
-        for start in range(0, length, _BLOCK):
-            yield from order.at(np.arange(start, min(start + _BLOCK, length))).tolist()
+        key = self.seed, self.epochs.begin_pass()
+        for block in OrderSteps(
+            Order(len(self.data_source), *key, is_shuffled=True), Cut(_BLOCK), "keep"
+        ):
+            yield from block
 
 
 class SeededSequentialSampler(SeededSampler, SequentialSampler):
@@ -91,23 +92,6 @@ class SeededSequentialSampler(SeededSampler, SequentialSampler):
         self.epochs = epochs
 
 
-class GlobalOrder(Protocol):
-    """An order of which each rank has a share."""
-
-    @property
-    def cut(self) -> Cut:
-        """The rank's share of each global step."""
-
-    def steps_of(self, epoch: int) -> Steps:
-        """Return the steps of this rank in an epoch."""
-
-    def sample_count(self) -> int:
-        """Return the number of samples of this rank in an epoch."""
-
-    def without_repeats(self) -> "GlobalOrder":
-        """Return a copy that has each sample once: none is repeated, and none is left out."""
-
-
 class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignore[override]
     """A rank's share of the order of a ``ShardedDataLoader``, with the samples that pad it.
 
@@ -123,7 +107,7 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
         order: The order, which the loader sets.
     """
 
-    order: GlobalOrder
+    order: SeededOrder
 
     def __init__(self, dataset: Any, seed: int, epochs: EpochCounter, *, shuffle: bool) -> None:
         # torch's constructor is not called, since it needs the ranks.

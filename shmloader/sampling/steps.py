@@ -9,13 +9,12 @@ sequence for any number of ranks, as long as the global step has the same length
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.sampling.drawing import only_next, too_few
 from shmloader.sampling.indices import IndexArray
 from shmloader.sampling.permutation import Permutation
 from shmloader.sampling.rng import RngState
@@ -288,3 +287,60 @@ def is_sharded(step: object) -> bool:
     if not isinstance(step, list | tuple) or not step:
         return False
     return isinstance(step[0], list | tuple)
+
+
+# Users' samplers --------------------------------------------------------------------------
+
+
+def only_next(items: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator that calls only ``next()`` of a user's iterator, as torch does.
+
+    An iterator may begin again when ``iter()`` is called on it, as that of Lightning's wrapper of
+    batch samplers does for predictions. Loops, ``list()`` and the functions of ``itertools`` call
+    ``iter()``.
+    """
+    return map(next, repeat(items))
+
+
+def iterate(sampler: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of a user's sampler.
+
+    Raises:
+        RuntimeError: If ``iter()`` of the sampler raises StopIteration, which would silently end
+            the epoch.
+        BaseException: Any other exception of ``iter()``, unchanged.
+    """
+    try:
+        return iter(sampler)
+    except StopIteration as error:
+        raise RuntimeError("iter() of the sampler raised StopIteration") from error
+
+
+def restart_if_exhausted(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return a sampler's first iterator, or a new iterator if the first one is exhausted.
+
+    A sampler that reads its state when it is iterated, such as torchdata's
+    StatefulDistributedSampler, may have been saved at the end of an epoch. Then its first iterator
+    yields nothing, and the next one yields the whole epoch.
+
+    Args:
+        begin: Function that returns a new iterator of the sampler.
+    """
+    rest = only_next(begin())
+    first = list(islice(rest, 1))
+    return chain(first, rest) if first else only_next(begin())
+
+
+def too_few(position: int, count: int, source: str) -> ValueError:
+    """Return the error for a state whose position is beyond the epoch's end.
+
+    Args:
+        position: Number of batches after which the state was saved.
+        count: Number of batches that this loader's epoch has.
+        source: Kind of the object that yields the batches, such as "sampler".
+    """
+    return ValueError(
+        f"the state does not fit this loader: it was saved after {position} batches of an epoch, "
+        f"and the {source} of this loader yields only {count}. Give the sampler, dataset and "
+        "batch_size with which it was saved"
+    )

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.batch.failures import describe_indices
-from shmloader.sampling.indices import PositionedIndices, PositionedStreams, without_position
+from shmloader.sampling.indices import PositionedIndices, without_position
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_state import set_epoch_of
 from shmloader.sampling.seeded_order import SeededOrder
@@ -65,7 +65,7 @@ def test_a_position_counts_what_the_epoch_before_has_left_over():
     plan = plan_of(batch=4, length=6, last_batch="rollover", shuffle=False)
     for _ in plan:
         pass
-    plan._progress.done(0)
+    plan._epoch.progress.done(0)
     plan.commit()
     plan.begin(1, Progress())
     assert [(step.indices, step.epoch, step.first) for step in plan] == [
@@ -107,15 +107,6 @@ def test_a_copy_of_a_plan_in_work_begins_an_epoch_of_its_own(make):
     first = next(begun)
     assert next(iter(make(plan))) == first
     assert next(begun).first == 12
-
-
-def test_what_torch_has_for_an_iterable_dataset_comes_with_the_epoch():
-    plan = PositionedStreams([[None, None]] * 2)
-    plan.epoch = 4
-    begun = iter(plan)
-    plan.epoch = 5
-    assert [*begun] == [PositionedIndices([None, None], 4, 0)] * 2
-    assert len(plan) == 2
 
 
 def test_texts_and_users_see_the_indices_alone():

@@ -81,7 +81,7 @@ def epoch_of(plan: SeededOrder, epoch: int = 0) -> list[Any]:
 
 def commit(plan: SeededOrder, position: int) -> None:
     """Have the user be done with so many steps of the newest epoch."""
-    plan._progress.position = position
+    plan._epoch.progress.position = position
     plan.commit()
 
 
