@@ -5,11 +5,6 @@ dataset is that of its iterator, if the iterator has both ``state_dict`` and ``l
 Otherwise it is that of the dataset, if the dataset has both. Otherwise there is none. A dataset's
 state is loaded before ``iter(dataset)`` is called, and an iterator's state after that. Nothing is
 asked for a state if ``snapshot_every_n_steps`` is 0.
-
-A stream is resumed exactly if its samples depend only on its own state and on the process's global
-random generators. These are set to their states at the stream's beginning, so that an order that is
-drawn in ``__iter__`` is drawn again. Batches that were delivered since the newest state are read
-again and discarded, and a checksum shows whether they are the same.
 """
 
 import contextlib
@@ -19,11 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
 
-from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.payload import main_is_importable
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
-from shmloader.sampling.own_state import ask_state, has_own_state, has_state_methods
+from shmloader.sampling.own_state import ask_state, has_state_methods
 
 _T = TypeVar("_T")
 
@@ -52,84 +46,23 @@ Keep = Callable[[Saved], _T]
 # Taking and loading states ---------------------------------------------------------------
 
 
-def save(fetcher: Any, keep: Keep[_T]) -> _T | Unsaved | None:
-    """Return the state of the iterable dataset that a fetcher iterates; None if it has no state.
-
-    Args:
-        fetcher: The dataset's fetcher.
-        keep: Copies or pickles the state.
-    """
-    iterator, others = fetcher.iterator, (fetcher.ended, fetcher.position)
-    if has_own_state(iterator):
-        return _ask("iterator", iterator, keep, *others)
-    return save_dataset(fetcher.dataset, keep, *others)
-
-
-def save_dataset(
-    dataset: Any, keep: Keep[_T], is_short: bool = False, position: int = 0
-) -> _T | Unsaved | None:
+def save_dataset(dataset: Any, keep: Keep[_T]) -> _T | Unsaved | None:
     """Return the state of a dataset itself; None if it has no state."""
     if not has_state_methods(dataset):
         return None
-    return _ask("dataset", dataset, keep, is_short, position)
+    return ask(dataset, lambda state: keep(Saved("dataset", False, state)))
 
 
-def _ask(
-    of: Literal["iterator", "dataset"], thing: Any, keep: Keep[_T], is_short: bool, position: int
-) -> _T | Unsaved:
+def ask(thing: Any, keep: Callable[[Any], _T]) -> _T | Unsaved:
+    """Return the state of a dataset or of its iterator, copied or pickled by ``keep``."""
     remedy = "Correct its state_dict(), or set snapshot_every_n_steps=0 to leave this state out"
-    return ask_state(thing, remedy, lambda state: keep(Saved(of, is_short, state, position)))
+    return ask_state(thing, remedy, keep)
 
 
 def load_dataset(dataset: Any, saved: Saved | None) -> None:
     """Load a dataset's state. Called before ``iter(dataset)``."""
     if saved is not None and saved.of == "dataset":
         dataset.load_state_dict(saved.state)
-
-
-def replay(fetcher: Any, checkpoint: Checkpoint, indices: Any, *, only_reads: bool) -> None:
-    """Read again, and discard, the batches that a stream has delivered since its snapshot.
-
-    Args:
-        fetcher: The fetcher of the dataset, at the snapshot.
-        checkpoint: Where the stream is resumed.
-        indices: A ticket's indices, of which only the number counts.
-        only_reads: Whether batches are not collated, since collating draws no random numbers and
-            keeps no state.
-
-    Raises:
-        ValueError: If the stream ends too early, or yields other samples than before.
-        BaseException: What the dataset or ``collate_fn`` raises where it did not raise before.
-    """
-    found = Checkpoint()
-    raised: BaseException | None = None
-    fetcher.only_reads = only_reads
-    try:
-        for number in range(checkpoint.at, checkpoint.given):
-            try:
-                fetcher.fetch(indices)
-            except StopIteration:
-                raise raised or ValueError(
-                    f"the state does not fit this loader: {checkpoint.given} batches had been "
-                    f"delivered of the dataset when the state was saved, and this loader's dataset "
-                    f"ends after {number}. Give the dataset with which it was saved"
-                ) from None
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                raised = raised or error  # the checksum shows whether that was so before, too
-            found = found.after_batch(None, fetcher.fingerprint)
-    finally:
-        fetcher.only_reads = False
-    if found.check != checkpoint.check:
-        raise raised or ValueError(
-            f"the state does not fit this loader: read again from "
-            f"{'the start' if checkpoint.snapshot is None else 'its state'}, its dataset yields "
-            f"other samples than the {checkpoint.skip} batches that were delivered before the "
-            "state was saved, so some samples would be lost and others repeated. Make its order "
-            "depend only on the loader's seed=, on the global random generators of a worker "
-            "process, or on get_worker_info().seed; or give it state_dict() and load_state_dict()"
-        )
 
 
 # Pickled states --------------------------------------------------------------------------

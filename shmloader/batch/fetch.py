@@ -1,4 +1,4 @@
-"""Fetches the samples of a batch, as torch's fetchers do, and collates them.
+"""Fetches the samples of a batch of a map-style dataset, as torch does, and collates them.
 
 An error names the sample that failed. With an ``on_error`` other than "raise", the samples of a
 map-style dataset that fail are skipped or replaced.
@@ -9,13 +9,13 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from shmloader.batch.collator import Collator
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher, SampleResult
-from shmloader.batch.dataset_state import Saved
+from shmloader.batch.dataset_state import Keep, save_dataset
 from shmloader.batch.failures import (
     BadSample,
     OnError,
@@ -24,15 +24,16 @@ from shmloader.batch.failures import (
     describe_index,
     describe_indices,
 )
-from shmloader.batch.fingerprint import fingerprint, fingerprint_of
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.errors import SampleTimeoutError
 from shmloader.forked_child import end_if_forked
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption
+from shmloader.messages import Unsaved
 from shmloader.probing import probe
 from shmloader.sampling.steps import is_sharded
+
+_T = TypeVar("_T")
 
 #: Returns the sample of an index, or the samples of indices.
 Get = Callable[[Any], Any]
@@ -93,9 +94,6 @@ class EmptyBatchError(Exception):
     """All samples of a batch failed, and none was replaced. Never reaches the user."""
 
 
-# Map-style datasets -----------------------------------------------------------------------
-
-
 class MapFetcher:
     """Makes batches of a map-style dataset.
 
@@ -154,6 +152,10 @@ class MapFetcher:
             return None
         report, self._report = self._report, SampleReport()
         return report
+
+    def save(self, keep: Keep[_T]) -> _T | Unsaved | None:
+        """Return the state of the dataset, copied or pickled by ``keep``; None if it has none."""
+        return save_dataset(self._dataset, keep)
 
     def fetch(self, index: Any) -> Any:
         """Return a batch, or a list of the shards' batches.
@@ -243,7 +245,7 @@ class MapFetcher:
 
     def _is_bad(self, error: BaseException, what: str) -> bool:
         """Whether an exception of a sample is not raised. One that is raised gets a note."""
-        if _is_from_outside(error):
+        if is_from_outside(error):
             return False
         if not self._is_strict and isinstance(error, Exception):
             end_if_forked(self._pid)
@@ -262,7 +264,7 @@ class MapFetcher:
         try:
             return self._on_error(index, error)
         except BaseException as raised:
-            if not _is_from_outside(raised):
+            if not is_from_outside(raised):
                 add_note(raised, f"It was raised by on_error for {_named(index, 'the')}.")
             raise
 
@@ -343,143 +345,7 @@ def map_style_stop(error: StopIteration) -> RuntimeError:
     return stop
 
 
-# Iterable datasets ------------------------------------------------------------------------
-
-
-class StreamFetcher:
-    """Makes batches of an iterable dataset.
-
-    It calls ``iter(dataset)`` when it is made. If the samples have random number generators whose
-    epoch is not known by then, it calls that before the first sample.
-
-    Args:
-        config: How batches are fetched.
-        dataset: The dataset.
-        collate: Makes a batch of samples.
-        rng: Seeds generators for ``iter(dataset)`` and for each sample; None without a seed.
-        watch: Watches how long samples take; None if they may take any time.
-
-    Attributes:
-        dataset: The dataset.
-        iterator: The iterator of its samples; None until ``iter(dataset)`` was called.
-        ended: Whether the iterator has no further sample.
-        fingerprint: Fingerprint of the newest batch; None until its samples were read.
-        only_reads: Whether batches are read but not collated.
-    """
-
-    def __init__(
-        self,
-        config: FetchConfig,
-        dataset: Any,
-        collate: Collator,
-        rng: SampleRng | None = None,
-        watch: SampleWatch | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.iterator: Any = None
-        self._config, self._collate, self._rng = config, collate, rng
-        get: Get = next if rng is None else self._next_seeded
-        if watch is not None:
-            what = "the next sample of the dataset's iterator"
-            get = functools.partial(watch.load, get, what=what)
-        self._get = get
-        self.ended = self.only_reads = False
-        self.fingerprint: int | None = None
-        # The state that was loaded, so that samples were yielded before.
-        self._resumed: Saved | None = None
-        # How many samples the iterator has yielded.
-        self._count = 0
-        # Whether a sample hung: after that there are none, as after an exception of a generator.
-        self._has_hung = False
-        if rng is None:
-            self.iterator = iter(dataset)
-        elif rng.knows_epoch:
-            self._begin(rng)
-
-    @property
-    def position(self) -> int:
-        """The number of samples that were seeded for in the epoch, in this worker's stream."""
-        return 0 if self._rng is None else self._rng.position
-
-    def resume(self, saved: Saved) -> None:
-        """Continue after earlier samples. The dataset's own state was loaded before."""
-        self.ended, self._resumed = saved.is_short, saved
-        if self._rng is not None:
-            self._rng.position = saved.position
-        if self.iterator is not None:
-            self._load_state()
-
-    def _load_state(self) -> None:
-        if self._resumed is not None and self._resumed.of == "iterator":
-            self.iterator.load_state_dict(self._resumed.state)
-
-    def _begin(self, rng: SampleRng) -> None:
-        """Call ``iter(dataset)``, with generators seeded for it."""
-        with rng.opening_stream():
-            try:
-                self.iterator = iter(self.dataset)
-            except StopIteration as error:  # it would silently end the epoch
-                raise RuntimeError("iter(dataset) raised StopIteration") from error
-            self._load_state()
-
-    def _next_seeded(self, _: object) -> Any:
-        rng = self._rng
-        assert rng is not None
-        if self.iterator is None:
-            self._begin(rng)
-        rng.begin_stream_sample()
-        return next(self.iterator)
-
-    def pop_report(self) -> None:
-        """Return None, since an iterator that has raised yields nothing more."""
-
-    def fetch(self, indices: Any) -> Any:
-        """Return the next batch, or the next sample without batching.
-
-        Raises:
-            StopIteration: At the end of the dataset.
-        """
-        self.fingerprint = None
-        if self.ended or self._has_hung:
-            raise StopIteration
-        is_batch = self._config.auto_collation
-        count = len(indices) if is_batch else 1
-        samples = self._load(count)
-        if is_batch:
-            self.ended = len(samples) < count
-        if not samples or (self.ended and self._config.drop_last):
-            raise StopIteration
-        whole = samples if is_batch else samples[0]
-        self.fingerprint = fingerprint_of(samples) if is_batch else fingerprint(whole)
-        return None if self.only_reads else self._collate(whole)
-
-    def _load(self, count: int) -> list[Any]:
-        """Return the iterator's next samples, fewer at its end."""
-        iterator, get = self.iterator, self._get
-        samples: list[Any] = []
-        add = samples.append
-        try:
-            for _ in range(count):
-                add(get(iterator))
-        except StopIteration:
-            pass
-        except BaseException as error:
-            self._has_hung = isinstance(error, SampleTimeoutError)
-            if not _is_from_outside(error):
-                number, where = self._count + len(samples), " in this worker"
-                add_note(
-                    error,
-                    f"The dataset's iterator failed at sample {number}, counted from 0"
-                    f"{where if get_worker_info() is not None else ''} since "
-                    f"{'the epoch began' if self._resumed is None else 'its state was loaded'}.",
-                )
-            raise
-        finally:
-            self._count += len(samples)
-        return samples
-
-
-def _is_from_outside(error: BaseException) -> bool:
+def is_from_outside(error: BaseException) -> bool:
     """Whether an exception comes from outside the dataset, such as from a signal handler.
 
     Always False in a worker process: a signal handler there is the dataset's own, such as an alarm

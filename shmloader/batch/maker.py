@@ -14,12 +14,15 @@ from typing import Any
 from shmloader.batch.arrays import ArrayFetcher, Arrays, is_plain_data
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
+from shmloader.batch.dataset_state import Keep
 from shmloader.batch.failures import OnError, SampleReport
-from shmloader.batch.fetch import FetchConfig, Load, MapFetcher, StreamFetcher
+from shmloader.batch.fetch import FetchConfig, Load, MapFetcher
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
+from shmloader.batch.stream import StreamFetcher
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
+from shmloader.messages import Unsaved
 
 
 class BatchMaker:
@@ -107,6 +110,8 @@ class BatchMaker:
             )
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
+        #: Returns the dataset's state, copied or pickled by its argument; None if it has none.
+        self.save: Callable[[Keep[bytes]], bytes | Unsaved | None] = self.fetcher.save
         if arrays is not None:
             self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, may_shard=config.may_shard)
 

@@ -251,7 +251,7 @@ class Payload:
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
         """Yield the messages, with their descriptors, for a process that is already running.
 
-        It receives them with :func:`receive_payload` or :class:`PayloadReceiver`.
+        It receives them with :func:`receive_payload`.
         """
         for at in range(0, max(1, len(self._descriptors)), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
@@ -316,55 +316,30 @@ def _received(handle: bytes, descriptors: list[Any]) -> ReceivedPayload:
     return ReceivedPayload(handle, [descriptor.detach() for descriptor in descriptors])
 
 
-class PayloadReceiver:
-    """Receives the messages of one payload.
+def receive_payload(channel: socket.socket) -> ReceivedPayload:
+    """Wait for a payload that is sent by :meth:`Payload.send`.
 
-    Args:
-        channel: The socket that the messages come through.
+    Called in a worker, in the nursery, and in a rank that gets an object from ``share_on_host``.
+
+    Raises:
+        OSError: If this process has too few descriptors left.
+        ConnectionResetError: If the sender is gone, or has closed the loader.
     """
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._descriptors: list[int] = []
-        self._is_short = False
-
-    def receive(self, flags: int = 0) -> ReceivedPayload | None:
-        """Receive one message; return the payload if it was the last one.
-
-        Args:
-            flags: Further flags of the socket's receive, such as MSG_DONTWAIT.
-
-        Raises:
-            BlockingIOError: With MSG_DONTWAIT, if no message is there.
-            OSError: If this process has too few descriptors left.
-            ConnectionResetError: If the sender is gone, or has closed the loader.
-        """
-        data, some, got, _ = socket.recv_fds(
-            self._channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC | flags
+    descriptors: list[int] = []
+    data, is_short = _MORE, False
+    while data == _MORE:
+        data, some, flags, _ = socket.recv_fds(
+            channel, RECEIVE_BYTES, _MESSAGE_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         if not data:
             raise ConnectionResetError("the loader was closed while its workers started")
-        self._descriptors += some
-        self._is_short = self._is_short or bool(got & socket.MSG_CTRUNC)
-        if data == _MORE:
-            return None
-        payload = ReceivedPayload(data, self._descriptors)
-        if self._is_short:
-            payload.close()  # the process continues, to report this error
-            text = f"process {os.getpid()} has too few file descriptors for what the dataset shares"
-            raise OSError(errno.EMFILE, f"{text}; raise `ulimit -n`")
-        return payload
-
-
-def receive_payload(channel: socket.socket) -> ReceivedPayload:
-    """Wait for a payload that is sent by :meth:`Payload.messages`.
-
-    Called in the nursery, and in a rank that gets an object from ``share_on_host``. Raises as
-    :meth:`PayloadReceiver.receive` does.
-    """
-    receiver = PayloadReceiver(channel)
-    while (payload := receiver.receive()) is None:
-        pass
+        descriptors += some
+        is_short = is_short or bool(flags & socket.MSG_CTRUNC)
+    payload = ReceivedPayload(data, descriptors)
+    if is_short:
+        payload.close()  # the process continues, to report this error
+        text = f"process {os.getpid()} has too few file descriptors for what the dataset shares"
+        raise OSError(errno.EMFILE, f"{text}; raise `ulimit -n`")
     return payload
 
 

@@ -76,7 +76,7 @@ too (:mod:`shmloader.pipeline.processes`).
 The worker's record has the checkpoint after its last answer, from which a replacement resumes; the
 user's thread has that after the last delivered batch, of which the loader's state is made. A
 dataset without a state of its own is iterated again: what was delivered is re-read, compared by
-fingerprints, and discarded (:mod:`shmloader.batch.dataset_state`).
+fingerprints, and discarded (:mod:`shmloader.batch.stream`).
 
 The words: a *ticket* is an index batch with its ``seq``, its number in the epoch; a *task* is a
 ticket as it is sent to a worker, with the slot to fill. A *slot* is a range of the arena that holds

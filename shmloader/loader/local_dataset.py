@@ -17,9 +17,6 @@ from shmloader.batch.dataset_state import (
     dump_in_main,
     load_dataset,
     read,
-    replay,
-    save,
-    save_dataset,
 )
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.maker import BatchMaker
@@ -83,9 +80,7 @@ class LocalDataset:
         every = self._config.fetch.snapshot_every
         if not every or self._maker is None or (self._is_iterable and given % every):
             return None
-        if not self._is_iterable:
-            return save_dataset(self._config.dataset, dump_in_main)
-        return save(self._maker.fetcher, dump_in_main)
+        return self._maker.save(dump_in_main)
 
     def make(self, indices: Any) -> Any:
         """Make the batch of a ticket's indices, and take the dataset's state after it."""
@@ -141,7 +136,7 @@ class LocalDataset:
             if self._is_iterable and checkpoint.skip:
                 with maker.loading(indices) as plain:
                     only_reads = is_plain(self._config.collate_fn)
-                    replay(maker.fetcher, checkpoint, plain, only_reads=only_reads)
+                    maker.fetcher.replay(checkpoint, plain, only_reads=only_reads)
             self._maker, self.is_resuming = maker, False
             if not checkpoint.skip:  # it draws its order by now
                 return maker.make(indices)

@@ -20,8 +20,6 @@ from shmloader.batch.dataset_state import (
     dump_state,
     load_dataset,
     read,
-    replay,
-    save,
     save_dataset,
 )
 from shmloader.batch.failures import OnError, RemoteError, SampleReport, add_note
@@ -243,7 +241,7 @@ class WorkerDataset:
         only_reads = is_plain(self._collate_fn)
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
-                replay(maker.fetcher, self._checkpoint, plain, only_reads=only_reads)
+                maker.fetcher.replay(self._checkpoint, plain, only_reads=only_reads)
         except BaseException:
             self._lose()
             raise
@@ -280,10 +278,7 @@ class WorkerDataset:
         finally:
             # Also after a failure: reading the failed batch again might give other samples.
             if every and not (self.has_ended or (is_iterable and self._given % every)):
-                if is_iterable:
-                    self.snapshot = save(maker.fetcher, self._dump)
-                else:
-                    self.snapshot = save_dataset(self._dataset, self._dump)
+                self.snapshot = maker.save(self._dump)
             if is_iterable:
                 self.fingerprint = maker.fetcher.fingerprint
 

@@ -19,8 +19,8 @@ Other modules make the loader's own order of samples. In ``plan``, :class:`Epoch
 epoch and the position in it, which ``progress`` counts. ``seeded_order`` and ``sampler_order``
 yield the index batches. ``steps`` cuts an order into batches and finds what is left over, and
 ``rollover`` carries that into the next epoch. ``sampler_state`` saves what the order of a sampler
-depends on, and ``drawing`` checks that it yields the same again. ``seeded_samplers`` shows a seeded
-order to frameworks that read a loader's samplers.
+depends on, and checks that it yields the same again. ``seeded_samplers`` shows a seeded order to
+frameworks that read a loader's samplers.
 """
 
 from shmloader.sampling.bucket import BucketBatchSampler

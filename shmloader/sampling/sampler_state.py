@@ -57,7 +57,7 @@ _SEQUENCES = {list, tuple, range, torch.Tensor, DistributedSampler}
 _LONGEST_CHAIN = 8
 
 # Never changed.
-_NOTHING: dict[str, Any] = {}
+_NOTHING: dict[Any, Any] = {}
 
 
 def chain(index_sampler: object) -> list[Any]:
@@ -303,11 +303,12 @@ class DrawnEpoch:
         self.state = _NOTHING
         self.undrawn: Any = None
         # The items from the last one before the position on, by the position after them.
-        self._items: dict[int, Any] = {}
+        self._items: dict[int, Any] = _NOTHING
 
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
-        items, done = self._items, self.progress.position
+        items, done = self._items or {}, self.progress.position
+        self._items = items
         items[position] = item
         while (first := next(iter(items))) < done:
             del items[first]

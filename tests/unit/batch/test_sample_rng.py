@@ -12,8 +12,9 @@ from torch.utils.data import IterableDataset
 
 from shmloader import sample_rng
 from shmloader.batch.collator import Collator, Timer
-from shmloader.batch.fetch import FetchConfig, MapFetcher, StreamFetcher
+from shmloader.batch.fetch import FetchConfig, MapFetcher
 from shmloader.batch.sample_rng import SampleRng, base_seed, seed_of_rank
+from shmloader.batch.stream import StreamFetcher
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.rng import kept
 
