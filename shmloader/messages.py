@@ -141,6 +141,7 @@ class BatchDone(NamedTuple):
         snapshot: A pickled :class:`~shmloader.batch.dataset_state.Saved` of the dataset after this
             batch, or why there is none; None if none was due.
         fingerprint: Fingerprint of the batch, if the dataset is iterable.
+        state_ns: How long it took to take the snapshot, in nanoseconds.
     """
 
     seq: int
@@ -153,6 +154,7 @@ class BatchDone(NamedTuple):
     report: Any = None
     snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
+    state_ns: int = 0
 
 
 class BatchFailed(NamedTuple):

@@ -23,6 +23,10 @@ from shmloader.tracebacks import warn_user
 
 _LARGE_BYTES = 1_000_000
 
+# States may take this share of the time of batches. It is judged once the states have taken so long
+# that it matters.
+_SHARE, _LONG_NS = 0.1, 500_000_000
+
 
 class DatasetUpdate(NamedTuple):
     """The checkpoint of a worker's dataset after a batch that is delivered or left out.
@@ -159,7 +163,7 @@ def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
 
 
 class StateCost:
-    """Warns once if the states of a loader's dataset are large.
+    """Warns once if the states of a loader's dataset are large, or take long.
 
     Attributes:
         is_watched: Whether to warn: not if the user has set ``snapshot_every_n_steps``.
@@ -167,19 +171,30 @@ class StateCost:
 
     def __init__(self) -> None:
         self.is_watched, self._has_warned = True, False
+        self._states_ns = self._batches_ns = 0
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Look at the checkpoint after a batch."""
+    def add(self, checkpoint: Checkpoint, busy_ns: int) -> None:
+        """Look at the checkpoint after a batch.
+
+        Args:
+            checkpoint: The checkpoint.
+            busy_ns: How long it took to make the batch and to take its state, in nanoseconds.
+        """
         is_watched = self.is_watched and not self._has_warned
         if not is_watched or checkpoint.snapshot is None or checkpoint.skip:
             return
         nbytes = len(checkpoint.snapshot)
-        if nbytes < _LARGE_BYTES:
+        self._states_ns += checkpoint.state_ns
+        self._batches_ns += busy_ns - checkpoint.state_ns
+        is_slow = self._states_ns > max(_LONG_NS, _SHARE * self._batches_ns)
+        if nbytes < _LARGE_BYTES and not is_slow:
             return
         self._has_warned = True
+        cost = f"{nbytes / 1e6:.1f} MB with each batch"
+        if nbytes < _LARGE_BYTES:
+            cost = f"{self._states_ns / max(1, self._batches_ns):.2f} times the batches' own time"
         warn_user(
-            "the loader saves the state of the dataset for each batch, which costs "
-            f"{nbytes / 1e6:.1f} MB with each batch. Set snapshot_every_n_steps=0 if no state is "
-            "needed. For an iterable dataset, 100 saves it rarely; 1 saves it for each batch "
-            "without this warning."
+            f"the loader saves the state of the dataset for each batch, which costs {cost}. Set "
+            "snapshot_every_n_steps=0 if no state is needed. For an iterable dataset, 100 saves it "
+            "rarely; 1 saves it for each batch without this warning."
         )

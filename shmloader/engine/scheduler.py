@@ -229,7 +229,7 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        state: tuple[bytes | Unsaved | None, int | None] | None = None,
+        state: tuple[bytes | Unsaved | None, int | None, int] | None = None,
     ) -> Ticket:
         """Record the answer to a ticket: a batch or an error.
 
@@ -239,7 +239,7 @@ class Scheduler:
             answer: The answer.
             taker: The worker that received the ticket, if the pool has a queue.
             state: The dataset's state after the batch, and the batch's fingerprint, as
-                :meth:`Checkpoint.after_batch` takes them; None if the answer stands for no batch.
+                :meth:`Checkpoint.after_batch` takes these; None if the answer stands for no batch.
 
         Returns:
             The ticket. Its slot is free if the ticket was dropped (I6).

@@ -361,11 +361,11 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
         """Count what the states of datasets cost, and adapt the number of workers."""
+        times: Any = delivery.times
+        busy_ns = sum((times if self._is_inline else times.work)[1:4])
         for update in delivery.datasets:
-            self._parts.state_cost.add(update.checkpoint)
+            self._parts.state_cost.add(update.checkpoint, busy_ns)
         if self._adapter is not None:
-            times: Any = delivery.times  # of workers, as only these are adapted
-            busy_ns = sum(times.work[1:4])
             wanted = self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns)
             if wanted != self._wanted:
                 self._wanted = wanted

@@ -9,6 +9,7 @@ dataset then finds the process's global generators in the states of the earlier 
 process's own states are restored after the batch.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,11 +94,14 @@ class LocalDataset:
             assert self._maker is not None
             return self._maker.make(indices)
         finally:
+            began_ns = time.monotonic_ns()
             (checkpoint,) = self.checkpoints.checkpoints
             snapshot, fingerprint = self._state(checkpoint.given + 1), None
             if self._is_iterable and self._maker is not None:
                 fingerprint = self._maker.fetcher.fingerprint
-            self.updates = (DatasetUpdate(0, checkpoint.after_batch(snapshot, fingerprint)),)
+            state_ns = time.monotonic_ns() - began_ns
+            after = checkpoint.after_batch(snapshot, fingerprint, state_ns)
+            self.updates = (DatasetUpdate(0, after),)
 
     def _add_rng(self, checkpoint: Checkpoint, begun: dict[str, Any]) -> None:
         """Save the generators' states: the dataset may draw its order with its first sample."""

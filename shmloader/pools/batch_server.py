@@ -154,7 +154,10 @@ class BatchServer:
         extras = layout, check, report, snapshot, fingerprint
         if extras == (None, None, None, None, None):
             return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
-        return pack(BatchDone(seq, epoch, slot_id, used_bytes, self._timer.read(), *extras))
+        times = self._timer.read()
+        return pack(
+            BatchDone(seq, epoch, slot_id, used_bytes, times, *extras, state_ns=dataset.state_ns)
+        )
 
     def put(self, slot_id: int, answer: bytes) -> bytes:
         """Return a long answer, or what says that it lies in the task's slot, if it fits there."""

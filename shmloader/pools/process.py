@@ -265,7 +265,7 @@ class ProcessPool:
             return Failure(reader, message.report)
         answer = Batch(reader, message.report, message.times, message.used_bytes)
         answer.lends, answer.fingerprint = reader.lends, message.fingerprint
-        answer.snapshot = message.snapshot
+        answer.snapshot, answer.state_ns = message.snapshot, message.state_ns
         if message.checksum is not None:
             answer.check = (message.used_bytes, message.checksum)
         return answer

@@ -6,6 +6,7 @@ epoch, in the order of the tasks.
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         snapshot: The dataset's pickled state after a batch, or why there is none. The caller sets
             it to None before it loads a batch; it stays None if no snapshot is due.
+        state_ns: How long it took to take the last snapshot, in nanoseconds.
         fingerprint: Fingerprint of a batch; None, as above, if none is taken or its samples were
             not read.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
@@ -94,6 +96,7 @@ class WorkerDataset:
         # predecessors.
         self._given = 0
         self.snapshot: bytes | Unsaved | None = None
+        self.state_ns = 0
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -278,7 +281,9 @@ class WorkerDataset:
         finally:
             # Also after a failure: reading the failed batch again might give other samples.
             if every and not (self.has_ended or (is_iterable and self._given % every)):
+                began_ns = time.monotonic_ns()
                 self.snapshot = maker.save(self._dump)
+                self.state_ns = time.monotonic_ns() - began_ns
             if is_iterable:
                 self.fingerprint = maker.fetcher.fingerprint
 
