@@ -116,7 +116,7 @@ def _limits() -> Iterator[Environment]:
     for mebibytes in (32_000, 1000, 300, 30):
         enter = functools.partial(_leave_address_space, mebibytes * MIB)
         yield Environment(f"RLIMIT_AS +{mebibytes}MiB", enter, (*memory, "ulimit -v"))
-    for count in (256, 48, 32, 24, 16):
+    for count in (256, 48, 32, 24, 16, 12):
         enter = functools.partial(_limit, resource.RLIMIT_NOFILE, count)
         yield Environment(f"RLIMIT_NOFILE {count}", enter, ("open files", "ulimit -n"))
     text = "Resource temporarily unavailable"

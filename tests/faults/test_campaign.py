@@ -129,7 +129,7 @@ def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> 
     expected = {
         "no limit, seed": "works",
         "RLIMIT_AS +300MiB, plain": "works",
-        "RLIMIT_NOFILE 16, plain": "says why",
+        "RLIMIT_NOFILE 12, plain": "says why",
         "RLIMIT_FSIZE 4096, plain": "says why",
         "memfd_create EACCES, plain": "falls back",
         "fcntl(F_ADD_SEALS) EPERM, seed": "says why",
