@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import inspect
 import itertools
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -63,13 +62,6 @@ _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 _TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
-
-# Those that an epoch takes as they are.
-_CARRIED = (
-    "dataset", "collate_fn", "prefetch_factor", "timeout", "worker_init_fn",
-    "multiprocessing_context",
-)  # fmt: skip
-_carried = operator.attrgetter(*_CARRIED)
 
 
 class DataLoader(ResumableLoader[_T_co]):
@@ -514,7 +506,12 @@ class DataLoader(ResumableLoader[_T_co]):
         return LoaderConfig(
             **values,
             fetch=fetch,
-            **dict(zip(_CARRIED, _carried(self), strict=True)),
+            dataset=self.dataset,
+            collate_fn=self.collate_fn,
+            prefetch_factor=self.prefetch_factor,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
             saves_dataset=saves_dataset,
             has_steps=sharing.devices is not None,
             num_workers=count,

@@ -279,12 +279,12 @@ def read_options(loader: Any) -> dict[str, Any]:
     """
     sharing, own, values = loader._sharing, loader.__dict__, DEFAULTS.copy()
     # A loader has few options that are not the default, and may be made for a short epoch.
-    for name, option in OPTIONS.items():
-        if name in own and own[name] is not option.default:
-            values[name] = option.check(own[name])
-    for name, option in OPTIONS.items():
-        if values[name] is not option.default and values[name] != option.default:
-            option.check_needs(loader)
+    given = [name for name in OPTIONS if name in own and own[name] is not DEFAULTS[name]]
+    for name in given:
+        values[name] = OPTIONS[name].check(own[name])
+    for name in given:
+        if values[name] != DEFAULTS[name]:
+            OPTIONS[name].check_needs(loader)
     if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
         _SCOPE.check_needs(loader)
         if loader._saves_dataset:
