@@ -170,7 +170,8 @@ class ForkedProcess(popen_fork.Popen):
         if self._nursery is None:
             self.pid, self.sentinel = fork(lambda: run_process(lambda: process))
         else:
-            self.pid, self.sentinel = self._nursery.fork(process)
+            self.pid, found = self._nursery.fork(process)
+            self.sentinel = found.pop()
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:

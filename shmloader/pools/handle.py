@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -49,6 +50,8 @@ class WorkerHandle:
         self._close: Callable[[], object] | None = None
         if shared is not None:
             self.pid, self.pidfd, self._exit_code = shared
+            # Also when this object is garbage, since an interruption has lost it.
+            self._close = util.Finalize(self, os.close, (self.pidfd,))
             return
         assert process is not None
         self.process, self.pid = process, process.pid or 0

@@ -232,8 +232,9 @@ class SharedWorkers:
             with theirs:
                 for payload in self._payloads:
                     payload.send(ours)
-                pid, pidfd = self.nursery.attach(Attach(worker_id), theirs.fileno())
+                pid, found = self.nursery.attach(Attach(worker_id), theirs.fileno())
             ours.setblocking(False)
+            return WorkerHandle(ours, shared=(pid, found.pop(), self.nursery.exit_code))
         except BaseException as error:
             ours.close()
             if isinstance(error, ConnectionError | WorkerDiedError):
@@ -241,7 +242,6 @@ class SharedWorkers:
             raise
         finally:
             self._channel = None
-        return WorkerHandle(ours, shared=(pid, pidfd, self.nursery.exit_code))
 
     def end(self, workers: list[WorkerHandle], grace_s: float) -> None:  # noqa: ARG002 - not ours
         """Leave workers whose sockets were closed."""

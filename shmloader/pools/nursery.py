@@ -152,7 +152,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._channel, self._process = channel, process
         self._facts: Facts | None = None
-        self._forked: tuple[Report, list[int]] | None = None
+        self._forked: tuple[Report, _Descriptors] | None = None
         self._codes: dict[int, int | None] = {}
         self._wanted_count: int | None = None
         channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
@@ -198,8 +198,11 @@ class Nursery:
         pid = self._process.pid
         raise WorkerDiedError(f"DataLoader worker (pid {pid}) {text}. {what}") from None
 
-    def fork(self, process: BaseProcess) -> tuple[int, int]:
-        """Have a process of multiprocessing's forked. Returns its pid, and a descriptor of it.
+    def fork(self, process: BaseProcess) -> tuple[int, list[int]]:
+        """Have a process of multiprocessing's forked.
+
+        Returns:
+            Its pid, and a list with a descriptor of it, from which the caller pops that.
 
         Raises:
             OSError: If there are no descriptors or processes left.
@@ -211,12 +214,12 @@ class Nursery:
         finally:
             payload.close()
 
-    def attach(self, message: object, descriptor: int) -> tuple[int, int]:
+    def attach(self, message: object, descriptor: int) -> tuple[int, list[int]]:
         """Send a rank's message with a descriptor. Returns and raises as :meth:`fork`."""
         data = pickle.dumps(message)
         return self._ask_for_worker(lambda channel: socket.send_fds(channel, [data], [descriptor]))
 
-    def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, int]:
+    def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, list[int]]:
         try:
             with self._lock:
                 if self._channel.fileno() < 0:
@@ -224,16 +227,17 @@ class Nursery:
                 send(self._channel)
                 while self._forked is None:
                     self._receive(SIGNAL_S)
-                (_, pid, number), descriptors = self._forked
+                (_, pid, number), found = self._forked
                 self._forked = None
         except BaseException as error:
             self.close()  # an answer that comes later would be taken for another one's
+            self._forked = None
             if isinstance(error, ConnectionError):
                 self._raise_end(error)
             raise
-        if not descriptors:
+        if not found:
             raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
-        return pid, descriptors[0]
+        return pid, found
 
     def tell(self, message: object) -> bool:
         """Send a rank's message, unless there are too many unread ones. Returns whether it was."""
@@ -277,12 +281,20 @@ class Nursery:
             self.pid, self._facts = report.pid, report.value
             self._wanted_count = report.value.wanted_count
         elif report.kind == "forked":
-            self._forked = report, descriptors
+            self._forked = report, _Descriptors(descriptors)
         elif report.kind == "wanted":
             self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True
+
+
+class _Descriptors(list[int]):
+    """Descriptors that have come. Those that an interruption keeps from being popped are closed."""
+
+    def __del__(self) -> None:
+        while self:
+            os.close(self.pop())
 
 
 def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None:

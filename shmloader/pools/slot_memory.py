@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterable
 from typing import Protocol
 
+from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
+from shmloader.interruptions import Suppressed
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
 from shmloader.memory.limits import MemoryAdmission
 
@@ -18,9 +20,16 @@ from shmloader.memory.limits import MemoryAdmission
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
+# A slot whose pages are locked a second time gets 1/8 more pages than its batch needs, if there is
+# memory for them: locking again is slow.
+_GROW_AHEAD = 8
+
 
 class PageLocker(Protocol):
     """Locks the pages of slots that a device reads."""
+
+    def locked_bytes(self, slot: Slot) -> int:
+        """Return how many bytes from a slot's start are locked."""
 
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Lock the first ``nbytes`` of a slot, unless they are locked."""
@@ -178,6 +187,13 @@ class SlotMemory:
             self.mapped(slot_id)
         if self._locker is None:
             return slot
+        nbytes, admission = slot.touched_bytes, self._admission
+        end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
+        if admission is not None and 0 < self._locker.locked_bytes(slot) < nbytes < end:
+            with Suppressed(SharedMemoryError):
+                admission.grow(self.arena, slot, end)
+                slot.touched_bytes = nbytes  # until it is counted
+                self.count_pages(slot_id, end)
         self._locker.lock(slot, slot.touched_bytes)
         return slot
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import socket
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ def test_no_message_overtakes_those_that_the_socket_did_not_take() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.setblocking(False)
-    worker = WorkerHandle(ours, shared=(0, -1, SimpleNamespace))
+    worker = WorkerHandle(ours, shared=(0, os.pidfd_open(os.getpid()), SimpleNamespace))
     received: collections.deque[int] = collections.deque()
 
     def receive() -> None:
