@@ -136,11 +136,14 @@ def end_executors() -> None:
     for each in EXECUTORS:
         processes, manager = list((each._processes or {}).values()), each._executor_manager_thread
         results = each._result_queue
-        for process in processes:
-            process.kill()
-        each.shutdown(wait=False)
+        each.shutdown(wait=False, cancel_futures=True)
         if manager is None:
             continue
+        # The manager ends with an error if a process is killed while it has cancelled tasks.
+        left = lambda manager=manager: [*manager.pending_work_items.values()]  # noqa: E731
+        wait_until(lambda left=left: not any(one.future.cancelled() for one in left()))
+        for process in processes:
+            process.kill()
         manager.join(20)
         if manager.is_alive():
             # One that was killed as it sent has left half a message, and the manager waits for
