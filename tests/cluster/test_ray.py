@@ -96,7 +96,7 @@ def test_batches_are_those_of_local_workers(connected) -> None:
 def test_a_late_batch_is_named_and_not_lost(connected, tmp_path) -> None:
     dataset = Held(tmp_path / "go")
     iterator = iter(DataLoader(dataset, None, num_workers=2, executor=RayExecutor(), timeout=1))
-    with pytest.raises(LoaderTimeoutError, match=r"Batch 0 \(index 0\)") as caught:
+    with pytest.raises(LoaderTimeoutError, match=r"waiting for batch 0 \(index 0\)") as caught:
         next(iterator)
     assert "Worker 0 (of the executor) has been loading batch 0 (index 0)" in str(caught.value)
     (tmp_path / "go").touch()
