@@ -100,7 +100,7 @@ class LoaderConfig(SimpleNamespace):
     @property
     def has_device(self) -> bool:
         """Whether a batch is copied to a device."""
-        return any(device is not None for device in self.devices)
+        return bool(self.devices.count(None) < len(self.devices))
 
     @property
     def may_replace_workers(self) -> bool:

@@ -220,7 +220,7 @@ def make_step(
         pin_device: The type of the accelerator that will read it.
     """
     transform, kind = config.device_transform, "build"
-    if config.devices != (None,) and config.has_device:
+    if config.has_device:
         # Few loaders have a device.
         from shmloader.device.structure import map_tensors  # noqa: PLC0415
 

@@ -179,14 +179,16 @@ class Option:
         """
         if value is self.default is None:
             return None
-        text = f"{self.name} should be {self.what}, but got {self.name}={reprlib.repr(value)}"
         is_bool = isinstance(value, bool) and self.kinds not in (bool, object)
         if is_bool or not isinstance(value, self.kinds):
-            raise TypeError(text)
+            raise TypeError(self._text(value))
         try:
             return self.read(value)
         except ValueError as error:
-            raise ValueError(str(error) or text) from None
+            raise ValueError(str(error) or self._text(value)) from None
+
+    def _text(self, value: Any) -> str:
+        return f"{self.name} should be {self.what}, but got {self.name}={reprlib.repr(value)}"
 
     def check_needs(self, loader: Any) -> None:
         """Raise ValueError if a loader lacks what the option needs, or has what it excludes."""
@@ -206,48 +208,82 @@ class Option:
 
 _TABLE = (
     Option(
-        "shm_size", None, "a positive number of bytes or a text such as '512MiB' or '8GiB'",
-        (Integral, str), _size,
+        "shm_size",
+        None,
+        "a positive number of bytes or a text such as '512MiB' or '8GiB'",
+        (Integral, str),
+        _size,
     ),
     Option("worker_restarts", 0, "a number of workers, 0 or more", Integral, _from(0), "workers"),
     Option("device", None, "a device", object, _device),
     Option("device_transform", None, "callable", Callable),
     Option("device_prefetch", DEVICE_PREFETCH, "a positive number", Integral, _from(1)),
     Option(
-        "on_error", "raise", "'raise', 'skip' or a function (index, exception) -> sample",
-        (str, Callable), _handler, "indices",
+        "on_error",
+        "raise",
+        "'raise', 'skip' or a function (index, exception) -> sample",
+        (str, Callable),
+        _handler,
+        "indices",
     ),
     Option(
-        "max_failures", None,
+        "max_failures",
+        None,
         "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
-        Real, _share_or_count, "indices",
+        Real,
+        _share_or_count,
+        "indices",
     ),
     Option(
-        "last_batch", None, "'keep', 'discard', 'rollover' or 'pad'", object, _one_of(LastBatch),
+        "last_batch",
+        None,
+        "'keep', 'discard', 'rollover' or 'pad'",
+        object,
+        _one_of(LastBatch),
     ),
     Option(
-        "thread_pool", False, "a bool", bool, needs="workers, indices",
+        "thread_pool",
+        False,
+        "a bool",
+        bool,
+        needs="workers, indices",
         excludes=("multiprocessing_context", "shm_size", "worker_restarts"),
     ),
     Option("seed", None, "a whole number, 0 or more", Integral, _from(0)),
     Option(
-        "snapshot_every_n_steps", "auto", "'auto', a number of batches, or 0 or None for never",
-        (Integral, str, type(None)), _interval,
+        "snapshot_every_n_steps",
+        "auto",
+        "'auto', a number of batches, or 0 or None for never",
+        (Integral, str, type(None)),
+        _interval,
     ),
     Option(
-        "fetch_concurrency", None, "a positive number of samples", Integral, _from(1), "indices",
+        "fetch_concurrency",
+        None,
+        "a positive number of samples",
+        Integral,
+        _from(1),
+        "indices",
     ),
     Option(
-        "sample_timeout", None, "a positive number of seconds or None", Real, _seconds, "workers",
+        "sample_timeout",
+        None,
+        "a positive number of seconds or None",
+        Real,
+        _seconds,
+        "workers",
     ),
     Option(
-        "executor", None,
+        "executor",
+        None,
         "a concurrent.futures.Executor of processes, for Dask "
         "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
-        concurrent.futures.Executor, _processes, "workers, indices",
+        concurrent.futures.Executor,
+        _processes,
+        "workers, indices",
         excludes=("thread_pool", "multiprocessing_context", "sample_timeout", "shm_size"),
     ),
-)  # fmt: skip
+)
 
 _AUTO = Option(
     "num_workers='auto'", 0, "'auto'", object, needs="indices", excludes=("thread_pool", "executor")
@@ -255,9 +291,14 @@ _AUTO = Option(
 
 # Only ShardedDataLoader has it.
 _SCOPE = Option(
-    "worker_scope", "rank", "'rank' or 'host'", object, _one_of(WorkerScope), "workers",
+    "worker_scope",
+    "rank",
+    "'rank' or 'host'",
+    object,
+    _one_of(WorkerScope),
+    "workers",
     excludes=("thread_pool", "executor", "multiprocessing_context"),
-)  # fmt: skip
+)
 
 #: The arguments that torch's loader does not have, in the order of the constructor.
 OPTIONS = {option.name: option for option in _TABLE}

@@ -298,8 +298,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan.set_epoch(epoch)
         self._parts.dataset_epoch.is_named = True
         sampler = plan.order.index_sampler
-        told = told_of_epochs(sampler), *dataset_epoch.told_datasets(self.dataset)
-        if not (told != (None,) or self._sample_seed is not None or self._has_warned_of_epoch):
+        is_told = told_of_epochs(sampler) is not None or dataset_epoch.told_datasets(self.dataset)
+        if not (is_told or self._sample_seed is not None or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
             warn_user(
                 f"set_epoch({epoch}) changes neither the order nor the random numbers of this "
