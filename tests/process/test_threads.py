@@ -792,9 +792,12 @@ ENDS = {
     kept = taken(5, pin_memory=pins)
     """,
     "persistent": "kept = taken(5, persistent_workers=True)",
+    # The program's own thread keeps its batches: where a daemon thread frees a tensor at the exit,
+    # torch's C++ code aborts the process, also without a loader.
     "in use": """
     loader, batches = taken(0)
-    threading.Thread(target=lambda: [0 for _ in batches], daemon=True).start()
+    kept = []
+    threading.Thread(target=kept.extend, args=(batches,), daemon=True).start()
     """,
     "a cycle": """
     loader, batches = taken(5)
