@@ -6,8 +6,8 @@ the contents alone:
 * A set is hashed in an order that does not depend on the process (``PYTHONHASHSEED``).
 * Whether two equal names are one object makes no difference. (Python makes equal names of
   attributes one object when it unpickles.)
-* A function or class is its name. For a function that is not importable by its name, its bytecode
-  and the values that it captures are added.
+* A function or class is its name. For a function that is not importable by its name, its code and
+  the values that it captures are added.
 * Shared memory is its contents, except memory that ranks have in common by ``share_on_host``. That
   is its token, since all ranks map the same pages.
 """
@@ -44,7 +44,8 @@ def digests_of(dataset: object, worker_init_fn: object) -> tuple[tuple[str, byte
     kind: Any = type(dataset)
     names = ("__reduce_ex__", "__reduce__", "__getstate__")
     is_plain = all(getattr(kind, name) is getattr(object, name) for name in names)
-    if is_plain and hasattr(dataset, "__dict__") and not hasattr(kind, "__slots__"):
+    has_slots = any(vars(one).get("__slots__") for one in kind.__mro__)
+    if is_plain and hasattr(dataset, "__dict__") and not has_slots:
         parts["dataset"] = kind
         parts |= {f"dataset.{name}": value for name, value in vars(dataset).items()}
     return tuple((name, _digest(value)) for name, value in parts.items())
@@ -109,6 +110,8 @@ class _Digester(Pickler):
             found = "set", sorted(map(_digest, value))
         elif kind is types.FunctionType:
             found = self._function(value)
+        elif kind is types.CodeType:
+            found = "code", value.co_code, value.co_names, value.co_consts
         elif isinstance(value, type):
             found = "class", _name(value)
         elif isinstance(value, Segment):
@@ -127,7 +130,7 @@ class _Digester(Pickler):
         self._functions.add(id(value))
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
         defaults = value.__defaults__, value.__kwdefaults__
-        return "function", _name(value), value.__code__.co_code, defaults, cells
+        return "function", _name(value), value.__code__, defaults, cells
 
     def _segment(self, value: Segment) -> Any:
         if value.is_common:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed
 
@@ -220,10 +221,27 @@ def differences(make: Any) -> Any:
         return None
 
 
-def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(run) -> None:
+class TorchHolder(Holder, torch.utils.data.Dataset[int]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Holder, TorchHolder])
+@pytest.mark.parametrize(
+    "of_rank",
+    [
+        lambda rank: rank,
+        lambda rank: [{"images": np.arange(9_000) + rank}],
+        lambda rank: torch.arange(9_000) + rank,
+        lambda rank: [lambda x: x + 1, lambda x: x + 2][rank],
+        lambda rank: [lambda x: x.min(), lambda x: x.max()][rank],
+        lambda rank: [lambda x: lambda: x + 1, lambda x: lambda: x + 2][rank],
+    ],
+    ids=["number", "array", "tensor", "constant", "method", "inner function"],
+)
+def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(run, of_rank, kind) -> None:
     def make() -> Holder:
-        found = Holder(same=1)
-        found.seed = int(os.environ["RANK"])
+        found = kind(same=lambda x: x)
+        found.seed = of_rank(int(os.environ["RANK"]))
         return found
 
     ranks = [run.start(lambda: differences(make), rank) for rank in range(2)]
