@@ -2,8 +2,11 @@
 
 A signal handler runs between any two instructions of the main thread. Its exception comes out of
 the code that runs at that moment, for instance the dataset's, although that code did not raise it.
+
+Also completes closing steps in spite of interruptions, and reads attributes of users' objects.
 """
 
+import contextlib
 import functools
 import signal
 import traceback
@@ -90,3 +93,37 @@ class Suppressed:
     ) -> bool:
         """Return whether an exception is suppressed."""
         return isinstance(error, self._kinds) and not is_interruption(error)
+
+
+def uninterruptible(step: Callable[[], object], tries: int = 5) -> None:
+    """Run a closing step, and run it again if an exception interrupts it.
+
+    Closing waits for processes and threads, and users who wait press Ctrl-C. What an interruption
+    left open would stay open, because a second ``close()`` does nothing.
+
+    Args:
+        step: A function that can be run again after an exception at any point. Its result is
+            dropped.
+        tries: How often it is run at most, which suffices for several interruptions.
+
+    Raises:
+        BaseException: The first exception, after the step was completed or given up.
+    """
+    try:
+        step()
+    except BaseException:
+        if tries > 1:
+            with contextlib.suppress(BaseException):
+                uninterruptible(step, tries - 1)
+        raise
+
+
+def probe(value: object, name: str, default: object = None) -> Any:
+    """Return an attribute that a user's object may have, or a default.
+
+    This is for names that torch never asks for. A class's own ``__getattr__`` may raise anything
+    for an unknown name, which never shows with torch's loader.
+    """
+    found = attempt(getattr, value, name, default)
+    # Whatever was raised, the object has no such attribute.
+    return default if type(found) is Caught else found

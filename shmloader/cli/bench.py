@@ -13,11 +13,11 @@ from shmloader.grammar import described_type
 from shmloader.insight.record import Record, Statistics
 from shmloader.insight.stats import LoaderStats, Machine
 from shmloader.insight.verdict import snapshot
+from shmloader.interruptions import probe
 from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.pools.cores import usable_cores
-from shmloader.probing import probe
 
 
 def bench(options: argparse.Namespace) -> None:

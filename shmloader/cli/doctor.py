@@ -20,11 +20,11 @@ from shmloader.batch.payload import Payload
 from shmloader.cli.hazards import Part, find_hazard, type_name, walk
 from shmloader.cli.target import UsageError, call, close, without_workers
 from shmloader.grammar import counted, described_type, seconds, size
+from shmloader.interruptions import probe
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import describe_address_space, free_memory, why_unsupported
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.pools.cores import affinity, core_quota, usable_cores
-from shmloader.probing import probe
 from shmloader.shared.counting import estimate_objects
 
 # What of a loader is sent to its workers.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.shared.counting import attributes_of
 
 # The most parts that are looked at, and the most items of one container.

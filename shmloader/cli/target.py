@@ -9,8 +9,8 @@ from typing import Any
 import torch.utils.data
 
 from shmloader.grammar import described_type
+from shmloader.interruptions import probe
 from shmloader.loader.dataloader import DataLoader
-from shmloader.probing import probe
 
 # Attributes of a loader and their values without workers.
 _WITHOUT_WORKERS = {

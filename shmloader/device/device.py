@@ -35,8 +35,8 @@ from shmloader.device.stage import (
     split_block,
 )
 from shmloader.device.structure import all_tensors, map_tensors
+from shmloader.interruptions import probe
 from shmloader.memory.pickled import sparse_parts
-from shmloader.probing import probe
 
 # Before a further batch is copied to the device, the stage waits for the user's work on all batches
 # except the last two: the user is taking one of these, and still uses the other.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.shared.counting import attributes_of
 
 # Immutable values, which hold no memory of a slot.

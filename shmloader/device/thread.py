@@ -26,20 +26,14 @@ from typing import Any, NamedTuple
 
 from shmloader.device.stage import Stage, StageBrokenError, clear_frames
 from shmloader.engine.delivery import Delivery, Instead
-from shmloader.engine.engine import Engine
+from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.interruptions import Caught, attempt, is_interruption
-from shmloader.threads.background import BackgroundThread, may_wait_here
-from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.interruptions import Caught, attempt, uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
-
-
-class _Stop(BaseException):
-    """Ends the thread."""
 
 
 class Result(NamedTuple):
@@ -75,7 +69,7 @@ class CallRequest:
     is_over: bool = False
 
 
-class EngineThread(BackgroundThread):
+class EngineThread(OwnThread):
     """Runs the engine and the stage for one epoch.
 
     Does not refer to the sampler, which may hold the loader: when the loader is garbage, the thread
@@ -86,33 +80,21 @@ class EngineThread(BackgroundThread):
         has_item: Set when an item was added, and at the end.
         may_go_on: Set when the user's thread has done something that this thread may wait for.
         tickets: Index batches from the user's thread.
-        is_ended: Whether the sampler is exhausted.
-        is_stopping: Whether the thread is to end.
     """
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__(stage.name)
-        self._engine, self._stage = engine, stage
+        self.engine, self._stage = engine, stage
         self.items: collections.deque[Result | TicketRequest | CallRequest] = collections.deque()
         self.has_item, self.may_go_on = Wakeup(), Wakeup()
         self.tickets: collections.deque[object] = collections.deque()
-        self.is_ended = self.is_stopping = False
 
-    def wake(self) -> None:
-        """End the present or the next wait of the engine on this thread."""
-        self._engine.wake()
-
-    def stop(self, timeout_s: float | None) -> bool:
-        """End the thread.
-
-        Returns:
-            Whether it has ended. False if it takes longer, or if the calling thread must not wait.
-        """
+    def stop(self) -> None:
+        """Have the thread end."""
         self.is_stopping = True
         for event in (self.has_item, self.may_go_on):
             event.set()
         self.wake()
-        return self.join(timeout_s)
 
     def work(self) -> None:
         """Run the engine and the stage until the last result, or until :meth:`stop`."""
@@ -120,7 +102,7 @@ class EngineThread(BackgroundThread):
             self._stage.start()
             while self._serve_one():
                 pass
-        except _Stop:
+        except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
             self._put(Result(None, error, None, is_last=True))
@@ -128,7 +110,7 @@ class EngineThread(BackgroundThread):
     def close_what_it_uses(self) -> None:
         """Close the stage and the engine, and drop all results."""
         self.items.clear()
-        close(self._engine, self._stage)
+        close(self.engine, self._stage)
 
     def _put(self, item: Result | TicketRequest | CallRequest) -> None:
         self.items.append(item)
@@ -145,11 +127,11 @@ class EngineThread(BackgroundThread):
 
     def _next_result(self) -> Result:
         try:
-            batch = self._engine.next_batch()
+            batch = self.engine.next_batch()
         except Instead as instead:
-            is_last = self._engine.is_closed or isinstance(instead.error, StopIteration)
-            return Result(None, instead.error, self._engine.delivery, is_last)
-        delivery = self._engine.delivery
+            is_last = self.engine.is_closed or isinstance(instead.error, StopIteration)
+            return Result(None, instead.error, self.engine.delivery, is_last)
+        delivery = self.engine.delivery
         try:
             if FAULTS is not None:
                 FAULTS.reach("main.stage")
@@ -175,12 +157,6 @@ class EngineThread(BackgroundThread):
         self.pause()
 
     # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread` --------
-
-    def pause(self) -> None:
-        """Pause or end if asked to. Called between two steps, when no lock is held."""
-        if self.is_stopping:
-            raise _Stop
-        super().pause()
 
     @property
     def has_ticket(self) -> bool:
@@ -244,7 +220,8 @@ class ThreadOwner:
         """
         thread = self.thread
         if thread is not None:
-            thread.stop(None)
+            thread.stop()
+            thread.join(None)
             self.thread = None
             thread.items.clear()
             if not self._engine.is_closed:
@@ -261,16 +238,12 @@ class ThreadOwner:
 
     def _end(self) -> None:
         thread = self.thread
-        if thread is not None and not thread.stop(_JOIN_S) and thread.leave_closing():
-            # The garbage collector runs this on that thread, or the thread is stuck in the user's
-            # transform. The thread closes the rest when it ends, because it still uses that; only
-            # the workers can be ended here.
-            if may_wait_here():
-                self._engine.end_workers()
-            return
-        self.thread = None
         if thread is not None:
+            thread.stop()
+            if not thread.ends_in(_JOIN_S):
+                return
             thread.items.clear()
+        self.thread = None
         close(self._engine, self._stage)
 
 
@@ -412,22 +385,20 @@ class StagedEngine:
     def _draw_one(self, thread: EngineThread) -> bool:
         """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
         began_ns = time.monotonic_ns()
-        try:
-            thread.tickets.append(self._draw())
-        except StopIteration:
-            thread.is_ended = True
-            return False
-        except BaseException as error:
-            if is_interruption(error):
-                raise
-            # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
-            thread.is_ended = self._tickets_out == 0
-            raise Instead(error) from None
-        finally:
+        ticket = attempt(self._draw)
+        if not isinstance(ticket, Caught):
+            thread.tickets.append(ticket)
             thread.wake()
-        self.draw_ns += time.monotonic_ns() - began_ns
-        self._tickets_out += 1
-        return True
+            self.draw_ns += time.monotonic_ns() - began_ns
+            self._tickets_out += 1
+            return True
+        has_ended = isinstance(ticket.error, StopIteration)
+        # After the sampler's own exception, the epoch continues with one ticket fewer, as torch's.
+        thread.is_ended = has_ended or self._tickets_out == 0
+        thread.wake()
+        if not has_ended:
+            raise Instead(ticket.error) from None
+        return False
 
     def close(self) -> None:
         """End the thread, the stage and the engine. May be called again."""

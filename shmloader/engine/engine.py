@@ -13,10 +13,11 @@ The module is long because one object performs every action of the scheduler and
 report of the pool.
 """
 
+import abc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
@@ -48,34 +49,68 @@ from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
+from shmloader.threads.background import BackgroundThread, may_wait_here
 
 _log = logging.getLogger("shmloader")
 
 
-class OwnThread(Protocol):
-    """A thread that an engine belongs to, as the engine sees it.
+class Stopped(BaseException):
+    """Ends an engine's own thread, at its next pause."""
+
+
+class OwnThread(BackgroundThread):
+    """A thread that an engine belongs to.
 
     Attributes:
+        engine: The engine.
         is_ended: Whether the user's thread draws no further ticket.
+        is_stopping: Whether the thread is to end.
     """
 
-    is_ended: bool
+    engine: "Engine"
+    is_ended = is_stopping = False
 
     @property
+    @abc.abstractmethod
     def has_ticket(self) -> bool:
         """Whether :meth:`next_ticket` has one."""
 
+    @abc.abstractmethod
     def next_ticket(self) -> object:
         """Return the next index batch from the user's thread, or raise StopIteration for now."""
 
     def ask(self, *, is_addition: bool) -> None:
         """Ask for a ticket: beside all others, or in place of one that yielded no batch."""
 
-    def pause(self) -> None:
-        """Pause if the thread is asked to. Called where no lock is held. May raise."""
-
     def call(self, function: Callable[[], None]) -> None:
-        """Have the user's thread call a function, and wait until it has."""
+        """Have a thread that may fork call a function, and wait until it has."""
+        function()
+
+    def pause(self) -> None:
+        """Pause or end if asked to. Called between two steps, when no lock is held."""
+        if self.is_stopping:
+            raise Stopped
+        super().pause()
+
+    def wake(self) -> None:
+        """End the present or the next wait of the engine."""
+        self.engine.wake()
+
+    def ends_in(self, timeout_s: float | None) -> bool:
+        """Wait for the thread's end, or leave closing to it.
+
+        The thread cannot be waited for if the garbage collector calls this on a background thread,
+        or if it is stuck in the user's code. It still uses the engine then, and closes it when it
+        ends: only the workers are ended here.
+
+        Returns:
+            Whether the caller is to close what the thread has used.
+        """
+        if super().join(timeout_s) or not self.leave_closing():
+            return True
+        if may_wait_here():
+            self.engine.end_workers()
+        return False
 
 
 class Engine:

@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import socket
 import struct
 import time
@@ -35,7 +36,6 @@ from pathlib import Path
 
 import torch.distributed
 
-from shmloader.interruptions import is_interruption
 from shmloader.process_state import PROCESS
 
 _log = logging.getLogger("shmloader")
@@ -262,16 +262,12 @@ class Meeting:
             return another
         self.socket.send(_RANK.pack(rank))
         _log.info("rank %d waits for process %d", rank, self.host_pid)
-        while True:
-            try:
-                answer = self.socket.recv(len(_ADMITTED))
-            except TimeoutError as error:
-                if is_interruption(error):
-                    raise
-                if _is_stopped(self.host_pid):
-                    return "is stopped"
-            else:
-                break
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        while not poll.poll(1000 * _HOST_S):
+            if _is_stopped(self.host_pid):
+                return "is stopped"
+        answer = self.socket.recv(len(_ADMITTED))
         if not answer:
             raise ConnectionResetError("the meeting was closed")
         return "" if answer == _ADMITTED else another

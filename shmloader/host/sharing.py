@@ -24,7 +24,7 @@ from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
 from shmloader.batch.payload_digest import mark_common
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, ranks_of_host
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import find_ranks
@@ -120,17 +120,14 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         meeting = Meeting(f"share_on_host {number}", rank)
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
-        try:
-            payload = _receive(meeting.socket)
-        except (ConnectionError, TimeoutError) as error:
-            if is_interruption(error):
-                raise
-        else:
-            found: _T = _open(payload, meeting.host_pid)
-            mark_common(found)
-            return found
-        finally:
-            meeting.close()
+        with contextlib.closing(meeting):
+            payload = attempt(_receive, meeting.socket)
+            if not isinstance(payload, Caught):
+                found: _T = _open(payload, meeting.host_pid)
+                mark_common(found)
+                return found
+            if not isinstance(payload.error, ConnectionError | TimeoutError):
+                raise payload.error
 
 
 # The rank that builds ------------------------------------------------------------------------
@@ -139,40 +136,35 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
 def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: bool) -> _T:
     with contextlib.ExitStack() as stack:
         stack.callback(meeting.close)  # then another rank builds
-        try:
-            shared = share(_call(build), writable)
-            payload = _pickled(shared)
-        except Exception as error:
-            if not is_interruption(error):
-                remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
-                _Server(meeting, guests, Payload((None, remote))).start()
-                stack.pop_all()
-            raise
-        _Server(meeting, guests, payload, shared).start()
+        made: Any = attempt(_make, build, writable=writable)
+        error = made.error if isinstance(made, Caught) else None
+        if error is not None:
+            remote = RemoteError.of(error, f"in process {os.getpid()}, a rank of this host")
+            made = Payload((None, remote)), None
+        _Server(meeting, guests, *made).start()
         stack.pop_all()
+    if error is not None:
+        raise error
+    shared: _T = made[1]
     mark_common(shared)
     return shared
 
 
-def _call(build: Callable[[], _T]) -> _T:
-    """Call the function, without counting its own calls of ``share_on_host``.
+def _make(build: Callable[[], _T], *, writable: bool) -> tuple[Payload, _T]:
+    """Build the object, and pickle it for the other ranks.
 
-    Only this rank makes those calls, and all ranks must count the same calls.
+    Calls of ``share_on_host`` in ``build`` are not counted: only this rank makes them, and all
+    ranks must count the same calls.
     """
     thread = threading.get_ident()
     PROCESS.builds_on_host.add(thread)
     try:
-        return build()
+        shared = share(build(), writable)
     finally:
         PROCESS.builds_on_host.discard(thread)
-
-
-def _pickled(shared: object) -> Payload:
     try:
-        return Payload((shared, None))
+        return Payload((shared, None)), shared
     except PICKLE_ERRORS as error:
-        if is_interruption(error):
-            raise
         found = find_unpicklable([shared], ["dataset"])
         raise explain_unpicklable(
             error, found, "the other ranks of this host", _OPEN_LATER

@@ -28,6 +28,7 @@ from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.insight.record import sum_of
 from shmloader.insight.sums import Sums
+from shmloader.interruptions import probe
 from shmloader.loader.by_torch import TorchIterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig, Sharing
 from shmloader.loader.iterator import BatchIterator
@@ -47,7 +48,6 @@ from shmloader.memory.collate import is_plain
 from shmloader.memory.limits import free_memory, is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
-from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.rollover import carries_over

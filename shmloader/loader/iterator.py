@@ -38,12 +38,11 @@ from shmloader.engine.delivery import Delivery, Instead, unwrapped
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import InlineEngine, do_nothing, make_step
 from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
-from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.tracebacks import user_part
 
 _REPLACED = (

@@ -36,8 +36,8 @@ from torch.utils.data.datapipes.datapipe import (
     _MapDataPipeSerializationWrapper,
 )
 
+from shmloader.interruptions import probe
 from shmloader.pools.adapting import AutoCount
-from shmloader.probing import probe
 from shmloader.sampling.steps import LastBatch
 from shmloader.tracebacks import warn_user
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from shmloader.batch.failures import OnError
+from shmloader.interruptions import probe
 from shmloader.loader.config import Sharing
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
@@ -25,7 +26,6 @@ from shmloader.loader.options import (
     is_map_style,
 )
 from shmloader.loader.resumable import FixedArgument
-from shmloader.probing import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter

@@ -30,7 +30,7 @@ import torch
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.delivery import Instead
-from shmloader.engine.engine import Engine
+from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
@@ -44,7 +44,6 @@ from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_processes import WorkerProcesses
-from shmloader.threads.background import BackgroundThread, may_wait_here
 
 # How long the workers of all stages, one stage after the other, may take to leave their ops before
 # they are killed, in seconds.
@@ -79,11 +78,7 @@ def unchanged(result: Any) -> Any:
     return result
 
 
-class _Stop(BaseException):
-    """Raised on the engine's thread to end it."""
-
-
-class ProcessExecutor(BackgroundThread):
+class ProcessExecutor(OwnThread):
     """Runs the jobs of one stage in worker processes. Its thread runs the engine.
 
     The constructor starts the workers, and may fork. So it is called before the pipeline starts a
@@ -105,7 +100,7 @@ class ProcessExecutor(BackgroundThread):
         self, stage: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
     ) -> None:
         super().__init__(f"shmloader_{stage.name}"[:15])
-        self._stage, self._is_stopping, self.is_ended = stage, False, False
+        self._stage = stage
         self._window = window = stage.capacity
         # Jobs that the engine has not taken yet, and those that it has, by their tickets' numbers.
         self._jobs: collections.deque[Job] = collections.deque()
@@ -123,22 +118,13 @@ class ProcessExecutor(BackgroundThread):
         workers = WorkerProcesses(starter, tasks, count, may_replace=False, grace_s=grace_s)
         pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
         scheduler = Scheduler(count, window, lend_limit, in_order=False, has_queue=True)
-        self._engine = Engine(pool, scheduler, timeout_s=0)
-        self._engine.resume()
+        self.engine = Engine(pool, scheduler, timeout_s=0)
+        self.engine.resume()
         pool.enable_wake()
-        self._engine.attach(self)
+        self.engine.attach(self)
 
-    def wake(self) -> None:
-        """End the engine's wait."""
-        self._engine.wake()
-
-    # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread` --------
-
-    def pause(self) -> None:
-        """Pause or end if asked to. Called between two steps, when no lock is held."""
-        if self._is_stopping:
-            raise _Stop
-        super().pause()
+    # What the engine asks of its thread: see :class:`shmloader.engine.engine.OwnThread`. Jobs come
+    # without a request, and workers are not replaced, so that no call starts one. --------------
 
     @property
     def has_ticket(self) -> bool:
@@ -154,26 +140,19 @@ class ProcessExecutor(BackgroundThread):
                 return job.item
         raise StopIteration
 
-    def ask(self, *, is_addition: bool) -> None:
-        """Do nothing: jobs come without a request."""
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Call a function here: workers are not replaced, so it starts none."""
-        function()
-
     def work(self) -> None:
         """Run the engine until :meth:`end`, or until it is closed."""
-        with contextlib.suppress(_Stop):
-            while not self._is_stopping and not self._engine.is_closed:
+        with contextlib.suppress(Stopped):
+            while not self.is_stopping and not self.engine.is_closed:
                 self._serve_one()
 
     def close_what_it_uses(self) -> None:
         """Close the engine, which no thread runs any more."""
-        self._engine.close()
+        self.engine.close()
 
     def _serve_one(self) -> None:
         """Wait for a result, and bring it to its flow."""
-        engine = self._engine
+        engine = self.engine
         result, error = None, None
         try:
             result = engine.next_batch()
@@ -203,35 +182,30 @@ class ProcessExecutor(BackgroundThread):
     @property
     def is_broken(self) -> bool:
         """Whether no further task can run, since a worker has died."""
-        return self._engine.is_closed
+        return self.engine.is_closed
 
     def put(self, job: Job) -> None:
         """Have a worker run a job. From any thread."""
         self._jobs.append(job)
-        self._engine.wake()
+        self.wake()
         # Checked last: after an earlier check, the engine could still close and not see the job.
-        if self._engine.is_closed:
+        if self.engine.is_closed:
             error = ClosedLoaderError("the stage's workers have been ended")
             job.flow.failed(job, error, is_lost=True)
 
     def end(self) -> None:
         """Have the thread end. From any thread; does not wait."""
-        self._is_stopping = True
-        self._engine.wake()
+        self.is_stopping = True
+        self.wake()
 
     def join(self, timeout_s: float | None) -> bool:
         """End the workers after ``end``, and free all slots but those under live tensors.
 
         The wait for the workers may take a moment more than ``timeout_s``.
         """
-        if not super().join(timeout_s) and self.leave_closing():
-            # The garbage collector runs this on a background thread, or the engine's thread hangs
-            # while it reads a result. The engine's thread still uses the engine, and closes it when
-            # it ends. Only the workers are ended here.
-            if may_wait_here():
-                self._engine.end_workers()
-            return False
-        self.close_what_it_uses()
-        self._sent.clear()
-        self._jobs.clear()
-        return True
+        has_ended = self.ends_in(timeout_s)
+        if has_ended:
+            self.engine.close()
+            self._sent.clear()
+            self._jobs.clear()
+        return has_ended

@@ -48,13 +48,12 @@ from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import Caught, attempt
+from shmloader.interruptions import Caught, attempt, uninterruptible
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Death, Failure
 from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
-from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 #: How often the ``check()`` of an executor that has one is called, in seconds.

@@ -52,7 +52,7 @@ from typing import Any, NoReturn
 
 from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
-from shmloader.interruptions import Suppressed
+from shmloader.interruptions import Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import (
     NO_GUARD_EXIT,
@@ -64,7 +64,6 @@ from shmloader.pools.forking import (
 )
 from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
-from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import SIGNAL_S
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it

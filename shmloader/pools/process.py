@@ -7,7 +7,7 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.arena import Arena
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.messages import (
@@ -40,7 +40,6 @@ from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.status_page import AtWork
 from shmloader.pools.waker import LOOKS, let_others_run
 from shmloader.pools.worker_processes import WorkerProcesses
-from shmloader.threads.uninterruptible import uninterruptible
 
 
 class ProcessPool:

@@ -51,11 +51,11 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
+from shmloader.interruptions import uninterruptible
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.background import BackgroundThread, is_exiting, may_wait_here
-from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 # How long close() waits for threads that may be loading a sample.

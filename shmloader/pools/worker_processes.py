@@ -37,6 +37,7 @@ from typing import Any
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
+from shmloader.interruptions import uninterruptible
 from shmloader.pools.answers import Death
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.forking import is_readable
@@ -52,7 +53,6 @@ from shmloader.pools.status_page import (
 )
 from shmloader.pools.waker import LOOKS, SHARED_LOOKS, Waker, let_others_run
 from shmloader.process_state import PROCESS
-from shmloader.threads.uninterruptible import uninterruptible
 from shmloader.threads.wakeup import SIGNAL_S
 
 # How long close() waits for a worker to end by itself: the worker may be loading a sample.

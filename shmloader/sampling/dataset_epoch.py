@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.tracebacks import warn_user
 
 _MISSING = object()

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import is_interruption, probe
 from shmloader.messages import Unsaved
-from shmloader.probing import probe
 
 _T = TypeVar("_T")
 

@@ -17,7 +17,7 @@ from numbers import Integral
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.sampling.checks import whole_number
 
 # Attributes of samplers with their rank and the number of ranks: torch's, ours, accelerate's.

@@ -29,8 +29,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.interruptions import probe
 from shmloader.messages import Unsaved
-from shmloader.probing import probe
 from shmloader.sampling.indices import as_list
 from shmloader.sampling.own_state import ask_state, has_own_state
 from shmloader.sampling.progress import Progress

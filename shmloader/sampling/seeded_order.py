@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.ranks import Ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, Order, OrderSteps

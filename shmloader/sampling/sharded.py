@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.ranks import divides_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 
 #: The user is warned of a dataset with more objects than this.
 MANY = 1_000_000

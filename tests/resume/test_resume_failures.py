@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
-from shmloader.probing import probe
+from shmloader.interruptions import probe
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmloader.threads.uninterruptible import uninterruptible
+from shmloader.interruptions import uninterruptible
 
 
 class Alarm(BaseException):
