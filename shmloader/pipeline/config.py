@@ -188,9 +188,7 @@ def check_timeout(timeout: object) -> None:
         TypeError: If it is not a number.
         ValueError: If it is negative or NaN.
     """
-    if timeout is None:
+    if timeout is None or (isinstance(timeout, int | float) and timeout >= 0):
         return
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout should be a number of seconds, but got timeout={timeout!r}")
-    if timeout < 0 or math.isnan(timeout):
-        raise ValueError(f"timeout should not be negative, but got timeout={timeout!r}")
+    kind = ValueError if isinstance(timeout, int | float) else TypeError
+    raise kind(f"timeout should be a number of seconds from 0 on, but got timeout={timeout!r}")

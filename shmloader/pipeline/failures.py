@@ -75,12 +75,11 @@ class FailureCounter(FailureLimit):
         return self._too_many(self._last)
 
     def _too_many(self, last: FailedItem) -> TooManyFailures:
-        more = f"more than max_failures={self.max_failures} allows"
         raised = TooManyFailures(
-            f"{self.failed_count} of {self.sample_count} calls failed, "
-            f"{'which is all of them' if self.all_failed else more}. The last was in stage "
-            f"'{last.stage}' for item {describe_index(last.item)}: see the cause. The pipeline's "
-            "`failures` lists the newest."
+            f"{self.failed_count} of {self.sample_count} calls failed, with "
+            f"max_failures={self.max_failures}. The last was in stage '{last.stage}' for item "
+            f"{describe_index(last.item)}: see the cause. The pipeline's `failures` lists the "
+            "newest."
         )
         raised.__cause__ = last.error
         return raised

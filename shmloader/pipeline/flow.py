@@ -59,7 +59,6 @@ class Flow:
         first_ns: When the epoch began, in ns.
         now_ns: When it was changed last.
         waited_ns: How long the consumer has waited so far.
-        startup_ns: The part of it before the first item.
         item_count: How many items were taken.
 
     Args:
@@ -99,7 +98,7 @@ class Flow:
             for stage in configs[:-1]
         ]
         self.first_ns = self.now_ns = clock()
-        self.waited_ns = self.startup_ns = self.item_count = 0
+        self.waited_ns = self.item_count = 0
         self._measured_at = (self.now_ns, 0)
         self.delivered, self._end = reader.start, reader.start
         self.is_over = self.is_waiting = self._is_waited_for = False
@@ -324,8 +323,6 @@ class Flow:
             self._is_waited_for = not sink.inbox and sink.is_fed
             if self._is_waited_for:
                 return NOTHING
-            if not self.item_count:
-                self.startup_ns = self.waited_ns
             if not sink.inbox:
                 return self._finish()
             item, after = sink.inbox.popleft()

@@ -20,14 +20,6 @@ from shmloader.pipeline.source import SourceReader
 # How long `end` waits for threads, which may be in an op, in seconds.
 _JOIN_S = 0.4
 
-# The names of threads, by the kinds of the stages that they run.
-_NAMES = {
-    "source": "shmloader_source",
-    "thread": "shmloader_pipe",
-    "coroutine": "shmloader_loop",
-    "executor": "shmloader_submit",
-}
-
 
 class Executors:
     """The executors of a pipeline. Refers to no pipeline and to no epoch.
@@ -82,14 +74,18 @@ class Executors:
         """Return an executor, after it was started if it was missing."""
         if key not in self._running:
             made: Any
-            if key == "device":
-                assert self._destination is not None
-                made = DeviceExecutor(self._destination)
-            elif key in ("coroutine", "executor"):
-                made = LoopExecutor(_NAMES[key])
-            else:
-                count = self._config.num_threads if key == "thread" else 1
-                made = ThreadExecutor(_NAMES[key], count)
+            match key:
+                case "device":
+                    assert self._destination is not None
+                    made = DeviceExecutor(self._destination)
+                case "coroutine":
+                    made = LoopExecutor("shmloader_loop")
+                case "executor":
+                    made = LoopExecutor("shmloader_submit")
+                case "thread":
+                    made = ThreadExecutor("shmloader_pipe", self._config.num_threads)
+                case "source":
+                    made = ThreadExecutor("shmloader_source", 1)
             self._running[key] = made  # listed before it starts: no thread may start unlisted
             made.start()
         return self._running[key]

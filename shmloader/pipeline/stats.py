@@ -15,12 +15,8 @@ from shmloader.pipeline.flow import Flow
 
 _NS = 1e9
 
-#: Start-up is the limit if the wait for the first item is a larger share of all waiting than this.
-STARTUP_SHARE = 0.5
 #: A stage is named, too, if its share is smaller than the largest one by less than this.
 MARGIN = 0.1
-#: Calls that take less time than this, in seconds, cost less than passing their items on.
-TRIVIAL_S = 50e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +78,6 @@ class PipelineStats:
         items: Items delivered to the consumer.
         elapsed_s: Seconds from the epoch's beginning to its end, or until now.
         wait_s: Seconds that the consumer waited for items, in ``next()`` or ``get_item()``.
-        startup_s: The part of ``wait_s`` before the first item.
     """
 
     __module__ = "shmloader"  # users import it from there
@@ -92,12 +87,6 @@ class PipelineStats:
     items: int = 0
     elapsed_s: float = 0.0
     wait_s: float = 0.0
-    startup_s: float = 0.0
-
-    @property
-    def items_per_s(self) -> float:
-        """Items per second of ``elapsed_s``."""
-        return self.items / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
     def wait_share(self) -> float:
@@ -109,7 +98,7 @@ class PipelineStats:
         """The names of the source and the stages that limit the speed, in the pipeline's order.
 
         More than one if they limit about equally; ("the consumer",) if a faster pipeline would gain
-        nothing. Empty before the first item, and if the wait for the first item is the limit.
+        nothing. Empty before the first item.
         """
         return _judge(self)[0]
 
@@ -120,9 +109,9 @@ class PipelineStats:
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        rows = [_row(stage) for stage in self.stages]
-        width = max((len(row[0]) for row in rows), default=5)
-        lines = [_COLUMNS.format(*row, width=width) for row in (_TITLES, *rows)]
+        rows = [_TITLES, *map(_row, self.stages)]
+        width = max(len(row[0]) for row in rows)
+        lines = [_COLUMNS.format(*row, width=width) for row in rows]
         return "\n".join([f"shmloader pipeline: {self._headline}", "", *lines, "", self.verdict])
 
     def __repr__(self) -> str:
@@ -137,16 +126,16 @@ class PipelineStats:
     def _headline(self) -> str:
         if self.state == "not started":
             return self.state
+        rate = self.items / self.elapsed_s
         return (
             f"{self.state}, {counted(self.items, 'item')} in {seconds(self.elapsed_s)}, "
-            f"{self.items_per_s:,.3g} items/s, waited {seconds(self.wait_s)} "
-            f"({self.wait_share:.0%})"
+            f"{rate:,.3g} items/s, waited {seconds(self.wait_s)} ({self.wait_share:.0%})"
         )
 
 
-_TITLES = (
+_TITLES = [
     "stage", "at once", "in", "out", "failed", "mean", "busy", "no input", "output full", "behind"
-)  # fmt: skip
+]  # fmt: skip
 _COLUMNS = "  {:<{width}}  {:>7}  {:>9}  {:>9}  {:>6}  {:>7}  {:>4}  {:>8}  {:>11}  {:>6}"
 
 
@@ -167,29 +156,23 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
             f"The consumer limits: it waited {stats.wait_share:.1%} of the time for items, and "
             "has nothing to gain from a faster pipeline."
         )
-    waited = f"The consumer waited {stats.wait_share:.0%} of the time for items; "
-    if stats.items == 1 or stats.startup_s > STARTUP_SHARE * stats.wait_s:
-        return (), (
-            f"{waited}{seconds(stats.startup_s)} of {seconds(stats.wait_s)} was the wait for the "
-            "first item: call start() earlier, or measure a longer epoch."
-        )
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
     least = max(stage.limit_share for stage in stages) - MARGIN
-    found = [stage for stage in stages if stage.limit_share > least]
-    names, first = tuple(stage.name for stage in found), found[0]
-    text = f"limits, busy {min(1.0, first.limit_share):.0%} of that time. "
-    text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
-    if all(0 < stage.op_mean_s < TRIVIAL_S for stage in found):
-        text = "limits by passing items on, which costs more than its short calls: aggregate "
-        text += "earlier, or do more in each call."
-    elif len(found) > 1:
+    first, *others = (stage for stage in stages if stage.limit_share > least)
+    names = tuple(stage.name for stage in (first, *others))
+    if others:
         text = "limit about equally. Making only one of them faster gains little."
-    return names, f"{waited}{' and '.join(names)} {text}"
+    else:
+        text = f"limits, busy {min(1.0, first.limit_share):.0%} of that time. "
+        text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
+    waited = f"The consumer waited {stats.wait_share:.0%} of the time for items;"
+    return names, f"{waited} {' and '.join(names)} {text}"
 
 
 _REMEDY = (
     "Raise its concurrency from {} as far as there are cores or workers (on threads, num_threads "
-    "of build(), too), use executor='process' for work that computes, or make the op cheaper."
+    "of build(), too), use executor='process' for work that computes, or make the op cheaper; "
+    "for calls of a few microseconds, aggregate earlier."
 )
 _REMEDIES = {
     "source": "Make it faster, or have it yield only keys, and read in a stage with concurrency.",
@@ -231,5 +214,4 @@ def snapshot(flow: Flow, state: str) -> PipelineStats:
         items=flow.item_count,
         elapsed_s=elapsed_ns / _NS,
         wait_s=flow.waited_ns / _NS,
-        startup_s=(flow.startup_ns if flow.item_count else flow.waited_ns) / _NS,
     )

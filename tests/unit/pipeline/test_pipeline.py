@@ -282,7 +282,7 @@ def test_an_iterator_goes_on_after_a_timeout(is_of_build):
 
 @pytest.mark.parametrize(
     ("timeout", "error"),
-    [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError), (True, TypeError)],
+    [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)],
 )
 def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
     with chain([1]).auto_stop() as pipeline:
@@ -507,7 +507,7 @@ def test_an_epoch_in_which_all_failed_raises(of_stage):
     builder = PipelineBuilder().add_source(range(3))
     builder.pipe(bad_at(0, 1, 2), max_failures=Fraction(1) if of_stage else None)
     pipeline = builder.aggregate(2).add_sink().build(max_failures=None if of_stage else Fraction(1))
-    with pytest.raises(TooManyFailures, match="all of them"):
+    with pytest.raises(TooManyFailures, match=r"(\d) of \1 calls failed"):
         list(pipeline)
 
 
