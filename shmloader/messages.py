@@ -31,6 +31,10 @@ TASK, DONE, LAST, MORE = range(1, 5)
 TASK_HEAD = struct.Struct("=Bqqqqq")
 #: A plain batch: ``DONE``, seq, epoch, slot_id, used_bytes, and the five times.
 DONE_HEAD = struct.Struct("=B9q")
+#: Head of a slot for states: how many bytes of it have pages, or ``UNREAD``. The worker writes
+#: ``UNREAD`` with a state, and fills the slot again only once the main process has copied it out.
+STATE_HEAD = struct.Struct("=q")
+UNREAD = -1
 #: Stands for a ``dataset_epoch`` of None.
 NO_EPOCH = -1
 
@@ -43,11 +47,11 @@ class Spilled(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """Worker → main: the answer lies in this slot, after the batch, since it is long.
+    """Stands for what lies in a slot: a long answer, after its batch, or a dataset's state.
 
     Attributes:
         slot_id: The slot.
-        where: Where the packed answer lies.
+        where: Where the pickle lies.
     """
 
     slot_id: int
@@ -139,7 +143,7 @@ class BatchDone(NamedTuple):
         checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
         report: A :class:`~shmloader.batch.failures.SampleReport`; None if none is made.
         snapshot: A pickled :class:`~shmloader.batch.dataset_state.Saved` of the dataset after this
-            batch, or why there is none; None if none was due.
+            batch, or where it lies, or why there is none; None if none was due.
         fingerprint: Fingerprint of the batch, if the dataset is iterable.
         state_ns: How long it took to take the snapshot, in nanoseconds.
     """
@@ -152,7 +156,7 @@ class BatchDone(NamedTuple):
     layout: bytes | None = None
     checksum: int | None = None
     report: Any = None
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | InSlot | Unsaved | None = None
     fingerprint: int | None = None
     state_ns: int = 0
 
@@ -181,7 +185,7 @@ class BatchFailed(NamedTuple):
     touched_bytes: int
     error: Any
     report: Any = None
-    snapshot: bytes | Unsaved | None = None
+    snapshot: bytes | InSlot | Unsaved | None = None
     fingerprint: int | None = None
     is_final: bool = False
 

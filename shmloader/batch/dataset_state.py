@@ -10,6 +10,7 @@ asked for a state if ``snapshot_every_n_steps`` is 0.
 import contextlib
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle
@@ -68,19 +69,31 @@ def load_dataset(dataset: Any, saved: Saved | None) -> None:
 # Pickled states --------------------------------------------------------------------------
 
 
-def dump_state(saved: Saved, *, by_value: bool = False) -> bytes:
-    """Pickle a state.
+def dump_state(saved: Saved, file: Any, *, by_value: bool = False) -> None:
+    """Pickle a state into a file, to which the bytes of its long strings are written directly.
 
     Args:
         saved: The state.
+        file: Gets the pickle.
         by_value: Whether the dataset was pickled by cloudpickle, so that its state may need that,
             too.
 
     Raises:
         Exception: What pickling the user's state raises.
     """
-    dumps: Callable[..., bytes] = cloudpickle.dumps if by_value else pickle.dumps
-    return dumps(tuple(saved), protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = cloudpickle.Pickler if by_value else pickle.Pickler
+    pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(saved))
+
+
+def dumps_state(saved: Saved, *, by_value: bool = False) -> bytes:
+    """Return a pickled state; see :func:`dump_state`.
+
+    Memory of the pickle's very size serves the next one again, unlike that of a buffer that grows.
+    """
+    parts: list[bytes] = []
+    file = SimpleNamespace(write=lambda data: parts.append(bytes(data)))
+    dump_state(saved, file, by_value=by_value)
+    return b"".join(parts)
 
 
 def dump_in_main(saved: Saved) -> bytes:
@@ -91,8 +104,8 @@ def dump_in_main(saved: Saved) -> bytes:
     """
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):
-            return dump_state(saved, by_value=False)
-    return dump_state(saved, by_value=True)
+            return dumps_state(saved)
+    return dumps_state(saved, by_value=True)
 
 
 def read(data: bytes | None) -> Saved | None:

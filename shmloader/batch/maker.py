@@ -22,7 +22,6 @@ from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.stream import StreamFetcher
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
-from shmloader.messages import Unsaved
 
 
 class BatchMaker:
@@ -111,7 +110,7 @@ class BatchMaker:
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
         #: Returns the dataset's state, copied or pickled by its argument; None if it has none.
-        self.save: Callable[[Keep[bytes]], bytes | Unsaved | None] = self.fetcher.save
+        self.save: Callable[[Keep[Any]], Any] = self.fetcher.save
         if arrays is not None:
             self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, may_shard=config.may_shard)
 

@@ -286,6 +286,7 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     arena = Arena.create(
         uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
         config.most_window + config.lend_limit,
+        config.state_slot_count,
     )
     return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
 

@@ -81,7 +81,8 @@ class LocalDataset:
         every = self._config.fetch.snapshot_every
         if not every or self._maker is None or (self._is_iterable and given % every):
             return None
-        return self._maker.save(dump_in_main)
+        state: bytes | Unsaved | None = self._maker.save(dump_in_main)
+        return state
 
     def make(self, indices: Any) -> Any:
         """Make the batch of a ticket's indices, and take the dataset's state after it."""

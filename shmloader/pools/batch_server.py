@@ -10,6 +10,7 @@ from os import getpid
 from typing import Any
 
 from shmloader.batch.collator import Timer
+from shmloader.batch.dataset_state import Saved, dump_state, dumps_state
 from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
@@ -24,6 +25,8 @@ from shmloader.messages import (
     DONE,
     DONE_HEAD,
     INLINE_BYTES,
+    STATE_HEAD,
+    UNREAD,
     BatchDone,
     BatchFailed,
     InSlot,
@@ -86,6 +89,8 @@ class BatchServer:
         self._admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
         self._timer = Timer()
         self.writer = SlotWriter(tasks.arena, self._admission)
+        self._state_slot = tasks.arena.state_slot(worker_id)
+        self._state_writer = SlotWriter(tasks.arena, self._admission)
         self.dataset = WorkerDataset(
             config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
@@ -117,7 +122,7 @@ class BatchServer:
         slot.touched_bytes = touched_bytes
         self._timer.begin()
         writer.open(slot, is_offered=self._offers)
-        dataset.snapshot = dataset.fingerprint = None
+        dataset.fingerprint = snapshot = None
         error, is_empty = dataset.error, False
         if error is None:
             try:
@@ -139,13 +144,15 @@ class BatchServer:
         if dataset.has_ended:
             beginning = dataset.next_beginning() if self._config.is_persistent else None
             return pack(StreamEnded(seq, epoch, beginning))
-        snapshot, fingerprint = dataset.snapshot, dataset.fingerprint
+        used_bytes, fingerprint = writer.used_bytes, dataset.fingerprint
+        if self._config.snapshot_every:
+            snapshot, error = self._save_state(error)
         report = dataset.pop_report() if self._has_report else None
         if is_empty or error is not None:
             touched_bytes = writer.touched_bytes
             notes = report, snapshot, fingerprint, dataset.is_lost
             return pack(BatchFailed(seq, epoch, slot_id, touched_bytes, error, *notes))
-        used_bytes, check = writer.used_bytes, None
+        check = None
         if self._admission is not None and self._admission.is_tight:
             _give_freed_memory_back()
         if self._is_debugging:
@@ -158,6 +165,36 @@ class BatchServer:
         return pack(
             BatchDone(seq, epoch, slot_id, used_bytes, times, *extras, state_ns=dataset.state_ns)
         )
+
+    def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:
+        """Return the dataset's state after a batch, as in a :class:`BatchDone`, and the error."""
+        try:
+            return self.dataset.save(self._put_state), error
+        except BaseException as caught:  # noqa: BLE001 - it is the answer
+            self._last_layout, self._last_flat_layout = b"", None  # the batch's layout is not sent
+            return None, RemoteError.of(caught, self.where)
+
+    def _put_state(self, saved: Saved) -> bytes | InSlot:
+        """Pickle a state into the slot for states, or else into that of the task.
+
+        Returns:
+            Where it lies; the pickle itself if it does not fit there.
+        """
+        writer, slot = self.writer, self._state_slot
+        try:
+            if slot is not None:
+                self._state_writer.open(slot)
+                self._state_writer.allocate(STATE_HEAD.size)
+                (touched_bytes,) = STATE_HEAD.unpack_from(slot.memory)
+                if touched_bytes != UNREAD:
+                    writer, slot.touched_bytes = self._state_writer, touched_bytes
+            start = writer.used_bytes
+            dump_state(saved, writer, by_value=self._by_value)
+        except SharedMemoryError:
+            return dumps_state(saved, by_value=self._by_value)
+        if writer.slot is slot:
+            STATE_HEAD.pack_into(slot.memory, 0, UNREAD)
+        return InSlot(writer.slot.slot_id, Spilled(start, writer.used_bytes - start))
 
     def put(self, slot_id: int, answer: bytes) -> bytes:
         """Return a long answer, or what says that it lies in the task's slot, if it fits there."""

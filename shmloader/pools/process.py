@@ -2,6 +2,7 @@
 
 import pickle
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
@@ -16,6 +17,7 @@ from shmloader.messages import (
     INLINE_BYTES,
     NO_EPOCH,
     RECEIVE_BYTES,
+    STATE_HEAD,
     TASK,
     TASK_HEAD,
     BatchDone,
@@ -231,15 +233,13 @@ class ProcessPool:
             return
         message = unpack(whole)
         if isinstance(message, InSlot):
-            (offset, nbytes), slot_id = message.where, message.slot_id
-            end = offset + nbytes
-            self.memory.count_pages(slot_id, end)
-            message = unpack(bytes(self.memory.mapped(slot_id, end).memory[offset:end]))
+            message = unpack(self._copy_out(message))
         if isinstance(message, BatchDone):
             events.answered(message.seq, message.epoch, worker_id, self._read(worker_id, message))
         elif isinstance(message, BatchFailed):
             self.memory.count_pages(message.slot_id, message.touched_bytes)
             error, report, snapshot, fingerprint, is_final = message[4:]
+            snapshot = self._copy_out(snapshot)
             answer: Answer = Empty(report, snapshot)
             if error is not None:
                 answer = Failure(error, report, snapshot, fingerprint, is_final)
@@ -264,10 +264,28 @@ class ProcessPool:
             return Failure(reader, message.report)
         answer = Batch(reader, message.report, message.times, message.used_bytes)
         answer.lends, answer.fingerprint = reader.lends, message.fingerprint
-        answer.snapshot, answer.state_ns = message.snapshot, message.state_ns
+        answer.snapshot = self._copy_out(message.snapshot)
+        answer.state_ns = message.state_ns
         if message.checksum is not None:
             answer.check = (message.used_bytes, message.checksum)
         return answer
+
+    def _copy_out(self, value: Any) -> Any:
+        """Return a copy of the bytes that lie in a slot; or the value, unless it says where."""
+        if not isinstance(value, InSlot):
+            return value
+        slot_id, (offset, nbytes) = value
+        memory, end = self.memory, offset + nbytes
+        memory.count_pages(slot_id, end)
+        slot = memory.mapped(slot_id, end)
+        copy = bytes(slot.memory[offset:end])
+        if slot_id < memory.arena.batch_slot_count:
+            memory.recent_bytes = max(memory.recent_bytes, end)
+        elif memory.is_short:
+            memory.prepare(slot_id)  # the worker finds a head of 0, too
+        else:
+            STATE_HEAD.pack_into(slot.memory, 0, end)
+        return copy
 
     # Workers -----------------------------------------------------------------------------
 

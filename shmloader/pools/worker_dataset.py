@@ -8,7 +8,7 @@ epoch, in the order of the tasks.
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data._utils import worker as torch_worker
 
@@ -17,8 +17,9 @@ from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import (
+    Keep,
     Saved,
-    dump_state,
+    dumps_state,
     load_dataset,
     read,
     save_dataset,
@@ -33,6 +34,8 @@ from shmloader.messages import Unsaved
 from shmloader.sampling.dataset_epoch import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
+_T = TypeVar("_T")
+
 
 class WorkerDataset:
     """A worker's dataset, and the maker of its batches.
@@ -43,11 +46,9 @@ class WorkerDataset:
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
         has_ended: Whether the iterable dataset is exhausted in this epoch.
-        snapshot: The dataset's pickled state after a batch, or why there is none. The caller sets
-            it to None before it loads a batch; it stays None if no snapshot is due.
         state_ns: How long it took to take the last snapshot, in nanoseconds.
-        fingerprint: Fingerprint of a batch; None, as above, if none is taken or its samples were
-            not read.
+        fingerprint: Fingerprint of a batch. The caller sets it to None before it loads a batch; it
+            stays None if none is taken or its samples were not read.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
@@ -71,6 +72,7 @@ class WorkerDataset:
         publish: Callable[[int, int], None],
     ) -> None:
         self._config, self._worker_id, self._where = config, worker_id, where
+        self._by_value = False
         self._writer, self._timer = writer, timer
         self._dataset: Any = None
         self._collate_fn: Any = None
@@ -95,7 +97,6 @@ class WorkerDataset:
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
         # predecessors.
         self._given = 0
-        self.snapshot: bytes | Unsaved | None = None
         self.state_ns = 0
 
     # Getting ready -----------------------------------------------------------------------
@@ -110,7 +111,7 @@ class WorkerDataset:
             by_value: Whether these were pickled by cloudpickle; states may need it, too.
         """
         self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
-        self._dump = functools.partial(dump_state, by_value=by_value)
+        self._by_value = by_value
         if not self._config.is_iterable:
             self._get_ready(self._make_maker)
 
@@ -149,7 +150,8 @@ class WorkerDataset:
     def next_beginning(self) -> bytes:
         """Return the pickled checkpoint with which an epoch that starts now would begin."""
         config = self._config
-        snapshot = save_dataset(self._dataset, self._dump) if config.snapshot_every else None
+        dump = functools.partial(dumps_state, by_value=self._by_value)
+        snapshot = save_dataset(self._dataset, dump) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
         return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ()).dumps()
 
@@ -252,7 +254,7 @@ class WorkerDataset:
     # Loading -----------------------------------------------------------------------------
 
     def load(self, indices: object, epoch: int | None) -> Any:
-        """Make a task's batch, and take the dataset's state after it if a snapshot is due.
+        """Make a task's batch.
 
         Args:
             indices: The task's indices.
@@ -271,7 +273,7 @@ class WorkerDataset:
             self._replay(maker, indices)
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung)
-        is_iterable, every = self._config.is_iterable, self._config.snapshot_every
+        is_iterable = self._config.is_iterable
         self._given += 1  # also if the batch fails
         try:
             return maker.make(indices)
@@ -279,13 +281,25 @@ class WorkerDataset:
             self.has_ended = is_iterable
             raise
         finally:
-            # Also after a failure: reading the failed batch again might give other samples.
-            if every and not (self.has_ended or (is_iterable and self._given % every)):
-                began_ns = time.monotonic_ns()
-                self.snapshot = maker.save(self._dump)
-                self.state_ns = time.monotonic_ns() - began_ns
             if is_iterable:
                 self.fingerprint = maker.fetcher.fingerprint
+
+    def save(self, keep: Keep[_T]) -> _T | Unsaved | None:
+        """Take the dataset's state after a batch; return None if no snapshot is due.
+
+        Also after a failure: reading the failed batch again might give other samples.
+
+        Args:
+            keep: Pickles the state.
+        """
+        every, is_iterable = self._config.snapshot_every, self._config.is_iterable
+        if not every or self.error is not None or (is_iterable and self._given % every):
+            return None
+        assert self._maker is not None
+        began_ns = time.monotonic_ns()
+        state: _T | Unsaved | None = self._maker.save(keep)
+        self.state_ns = time.monotonic_ns() - began_ns
+        return state
 
     def pop_report(self) -> SampleReport | None:
         """Return which samples of the batch have failed; None if no batch could be made."""

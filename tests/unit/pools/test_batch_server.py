@@ -11,7 +11,16 @@ import torch
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.memory.arena import Arena
-from shmloader.messages import DONE, DONE_HEAD, BatchDone, InSlot, Task, unpack
+from shmloader.messages import (
+    DONE,
+    DONE_HEAD,
+    STATE_HEAD,
+    UNREAD,
+    BatchDone,
+    InSlot,
+    Task,
+    unpack,
+)  # fmt: skip
 from shmloader.pools.batch_server import BatchServer, TaskConfig
 from tests.unit.memory.support import MIB
 
@@ -34,13 +43,14 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, is_debugging=False):
-        config = FetchConfig(is_iterable=False, auto_collation=True, drop_last=False)
-        self.arena = Arena.create(8 * MIB, 1)
+    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0):
+        config = FetchConfig(False, auto_collation=True, drop_last=False, snapshot_every=1)
+        self.dataset = dataset
+        self.arena = Arena.create(8 * MIB, 1, state_slots)
         self.slot = self.arena.slots[0]
         tasks = TaskConfig(config, self.arena, is_debugging=is_debugging)
-        self.server = BatchServer(tasks, 3, SimpleNamespace(set_sample=None))
-        maker = BatchMaker(config, [], list, where="here", timer=self.server._timer)
+        self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
+        maker = BatchMaker(config, dataset, list, where="here", timer=self.server._timer)
         self.fetcher = maker.fetcher = Fetcher()
         self.server.dataset._maker = maker
 
@@ -112,3 +122,46 @@ def test_a_long_answer_lies_in_the_slot_if_it_fits_there(make_bench):
     assert isinstance(unpack(bench.server.put(0, answer)), InSlot)
     too_long = bytes(8 * MIB)
     assert bench.server.put(0, too_long) is too_long
+
+
+class Stateful:
+    """A dataset with a state of this length."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def state_dict(self):
+        return bytes(self.nbytes)
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_lies_in_the_slot_for_states_once_the_last_one_is_read(make_bench):
+    bench = make_bench(dataset=Stateful(3 * MIB), state_slots=1)
+    states = bench.arena.slots[1]
+    assert bench.serve([torch.arange(3)]).snapshot.slot_id == 1
+    assert STATE_HEAD.unpack_from(states.memory) == (UNREAD,)
+    assert bench.serve([torch.arange(3)]).snapshot.slot_id == 0
+    STATE_HEAD.pack_into(states.memory, 0, 0)
+    snapshot = bench.serve([torch.arange(3)]).snapshot
+    slot_id, (offset, nbytes) = snapshot
+    assert slot_id == 1
+    assert pickle.loads(states.memory[offset : offset + nbytes])[2] == bytes(3 * MIB)
+
+
+def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench):
+    for state_slots in (0, 1):
+        bench = make_bench(dataset=Stateful(9 * MIB), state_slots=state_slots)
+        answer = bench.serve([torch.arange(3)])
+        assert pickle.loads(answer.snapshot)[2] == bytes(9 * MIB)
+
+
+def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):
+    bench = make_bench(dataset=Stateful(0))
+    numbers = list(range(200_000))
+    bench.dataset.state_dict = lambda: numbers
+    answer = bench.serve([torch.arange(3)])
+    slot_id, (offset, nbytes) = answer.snapshot
+    assert (slot_id, offset) == (0, 64)
+    assert pickle.loads(bench.slot.memory[offset : offset + nbytes])[2] == numbers
