@@ -26,7 +26,7 @@ _FACTS = {
 # Made once, since json's functions make an object for each call.
 _encode = json.JSONEncoder(default=lambda value: type(value).__qualname__, skipkeys=True).encode
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode
-_decode = json.JSONDecoder().decode
+_decode = json.JSONDecoder().raw_decode
 
 _OTHERS = {"epoch", "position", "sampler", "persistent"}
 
@@ -61,7 +61,7 @@ def _checksum(state: dict[str, Any]) -> int:
     Only what a dataset's or sampler's own ``state_dict()`` returned has values of other types.
     """
     # In JSON, tuples become lists and all keys become strings.
-    plain = _decode(_encode({**state, "checksum": None}))
+    plain, _ = _decode(_encode({**state, "checksum": None}))
     return zlib.crc32(_encode_sorted(plain).encode())
 
 

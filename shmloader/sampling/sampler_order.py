@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
-from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler, carries_over
+from shmloader.sampling.rollover import CarryOver, RolloverBatchSampler
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
     DrawnEpoch,
@@ -131,7 +131,7 @@ class SamplerOrder:
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
         sampler, last_batch = self.index_sampler, "keep"
-        if carries_over(sampler):
+        if self.carry_over is not None and sampler.drop_last:
             last_batch = "rollover"
         elif type(sampler) is BatchSampler and sampler.drop_last:
             last_batch = "discard"

@@ -17,6 +17,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ _SEQUENCES = {list, tuple, range, torch.Tensor, DistributedSampler}
 
 _LONGEST_CHAIN = 8
 
+_encode = json.JSONEncoder().encode
+
 # Never changed.
 _NOTHING: dict[Any, Any] = {}
 
@@ -74,8 +77,9 @@ def chain(index_sampler: object) -> list[Any]:
 
 def describe(index_sampler: object) -> str:
     """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``."""
-    kinds = [type(each).__name__ for each in chain(index_sampler)]
-    return "(".join(kinds) + ")" * (len(kinds) - 1)
+    samplers = chain(index_sampler)
+    kinds = map(attrgetter("__name__"), map(type, samplers))
+    return "(".join(kinds) + ")" * (len(samplers) - 1)
 
 
 def is_known(sampler: object) -> bool:
@@ -320,12 +324,13 @@ class DrawnEpoch:
         ranks, to which its own share does not matter.
         """
         position, check = self.progress.position, None
-        samplers = [each for each in chain(index_sampler) if type(each) not in _TORCHS]
-        if not any(is_known(each) and is_cut_for_ranks(each) for each in samplers):
-            if position in self._items:
-                check = _checksum(self._items[position])
-            elif position == self.progress.start:
-                check = self.saved.get("last_checksum")
+        if position in self._items:
+            check = _checksum(self._items[position])
+        elif position == self.progress.start:
+            check = self.saved.get("last_checksum")
+        for sampler in chain(index_sampler):
+            if type(sampler) not in _TORCHS and is_known(sampler) and is_cut_for_ranks(sampler):
+                check = None
         return {**self.state, "last_checksum": check}
 
     def check_passed(self, last: object, kind: str) -> None:
@@ -351,6 +356,7 @@ class DrawnEpoch:
 def _checksum(indices: object) -> int | None:
     """Return a checksum of numbers and strings; None for other objects, whose text may differ."""
     try:
-        return zlib.crc32(json.dumps(as_list(indices)).encode())
+        plain = indices if type(indices) is list else as_list(indices)
+        return zlib.crc32(_encode(plain).encode())
     except (TypeError, ValueError):
         return None
