@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
+from torch.utils.data import BatchSampler, IterableDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 
 from shmloader import DataLoader
@@ -35,7 +35,6 @@ from tests.parity.compare import (
 from tests.parity.data import (
     Dice,
     Made,
-    Sharded,
     Squares,
     as_is,
     dice_collate,
@@ -43,6 +42,7 @@ from tests.parity.data import (
     only,
 )
 from tests.parity.objects import WHOLE, floats
+from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
 from tests.process.interrupts import in_thread
 from tests.process.support import WatchedLock, wait_until
 
@@ -50,12 +50,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
-
-WAYS: dict[str, dict[str, Any]] = {
-    "in-process": {"num_workers": 0},
-    "two workers": {"num_workers": 2},
-    "two persistent workers": {"num_workers": 2, "persistent_workers": True},
-}
 
 # ---------------------------------------------------------------- the class
 
@@ -70,7 +64,7 @@ def test_the_class_is_torchs_and_takes_a_type_in_brackets() -> None:
         assert [batch.tolist() for batch in cls(range(4), batch_size=2)] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", THREE)
 def test_a_subclass_may_set_attributes_before_and_override_methods(way: str) -> None:
     def go(base: Any) -> list[Any]:
         class Doubling(base):
@@ -82,8 +76,7 @@ def test_a_subclass_may_set_attributes_before_and_override_methods(way: str) -> 
 
             def __iter__(self) -> Iterator[Any]:
                 self.epochs += 1
-                for batch in super().__iter__():
-                    yield batch * 2
+                return (batch * 2 for batch in super().__iter__())
 
             def __len__(self) -> int:
                 return super().__len__() * 100
@@ -98,7 +91,7 @@ def test_a_subclass_may_set_attributes_before_and_override_methods(way: str) -> 
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", THREE)
 @pytest.mark.parametrize(
     "clone",
     [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy],
@@ -123,7 +116,7 @@ def test_a_loader_can_be(clone: Any, way: str) -> None:
     assert len(ours.value[2]) == 5
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", THREE)
 def test_an_iterator_cannot_be_pickled(way: str) -> None:
     iterator = iter(DataLoader([1, 2], **WAYS[way]))
     with pytest.raises(NotImplementedError, match="cannot be pickled"):
@@ -155,26 +148,38 @@ def in_threads(*functions: Callable[[], object]) -> None:
             stack.enter_context(in_thread(function))
 
 
-def squares(size: int = 9, **options: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"dataset": Squares(size), "batch_size": 2, "num_workers": 1, **options}
+def squares(size: int = 9, **options: Any) -> Make:
+    return lambda: {"dataset": Squares(size), "batch_size": 2, **options}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loader_can_be_iterated_in_another_thread(way: str) -> None:
-    def drive(loader: Any) -> list[Any]:
-        seen: list[Any] = []
-        in_threads(lambda: seen.extend([*loader, *loader]))
-        return seen
+@compared(lambda: {"dataset": Dice(), "batch_size": 4, "shuffle": True}, WORKERS)
+def test_a_loader_can_be_iterated_in_another_thread(loader: Any) -> list[Any]:
+    seen: list[Any] = []
+    in_threads(lambda: seen.extend([*loader, *loader]))
+    return seen
 
-    def make() -> dict[str, Any]:
-        return {"dataset": Dice(), "batch_size": 4, "shuffle": True, **WAYS[way]}
 
-    theirs = run_torch(make, drive)
-    assert len(theirs) == 10
-    if way == "in-process":
-        theirs = run_torch(make, drive)
-    assert_same(run_ours(make, drive), theirs)
+@compared(squares(), THREE)
+def test_an_iterator_made_in_one_thread_may_be_used_in_another(loader: Any) -> list[Any]:
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    in_threads(lambda: seen.extend(iterator))
+    return seen
+
+
+@compared(squares(4, shuffle=True), ["two workers"])
+def test_a_loader_can_be_made_in_the_consumer_of_another(loader: Any) -> list[Any]:
+    seen = []
+    for batch in loader:
+        dataset = Made(lambda n, b=batch: b["square"] + n, 3)
+        seen.append((batch, list(type(loader)(dataset, batch_size=2, num_workers=1))))
+    return seen
+
+
+@compared(lambda: {"dataset": range(5), "collate_fn": only}, ["in-process", "one worker"])
+def test_a_dataset_may_use_an_in_process_loader(loader: Any) -> list[Any]:
+    inner = Made(lambda n: list(type(loader)(Squares(3 + n), batch_size=2)), 5)
+    return list(type(loader)(inner, collate_fn=only, num_workers=loader.num_workers))
 
 
 def test_threads_can_iterate_one_loader_at_once() -> None:
@@ -183,8 +188,8 @@ def test_threads_can_iterate_one_loader_at_once() -> None:
         in_threads(*(lambda result=result: result.extend(loader) for result in results))
         return results
 
-    expected = run_torch(squares(), list)
-    for result in run_ours(squares(), drive):
+    expected = run_torch(squares(num_workers=1), list)
+    for result in run_ours(squares(num_workers=1), drive):
         assert_same(result, expected)
 
 
@@ -238,51 +243,6 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have() -> No
     assert os.waitstatus_to_exitcode(status) == 2
 
 
-def test_an_iterator_made_in_one_thread_may_be_used_in_another() -> None:
-    def drive(loader: Any) -> list[Any]:
-        iterator = iter(loader)
-        seen = [next(iterator)]
-        in_threads(lambda: seen.extend(iterator))
-        return seen
-
-    assert_same(run_ours(squares(), drive), run_torch(squares(), drive))
-
-
-def test_a_loader_can_be_made_in_the_consumer_of_another() -> None:
-    def drive(loader: Any) -> list[Any]:
-        seen = []
-        for batch in loader:
-            dataset = Made(lambda n, b=batch: b["square"] + n, 3)
-            seen.append((batch, list(type(loader)(dataset, batch_size=2, num_workers=1))))
-        return seen
-
-    make = squares(4, shuffle=True, num_workers=2)
-    assert_same(run_ours(make, drive), run_torch(make, drive))
-
-
-class ByLoader(Dataset):
-    """Its samples come from an in-process loader of its own."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> list[Any]:
-        return list(self.cls(Squares(3 + index), batch_size=2))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_may_use_an_in_process_loader(workers: int) -> None:
-    def make(cls: Any) -> dict[str, Any]:
-        return {"dataset": ByLoader(cls), "collate_fn": only, "num_workers": workers}
-
-    ours = run_ours(lambda: make(DataLoader), list)
-    theirs = run_torch(lambda: make(TorchLoader), list)
-    assert_same(ours, theirs)
-
-
 def test_batches_of_one_loader_may_be_the_dataset_of_the_next() -> None:
     first = list(DataLoader(Squares(9), batch_size=2, num_workers=1))
     expected = list(TorchLoader(Squares(9), batch_size=2))
@@ -292,9 +252,9 @@ def test_batches_of_one_loader_may_be_the_dataset_of_the_next() -> None:
 
 def test_grad_mode_of_the_consumer_does_not_matter() -> None:
     with torch.no_grad():
-        run_both(squares())
+        run_both(squares(num_workers=1))
     with torch.inference_mode():
-        batches = run_ours(squares(), list)
+        batches = run_ours(squares(num_workers=1), list)
     assert torch.equal(batches[0]["index"], torch.arange(2))
 
 
@@ -314,26 +274,16 @@ def test_a_start_method_is_given(method: str, as_object: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_spawned_worker_makes_the_same_batches() -> None:
-    """One worker, one start: importing torch takes seconds."""
-    options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
-    context = multiprocessing.get_context("spawn")
-    assert run_both(lambda: {"dataset": Sharded(9), "multiprocessing_context": context, **options})
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_other_start_methods_send_objects_of_many_kinds(method: str) -> None:
+    options = {"collate_fn": only, "multiprocessing_context": method, **WAYS["one worker"]}
+    assert run_both(lambda: {"dataset": ByName(6), "persistent_workers": True, **options})
 
 
-@pytest.mark.slow
-def test_a_forkserver_worker_sends_objects_of_many_kinds() -> None:
-    options = {"collate_fn": only, "num_workers": 1, "multiprocessing_context": "forkserver"}
-    assert run_both(lambda: {"dataset": ByName(), **options}, epochs=1)
-
-
-class ByName(Dataset):
+class ByName(Squares):
     """Samples from the table of objects, found by name in the worker."""
 
     CASES = ("a dataclass", "two views of one storage", "a tensor subclass")
-
-    def __len__(self) -> int:
-        return 6
 
     def __getitem__(self, index: int) -> Any:
         return WHOLE[self.CASES[index % 3]](index)
@@ -348,7 +298,7 @@ def images(size: int = 40, side: int = 96) -> dict[str, Any]:
     def sample(n: int) -> dict[str, Any]:
         return {"image": floats(side, side, start=n), "label": n, "small": np.full(3, n)}
 
-    return {"dataset": Made(sample, size), "batch_size": 16, "num_workers": 2}
+    return {"dataset": Made(sample, size), "batch_size": 16, **WAYS["two workers"]}
 
 
 @pytest.mark.sampled(2)
@@ -363,29 +313,21 @@ def test_all_batches_may_be_kept(size: int) -> None:
     assert len(set(spans)) == len(spans)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_what_is_kept_stays_while_the_loader_goes_on(persistent: bool) -> None:
+@compared(lambda: images(160, 64), ["two workers", "two persistent workers"], quick=1)
+def test_what_is_kept_stays_while_the_loader_goes_on(loader: Any) -> list[Any]:
     """Slots go round many times, and others are written over by the user."""
-
-    def drive(loader: Any) -> list[Any]:
-        kept: list[Any] = []
-        for _ in range(3):
-            for number, batch in enumerate(loader):
-                if number % 3 == 0:
-                    kept.append(batch)
-                elif number % 3 == 1:
-                    kept.append((batch["image"].numpy()[2:4], batch["label"]))
-                else:
-                    kept.append(batch["image"].clone())
-                    batch["image"].fill_(-1)
-                    batch["small"].add_(100)
-        return kept
-
-    def make() -> dict[str, Any]:
-        return {**images(160, 64), "persistent_workers": persistent}
-
-    assert_same(run_ours(make, drive), run_torch(make, drive))
+    kept: list[Any] = []
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            if number % 3 == 0:
+                kept.append(batch)
+            elif number % 3 == 1:
+                kept.append((batch["image"].numpy()[2:4], batch["label"]))
+            else:
+                kept.append(batch["image"].clone())
+                batch["image"].fill_(-1)
+                batch["small"].add_(100)
+    return kept
 
 
 KEEP: dict[str, Any] = {
@@ -440,14 +382,12 @@ def test_saving_a_tensor_saves_its_own_bytes_only() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_batch_can_be_pickled_copied_and_shared_on() -> None:
-    def drive(loader: Any) -> list[Any]:
-        batch = next(iter(loader))
-        copies = [pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)]
-        copies.append(batch["image"].clone().share_memory_())
-        return [*copies, batch["image"].share_memory_().is_shared()]
-
-    assert_same(run_ours(images, drive), run_torch(images, drive))
+@compared(images, ["two workers"])
+def test_a_batch_can_be_pickled_copied_and_shared_on(loader: Any) -> list[Any]:
+    batch = next(iter(loader))
+    copies = [pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)]
+    copies.append(batch["image"].clone().share_memory_())
+    return [*copies, batch["image"].share_memory_().is_shared()]
 
 
 def test_a_batch_reaches_another_process() -> None:
@@ -475,23 +415,24 @@ def answer(queue: Any, answers: Any) -> None:
 
 
 @pytest.mark.slow
-def test_training_with_the_batches_gives_the_same_weights() -> None:
-    def drive(loader: Any) -> list[Any]:
-        model = torch.nn.Linear(64, 10)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            for x, y in loader:
-                loss = torch.nn.functional.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    def make() -> dict[str, Any]:
-        sample = lambda n: (torch.randn(64) + n % 10, n % 10)  # noqa: E731 - a sample a line
-        return {"dataset": Made(sample, 90), "batch_size": 8, "shuffle": True, "num_workers": 2}
-
-    assert_same(run_ours(make, drive), run_torch(make, drive))
+@compared(
+    lambda: {
+        "dataset": Made(lambda n: (torch.randn(64) + n % 10, n % 10), 90),
+        "batch_size": 8,
+        "shuffle": True,
+    },
+    ["two workers"],
+)
+def test_training_with_the_batches_gives_the_same_weights(loader: Any) -> list[Any]:
+    model = torch.nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 # ---------------------------------------------------------------- lambdas and closures, forked
@@ -543,17 +484,12 @@ class TouchySampler(Touchy):
         return len(self.items)
 
 
-class TouchyData(Touchy):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
+class TouchyData(Touchy, Made):
+    pass
 
 
-class TouchyStream(Touchy, IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
+class TouchyStream(TouchySampler, IterableDataset):
+    pass
 
 
 class TouchyCollate(Touchy):
@@ -569,10 +505,10 @@ TOUCHY: dict[str, Any] = {
     "sampler in torch's": lambda: {
         "dataset": Squares(6), "batch_sampler": BatchSampler(TouchySampler(4, 2, 1), 2, False),
     },
-    "dataset": lambda: {"dataset": TouchyData(), "batch_size": None},
-    "dataset asked for __getitems__": lambda: {"dataset": TouchyData(), "batch_size": 2},
-    "subset": lambda: {"dataset": Subset(TouchyData(), [3, 1]), "batch_size": None},
-    "iterable dataset": lambda: {"dataset": TouchyStream(), "batch_size": 2},
+    "dataset": lambda: {"dataset": TouchyData(torch.tensor), "batch_size": None},
+    "dataset asked for __getitems__": lambda: {"dataset": TouchyData(int), "batch_size": 2},
+    "subset": lambda: {"dataset": Subset(TouchyData(torch.tensor), [3, 1]), "batch_size": None},
+    "iterable dataset": lambda: {"dataset": TouchyStream(*range(5)), "batch_size": 2},
     "collate function": lambda: {"dataset": Made(int, 6), "collate_fn": TouchyCollate()},
 }  # fmt: skip
 

@@ -22,6 +22,8 @@ from shmloader.sampling import BucketBatchSampler
 from tests.process.support import Calls, Gate
 from tests.resume.kinds import KINDS, LENGTH, Noisy, Squares, make_loader, read
 
+IN_ORDER = "in order"  # of KINDS: Squares, in batches of 4
+
 
 def stop(loader, count):
     """Take so many batches of an epoch, and leave it."""
@@ -29,8 +31,27 @@ def stop(loader, count):
     return [read(next(iterator)) for _ in range(count)]
 
 
+def saved(loader, count):
+    """What a run that is stopped after so many batches has given, and its state."""
+    with loader:
+        return stop(loader, count), loader.state_dict()
+
+
+def resumed(loader, state, epochs=None):
+    """The rest of the epoch that a state is in, or of so many epochs."""
+    with loader:
+        loader.load_state_dict(state)
+        return rest_of(loader) if epochs is None else [rest_of(loader) for _ in range(epochs)]
+
+
 def rest_of(loader):
     return [read(batch) for batch in loader]
+
+
+def whole(kind, workers=0, epochs=1, **options):
+    """The epochs of a run that is never stopped."""
+    with make_loader(kind, workers, **options) as loader:
+        return [rest_of(loader) for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("a user's")])
@@ -66,35 +87,27 @@ def test_a_returned_state_never_changes_and_is_nobody_elses():
 
 
 def test_what_is_loaded_is_not_changed_by_what_becomes_of_the_state():
-    loader = make_loader("a user's with a state", 0)
-    first = stop(loader, 3)
-    state = loader.state_dict()
+    first, state = saved(make_loader("a user's with a state", 0), 3)
     other = make_loader("a user's with a state", 0)
     other.load_state_dict(state)
     state["position"] = 0
     state["sampler"]["state"]["next"] = 0
-    assert first + rest_of(other) == rest_of(make_loader("a user's with a state", 0))
+    assert [first + rest_of(other)] == whole("a user's with a state")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_after_the_last_batch_there_is_an_empty_rest_and_then_the_next_epoch(workers):
-    with make_loader("shuffled by a generator", workers) as loader:
-        epochs = [rest_of(loader), rest_of(loader)]
-    with make_loader("shuffled by a generator", workers) as loader:
-        stop(loader, len(epochs[0]))
-        state = loader.state_dict()
-    with make_loader("shuffled by a generator", workers) as loader:
-        loader.load_state_dict(state)
-        assert rest_of(loader) == []
-        assert rest_of(loader) == epochs[1]
+    first, second = whole("shuffled by a generator", workers, 2)
+    _, state = saved(make_loader("shuffled by a generator", workers), len(first))
+    other = make_loader("shuffled by a generator", workers)
+    assert resumed(other, state, epochs=2) == [[], second]
 
 
 def test_a_loader_that_never_ran_has_a_state():
     state = make_loader("shuffled by a generator", 0).state_dict()
     other = make_loader("shuffled by a generator", 0)
     rest_of(other)
-    other.load_state_dict(state)
-    assert rest_of(other) == rest_of(make_loader("shuffled by a generator", 0))
+    assert resumed(other, state, epochs=1) == whole("shuffled by a generator")
 
 
 def test_between_iter_and_the_first_batch_nothing_that_training_draws_matters():
@@ -103,11 +116,9 @@ def test_between_iter_and_the_first_batch_nothing_that_training_draws_matters():
     iterator = iter(loader)
     state = loader.state_dict()
     torch.rand(10)
-    epoch = [read(batch) for batch in iterator]
+    epoch = rest_of(iterator)
     torch.manual_seed(2)
-    other = make_loader("shuffled by the global stream", 0)
-    other.load_state_dict(state)
-    assert rest_of(other) == epoch
+    assert resumed(make_loader("shuffled by the global stream", 0), state) == epoch
 
 
 def test_the_newest_iterator_is_spoken_of():
@@ -193,20 +204,16 @@ def raises_at_13(index):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_that_raised_is_not_given_again(workers, in_order):
     def make():
-        return shmloader.DataLoader(
-            Calls(raises_at_13, 40), 4, num_workers=workers, in_order=in_order
-        )
+        dataset = Calls(raises_at_13, 40)
+        return shmloader.DataLoader(dataset, 4, num_workers=workers, in_order=in_order)
 
+    given: list[list[int]] = []
     with make() as loader:
-        given: list[list[int]] = []
         with pytest.raises(KeyError):
             given.extend(map(read, loader))
         state = loader.state_dict()
-    with make() as loader:
-        loader.load_state_dict(state)
-        given += rest_of(loader)
     wanted = [list(range(start, start + 4)) for start in range(0, 40, 4) if start != 12]
-    assert sorted(given) == wanted
+    assert sorted(given + resumed(make(), state)) == wanted
 
 
 @pytest.mark.slow
@@ -226,9 +233,8 @@ def test_a_state_is_small_while_one_batch_is_late():
     gate.close()
     assert len(json.dumps(state)) < 500
     for options in ({}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}):
-        with shmloader.DataLoader(list(range(5000)), 1, **options) as loader:
-            loader.load_state_dict(state)
-            assert sorted(given + rest_of(loader)) == [[number] for number in range(5000)]
+        rest = resumed(shmloader.DataLoader(list(range(5000)), 1, **options), state)
+        assert sorted(given + rest) == [[number] for number in range(5000)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -244,43 +250,30 @@ def test_a_batch_of_which_nothing_was_left_is_not_loaded_again(workers, in_order
             Calls(bad, 40), 4, num_workers=workers, in_order=in_order, on_error="skip"
         )
 
-    with make() as loader:
-        given = stop(loader, 6)
-        state = loader.state_dict()
-    with make() as loader:
-        loader.load_state_dict(state)
-        given += rest_of(loader)
-        if in_order:
-            assert state["position"] == 8
-            assert loader.failures.total == 0
+    given, state = saved(make(), 6)
+    other = make()
+    given += resumed(other, state)
     assert sorted(given) == [list(range(s, s + 4)) for s in range(0, 40, 4) if s not in (8, 12)]
+    assert not in_order or (state["position"], other.failures.total) == (8, 0)
 
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_is_in_flight_is_not_handed_over(threads):
     options = {"num_workers": 2, "prefetch_factor": 4, "thread_pool": threads}
-    with shmloader.DataLoader(Squares(), 4, **options) as loader:
-        first = stop(loader, 3)
-        state = loader.state_dict()
+    first, state = saved(shmloader.DataLoader(Squares(), 4, **options), 3)
     assert state["position"] == 3
-    with shmloader.DataLoader(Squares(), 4, **options) as loader:
-        loader.load_state_dict(state)
-        assert first + rest_of(loader) == rest_of(shmloader.DataLoader(Squares(), 4))
+    assert [first + resumed(shmloader.DataLoader(Squares(), 4, **options), state)] == whole(
+        IN_ORDER
+    )
 
 
 def test_what_is_ready_on_the_device_is_not_handed_over(late):
-    def make():
-        return shmloader.DataLoader(Squares(), 4, num_workers=2, device="late")
-
-    with make() as loader:
-        iterator = iter(loader)
-        first = [next(iterator).tolist() for _ in range(3)]
-        state = loader.state_dict()
+    options = {"num_workers": 2, "device": "late"}
+    first, state = saved(shmloader.DataLoader(Squares(), 4, **options), 3)
     assert state["position"] == 3
-    with make() as loader:
-        loader.load_state_dict(state)
-        rest = [batch.tolist() for batch in loader]
-    assert first + rest == rest_of(shmloader.DataLoader(Squares(), 4))
+    assert [first + resumed(shmloader.DataLoader(Squares(), 4, **options), state)] == whole(
+        IN_ORDER
+    )
 
 
 def test_a_batch_that_an_interruption_kept_from_the_user_is_given_after_a_resume():
@@ -316,19 +309,15 @@ def test_a_batch_that_a_closed_iterator_did_not_give_is_not_handed_over(options)
 
 @pytest.mark.parametrize("kind", ["rollover", "by a seed, rollover"])
 def test_a_loader_that_has_run_begins_with_what_the_state_has_left_over(kind):
+    epochs = whole(kind, epochs=4)
     loader = make_loader(kind, 0)
-    epochs, state = [], {}
-    for epoch in range(4):
-        epochs.append([])
-        for batch in loader:
-            epochs[epoch].append(read(batch))
-            if epoch == 2:
-                state.setdefault("first", loader.state_dict())
+    rest_of(loader), rest_of(loader)
+    _, state = saved(loader, 1)
     for count in (1, 2, 3):
         other = make_loader(kind, 0)
         for _ in range(count):
             rest_of(other)
-        other.load_state_dict(state["first"])
+        other.load_state_dict(state)
         assert len(other) == len(epochs[2])
         assert [rest_of(other), rest_of(other)] == [epochs[2][1:], epochs[3]]
 
@@ -445,20 +434,16 @@ def test_a_samplers_own_state_is_of_what_was_handed_over(kind, seed):
             assert rest_of(other) == epochs[epoch + 1], (epoch, given)
 
 
-def test_a_sampler_that_gives_another_order_is_found_out():
-    class Unsteady(Sampler):
-        def __init__(self, start):
-            self.start = start
+def test_a_sampler_that_gives_another_order_or_too_little_is_found_out():
+    def another(order):
+        return shmloader.DataLoader(Squares(), 4, sampler=order)
 
-        def __iter__(self):
-            return iter([(self.start + n) % LENGTH for n in range(LENGTH)])
-
-    loader = shmloader.DataLoader(Squares(), 4, sampler=Unsteady(0))
-    stop(loader, 3)
-    other = shmloader.DataLoader(Squares(), 4, sampler=Unsteady(1))
-    other.load_state_dict(loader.state_dict())
+    _, state = saved(another([*range(40)]), 3)
     with pytest.raises(ValueError, match=r"yields another batch 2 .*seed it"):
-        next(iter(other))
+        resumed(another([*range(1, 41)]), state)
+    _, state = saved(another([*range(40)]), 8)
+    with pytest.raises(ValueError, match="this loader yields only 5"):
+        resumed(another([*range(20)]), state)
 
 
 def test_the_state_of_one_rank_goes_on_with_another_of_torchs_distributed_sampler():
@@ -482,56 +467,37 @@ def test_the_state_of_one_rank_goes_on_with_another_of_torchs_distributed_sample
         assert run(loader) == run(make(rank))[-9:]
 
 
-def test_a_sampler_that_gives_too_little_is_found_out():
-    loader = shmloader.DataLoader(Squares(), 4, sampler=list(range(40)))
-    stop(loader, 8)
-    other = shmloader.DataLoader(Squares(), 4, sampler=list(range(20)))
-    other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="this loader yields only 5"):
-        next(iter(other))
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
 def test_a_generator_goes_on_with_persistent_workers_and_without(before, after):
-    def make(workers):
-        generator = torch.Generator().manual_seed(3)
-        return shmloader.DataLoader(
-            Squares(),
-            4,
-            shuffle=True,
-            generator=generator,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-        )
+    kind = "shuffled by a generator"
 
-    with make(before) as loader:
-        epochs = [rest_of(loader) for _ in range(5)]
+    def options(workers):
+        return {"workers": workers, "persistent_workers": workers > 0}
+
+    epochs = whole(kind, epochs=5, **options(before))
     for epoch, count in ((0, 3), (1, 0), (1, 3), (2, 5), (2, None)):
-        with make(before) as loader:
+        with make_loader(kind, **options(before)) as loader:
             for _ in range(epoch):
                 rest_of(loader)
             if count is not None:
                 stop(loader, count)
             state = loader.state_dict()
-        with make(after) as loader:
-            loader.load_state_dict(state)
-            assert rest_of(loader) == epochs[epoch][count or 0 :]
-            assert [rest_of(loader) for _ in range(2)] == epochs[epoch + 1 : epoch + 3]
+        expected = [epochs[epoch][count or 0 :], *epochs[epoch + 1 : epoch + 3]]
+        assert resumed(make_loader(kind, **options(after)), state, epochs=3) == expected
 
 
 def test_a_state_is_taken_up_by_workers_that_stay():
-    with make_loader("shuffled by a generator", 2, persistent_workers=True) as loader:
-        epochs = [rest_of(loader) for _ in range(3)]
-    with make_loader("shuffled by a generator", 2, persistent_workers=True) as loader:
+    kind = "shuffled by a generator"
+    epochs = whole(kind, 2, 3, persistent_workers=True)
+    with make_loader(kind, 2, persistent_workers=True) as loader:
         stop(loader, 4)
         state = loader.state_dict()
         pids = {worker.pid for worker in loader._iterator._workers}
         for _ in range(2):
             rest_of(loader)
         loader.load_state_dict(state)
-        assert rest_of(loader) == epochs[0][4:]
-        assert rest_of(loader) == epochs[1]
+        assert [rest_of(loader), rest_of(loader)] == [epochs[0][4:], epochs[1]]
         assert {worker.pid for worker in loader._iterator._workers} == pids
 
 
@@ -653,8 +619,7 @@ def test_a_generators_state_that_cannot_be_read_is_refused():
 
 def test_a_closed_loader_takes_no_state_but_has_one():
     loader = shmloader.DataLoader(Squares(), 4, num_workers=2)
-    stop(loader, 3)
-    loader.close()
+    saved(loader, 3)
     state = loader.state_dict()
     assert state["position"] == 3
     with pytest.raises(shmloader.ClosedLoaderError):
@@ -678,13 +643,10 @@ def test_a_batch_sampler_of_a_random_sampler_of_the_users_own_is_known():
         return shmloader.DataLoader(Squares(), batch_sampler=batches)
 
     epoch = rest_of(make())
-    loader = make()
-    stop(loader, 2)
-    state = loader.state_dict()
+    _, state = saved(make(), 2)
     other = make()
     torch.manual_seed(8)
-    other.load_state_dict(state)
-    assert rest_of(other) == epoch[2:]
+    assert resumed(other, state) == epoch[2:]
 
 
 def test_a_sampler_may_change_the_states_that_it_gave_and_was_given():
@@ -709,12 +671,10 @@ def test_a_sampler_may_change_the_states_that_it_gave_and_was_given():
 
 def test_a_sampler_that_went_on_draws_its_later_epochs_anew():
     torch.manual_seed(3)
-    loader = make_loader("shuffled by the global stream", 0)
-    stop(loader, 2)
+    _, state = saved(make_loader("shuffled by the global stream", 0), 2)
     other = make_loader("shuffled by the global stream", 0)
-    other.load_state_dict(loader.state_dict())
-    rest_of(other)
-    assert rest_of(other) != rest_of(other)
+    _, second, third = resumed(other, state, epochs=3)
+    assert second != third
     assert other.sampler.generator is None
 
 
@@ -742,18 +702,14 @@ def test_the_epoch_that_is_named_goes_on_and_another_gives_the_state_up(caplog):
 
 
 def test_what_a_sampler_was_told_of_the_epoch_does_not_change_the_one_that_goes_on():
-    def make():
-        return make_loader("buckets", 0)
-
-    epochs = [rest_of(loader) for loader in [make()] for _ in range(3)]
-    loader = make()
+    epochs = whole("buckets", epochs=3)
+    loader = make_loader("buckets", 0)
     rest_of(loader)
-    stop(loader, 3)
-    other = make()
-    other.load_state_dict(loader.state_dict())
+    _, state = saved(loader, 3)
+    other = make_loader("buckets", 0)
+    other.load_state_dict(state)
     other.batch_sampler.set_epoch(0)
-    assert rest_of(other) == epochs[1][3:]
-    assert rest_of(other) == epochs[2]
+    assert [rest_of(other), rest_of(other)] == [epochs[1][3:], epochs[2]]
 
 
 # What else a state needs ---------------------------------------------------------------
@@ -789,12 +745,8 @@ def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler)
 
 def test_whatever_is_true_makes_workers_persistent():
     options = {"num_workers": 1, "persistent_workers": 1}
-    with shmloader.DataLoader(Squares(), 4, **options) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with shmloader.DataLoader(Squares(), 4, **options) as loader:
-        loader.load_state_dict(state)
-        assert len(list(loader)) == 10
+    _, state = saved(shmloader.DataLoader(Squares(), 4, **options), 1)
+    assert len(resumed(shmloader.DataLoader(Squares(), 4, **options), state)) == 10
 
 
 def damaged(value, path=()):
@@ -818,20 +770,16 @@ def damaged(value, path=()):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shuffled by a generator", "by a seed, rollover"])
 def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
-    loader = make_loader(kind, workers, in_order=False)
-    stop(loader, 3)
-    loader.close()
-    state = json.loads(json.dumps(loader.state_dict()))
-    state |= {"ahead": [[5, 7]]}
+    _, state = saved(make_loader(kind, workers, in_order=False), 3)
+    state = json.loads(json.dumps(state)) | {"ahead": [[5, 7]]}
     state = sealed({key: value for key, value in state.items() if key != "checksum"})
     other = make_loader(kind, 0)
     other.load_state_dict(state)
-    count = 0
-    for wrong in damaged(state):
-        count += 1
+    wrong_states = list(damaged(state))
+    assert len(wrong_states) > 20
+    for wrong in wrong_states:
         with pytest.raises(ValueError, match=r"the state (is|does|was|has)"):
             other.load_state_dict(wrong)
-    assert count > 20
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 1}])

@@ -96,19 +96,6 @@ def test_a_hundred_and_fourteen_small_tensors_take_one_allocation() -> None:
     assert pinned["field 4"].tolist() == [4] * 8
 
 
-def test_small_tensors_share_a_block_however_deep_they_lie() -> None:
-    def make():
-        inner = {"ids": torch.arange(5), "parts": (torch.ones(3), [torch.zeros(2), "text", None])}
-        return [inner, torch.tensor([1, 2]), torch.arange(20_000), (torch.tensor(7),)]
-
-    ours = pin_batch(make(), "cuda")
-    assert shape_of(ours) == shape_of(pin_memory(make(), "cuda"))
-    inner, labels, large, (scalar,) = ours
-    small = [inner["ids"], *inner["parts"][:1], inner["parts"][1][0], labels, scalar]
-    assert storages(*small) == 1
-    assert storages(*small, large) == 2
-
-
 def test_each_large_field_takes_an_allocation_of_its_own() -> None:
     large = [torch.full((20_000,), number) for number in range(3)]
     pinned = pin_batch([*large, torch.tensor(1), torch.tensor(2)], "cuda")
@@ -134,14 +121,6 @@ def test_objects_pin_themselves() -> None:
         assert all(part.is_pinned() for part in parts if isinstance(part, torch.Tensor))
 
 
-class Marked(list):
-    pass
-
-
-def test_a_list_of_a_type_of_its_own_keeps_it() -> None:
-    assert type(pin_batch(Marked([torch.ones(2)]), "cuda")) is Marked
-
-
 def test_the_thread_begins_as_torch_s_does(monkeypatch, late) -> None:
     names, threads, indices = [], [], []
     monkeypatch.setattr(torch.multiprocessing, "_set_thread_name", names.append)
@@ -150,14 +129,6 @@ def test_the_thread_begins_as_torch_s_does(monkeypatch, late) -> None:
     PinStage("late", 1).start()
     late.driver.restore_capture(0)  # this thread is no loader's
     assert (names, threads, indices) == (["pt_data_pin"], [1], [1])
-
-
-def test_a_small_field_may_be_changed_in_place_where_another_one_is_kept() -> None:
-    first, second = pin_batch([torch.ones(3), torch.ones(3)], "late")
-    version = first._version
-    second.zero_()
-    assert first._version == version
-    assert not first._is_view()
 
 
 def test_an_error_keeps_its_type_and_holds_no_batch() -> None:

@@ -196,12 +196,6 @@ def test_tensors_are_found_in_containers_and_in_attributes_each_once() -> None:
     assert sorted(int(part[0]) for part in found) == list(range(8))
 
 
-def test_a_tensor_alone_is_found() -> None:
-    one = tensor()
-    assert all_tensors(one)[0] is one
-    assert all_tensors(None) == all_tensors("text") == all_tensors(3) == []
-
-
 def test_with_another_function_attributes_of_containers_are_mapped_too() -> None:
     batch = Marked(a=tensor(1), b=Marked(c=tensor(2)))
     batch.mark = {"mask": tensor(3), "array": np.ones(2)}

@@ -45,36 +45,23 @@ def test_slots_are_made_up_to_the_capacity_and_no_further():
         table.take(0)
 
 
-def test_a_free_slot_is_taken_before_a_new_one_is_made():
+@pytest.mark.parametrize(
+    ("fillers", "worker_id", "slot_id"),
+    [
+        ((0,), 1, 0),  # a free slot, before a new one is made
+        ((7, 8, 9), 7, 0),  # the slot that the worker filled
+        ((7, 8, 7, 9), 7, 2),  # that it filled last
+        ((7, 8, 9), 1, 2),  # the one freed last, with none of its own
+    ],
+)
+def test_a_worker_gets_the_free_slot_that_is_most_likely_warm(fillers, worker_id, slot_id):
+    """Slot i was filled by the i-th of these workers; they are freed in that order."""
     table = SlotTable(capacity=9)
-    table.free(table.take(0))
-    assert table.take(1) == 0
-
-
-def freed(*worker_ids: int) -> SlotTable:
-    """A table whose slot i was filled by the i-th of these workers; freed in that order."""
-    table = SlotTable(capacity=len(worker_ids))
-    for slot_id in [table.take(worker_id) for worker_id in worker_ids]:
-        table.free(slot_id)
-    return table
-
-
-def test_a_worker_gets_the_slot_that_it_filled_last():
-    assert freed(7, 8, 9).take(worker_id=7) == 0
-    assert freed(7, 8, 7, 9).take(worker_id=7) == 2
-
-
-def test_a_worker_with_no_slot_of_its_own_gets_the_one_freed_last():
-    assert freed(7, 8, 9).take(worker_id=1) == 2
-
-
-def test_a_slot_belongs_to_the_worker_that_filled_it_last():
-    table = freed(7, 8)
-    slot_id = table.take(worker_id=9)
-    assert slot_id == 1
+    for taken in [table.take(filler) for filler in fillers]:
+        table.free(taken)
+    assert table.take(worker_id) == slot_id
     table.free(slot_id)
-    assert table.take(worker_id=7) == 0
-    assert table.take(worker_id=8) == 1
+    assert table.take(worker_id) == slot_id, "it belongs to the worker that filled it last"
 
 
 RUNNING, LEAVING, GONE, LOST, _ = WorkerState

@@ -739,35 +739,6 @@ def test_a_worker_that_comes_back_asks_for_no_further_tickets():
 # A pool with a queue -----------------------------------------------------------------------
 
 
-def with_queue(window=4, *, in_order=True) -> Scheduler:
-    return Scheduler(2, window, 0, in_order=in_order, has_queue=True, has_slots=False)
-
-
-def test_with_a_queue_a_ticket_is_sent_at_once_and_has_no_worker_before_its_answer():
-    subject = with_queue()
-    offered = [subject.offer([number], 7) for number in range(4)]
-    assert sent(subject) == offered
-    assert {ticket.worker_id for ticket in offered} == {UNASSIGNED}
-    assert {ticket.slot_id for ticket in offered} == {UNASSIGNED}, "batches come as they are"
-    for seq, taker in ((1, 0), (0, 1)):
-        assert subject.answered(seq, 0, f"batch {seq}", taker=taker).worker_id == taker
-    assert [pop_next(subject).seq for _ in range(2)] == [0, 1]
-
-
-def test_with_a_queue_a_given_up_epoch_is_left_at_once():
-    subject = with_queue()
-    for number in range(4):
-        subject.offer([number])
-    subject.answered(1, 0, "batch", taker=0)
-    sent(subject)
-    subject.end_epoch([0, 2, 3])
-    assert subject.tickets == []
-    assert subject.slots.states == []
-    assert not subject.unsent
-    subject.start_epoch()
-    assert [subject.offer([number]).seq for number in range(4)] == [0, 1, 2, 3]
-
-
 # Samples that take too long -----------------------------------------------------------------
 
 

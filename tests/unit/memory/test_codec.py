@@ -75,18 +75,18 @@ def arrays(draw):
     if dtype.kind in "?U" or dtype.kind == "b":
         raw = bytearray(count * dtype.itemsize)
     array = np.frombuffer(raw, dtype, count).reshape(shape).copy()
-    match draw(st.sampled_from(["C", "F", "transposed", "stepped", "reversed", "read-only"])):
-        case "F":
-            array = np.asfortranarray(array) if array.ndim else array
-        case "transposed":
-            array = array.T
-        case "stepped" if array.ndim:
-            array = array[::2]
-        case "reversed" if array.ndim:
-            array = array[::-1]
-        case "read-only":
-            array.setflags(write=False)
-    return array
+    change = draw(st.sampled_from(["F", "transposed", "stepped", "reversed", "read-only", ""]))
+    if change == "read-only":
+        array.setflags(write=False)
+    return CHANGES[change](array) if change in CHANGES and array.ndim else array
+
+
+CHANGES = {
+    "F": np.asfortranarray,
+    "transposed": lambda array: array.T,
+    "stepped": lambda array: array[::2],
+    "reversed": lambda array: array[::-1],
+}
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -103,26 +103,14 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 def tensors(draw):
     dtype = draw(st.sampled_from(TORCH_DTYPES))
     tensor = random_tensor(dtype, draw(SHAPES), draw(st.integers(0, 99)))
-    match draw(
-        st.sampled_from(
-            ["plain", "transposed", "stepped", "expanded", "inner", "offset", "grad", "parameter"]
-        )
-    ):
-        case "transposed" if tensor.ndim > 1:
-            tensor = tensor.mT
-        case "stepped" if tensor.ndim:
-            tensor = tensor[::2]
-        case "expanded":
-            tensor = tensor.expand(3, *tensor.shape)
-        case "inner" if tensor.ndim > 1:
-            tensor = tensor[:, 1:]
-        case "offset" if tensor.ndim:
-            tensor = tensor[1:]
-        case "grad" if dtype in FLOATS:
-            tensor.requires_grad_()
-        case "parameter" if dtype in FLOATS:
-            tensor = torch.nn.Parameter(tensor, draw(st.booleans()))
-    return tensor
+    views = [tensor, tensor.expand(3, *tensor.shape)]
+    if tensor.ndim:
+        views += [tensor[::2], tensor[1:]]
+    if tensor.ndim > 1:
+        views += [tensor.mT, tensor[:, 1:]]
+    if dtype in FLOATS:
+        views += [tensor.clone().requires_grad_(), torch.nn.Parameter(tensor, draw(st.booleans()))]
+    return draw(st.sampled_from(views))
 
 
 @st.composite
@@ -247,15 +235,6 @@ def test_a_tensor_brings_only_the_bytes_that_it_spans(bench):
     assert part.tolist() == list(range(1000, 1010))
 
 
-@both_ways
-@pytest.mark.parametrize("count", [3, LARGE])
-def test_each_storage_is_exactly_its_size_and_aligned(bench, count, lent):
-    batch = [random_tensor(torch.int16, (count,)), random_tensor(torch.uint8, (count,))]
-    arrived = bench.send(batch, lent=lent)
-    assert [t.untyped_storage().nbytes() for t in arrived] == [2 * count, count]
-    assert_storages_are_aligned(arrived)
-
-
 def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
     tensor = torch.zeros(3, requires_grad=True) * 2
     with pytest.raises(RuntimeError, match=r"autograd does not cross processes: detach\(\)"):
@@ -263,19 +242,6 @@ def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
 
 
 # What is lent, and what is copied out -------------------------------------------------------
-
-
-def test_large_parts_are_views_of_the_slot_and_small_ones_are_not(bench):
-    batch = {"image": torch.zeros(LARGE), "label": torch.zeros(4)}
-    layout = bench.encode(batch)
-    assert PickledReader(layout).lends
-    arrived = bench.decode(layout, lent=True)
-    assert is_in(bench.slot, arrived["image"])
-    assert not is_in(bench.slot, arrived["label"])
-    label = arrived["label"]
-    del arrived
-    assert len(bench.ended) == 1, "a kept label holds no slot"
-    assert label.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("nbytes", "is_lent"), [(COPY_OUT_BYTES, False), (LARGE, True)])
@@ -301,11 +267,6 @@ def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
     assert (arrived["mask"] == 1).all()
     arrived["image"][0, 1] = 9
     assert arrived["flat"][0] == 9
-
-
-def test_a_batch_that_was_encoded_is_not_held(bench):
-    bench.encode({"image": bench.writer.empty((3, 4), torch.float32), "name": "x"})
-    assert not bench.writer.part(), "the slot's bytes would be copied after each use"
 
 
 def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):

@@ -161,24 +161,6 @@ def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, ar
     assert slot.nbytes == MIB
 
 
-@pytest.mark.parametrize("kernel", ["this", "before 5.14"])
-def test_a_forked_child_goes_on_seeing_what_was_lent(book, arena, slot, kernel, monkeypatch):
-    if kernel != "this":
-        monkeypatch.setattr("shmloader.memory.arena._POPULATE_WRITE", 9999)
-    tensor = lend(book, slot)
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(here, 1)
-        os._exit(0 if bool((tensor == 1).all()) else 1)
-    del tensor
-    fill_anew(arena, slot)
-    os.write(there, b"-")
-    assert os.waitpid(pid, 0)[1] == 0
-    os.close(here)
-    os.close(there)
-
-
 def test_an_arena_may_die_before_its_leases(book):
     arena = Arena.create(MIB, 1)
     arena.reach(arena.slots[0], MIB)
