@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import ClosedLoaderError, LoaderTimeoutError
@@ -108,6 +111,34 @@ class Switch:
         self._value.value = on
 
 
+class Deaths:
+    """Ends the worker that comes to one of these places, as often as the place says.
+
+    One worker at a time may come to a place.
+    """
+
+    def __init__(
+        self, places: Mapping[Any, int] | int = 0, end: Callable[[], Any] | None = None
+    ) -> None:
+        counts = {None: places} if isinstance(places, int) else places
+        self._left = {at: multiprocessing.RawValue("i", count) for at, count in counts.items()}
+        self._end = end or (lambda: os._exit(3))
+
+    def come(self, place: Any = None) -> None:
+        left = self._left.get(place)
+        if left is not None and left.value:
+            left.value -= 1
+            self._end()
+
+    def allow(self, count: int, place: Any = None) -> None:
+        """Set how often a worker dies at a place, also for workers that run."""
+        self._left[place].value = count
+
+    @property
+    def left(self) -> int:
+        return sum(left.value for left in self._left.values())
+
+
 class WatchedLock:
     """A lock that tells when a thread has to wait for it.
 
@@ -134,6 +165,12 @@ def only(samples: list[Any]) -> Any:
     return samples[0]
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of workers that were replaced."""
+    records = [one for one in caplog.records if one.name == "shmloader"]
+    return [one.getMessage() for one in records if one.levelno == logging.WARNING]
+
+
 def wait_for_end(pid: int, timeout_s: float = 10) -> None:
     """Wait until a process has ended, reaped or not."""
     try:
@@ -146,6 +183,12 @@ def wait_for_end(pid: int, timeout_s: float = 10) -> None:
         assert poll.poll(timeout_s * 1000), f"process {pid} has not ended in {timeout_s} s"
     finally:
         os.close(pidfd)
+
+
+def kill(pid: int) -> None:
+    """Kill a child of this process, and wait for its end."""
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Subset
 
 from shmloader import DataLoader, ShardedDataLoader
-from tests.process.test_restarts import Deaths
+from tests.process.support import Deaths
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -116,7 +116,7 @@ def test_a_replaced_worker_is_in_the_present_epoch() -> None:
 
         def __getitem__(self, index: int) -> int:
             if self.epoch == 1 and index == 5:
-                self.deaths.take()
+                self.deaths.come()
             return self.epoch
 
     dataset = Dies()

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import Dataset, get_worker_info
 
 from shmloader import DataLoader, ShardedDataLoader
-from tests.process.test_restarts import Deaths
+from tests.process.support import Deaths
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -231,7 +231,7 @@ def test_a_worker_that_is_replaced_has_its_predecessors_state() -> None:
 
         def __getitem__(self, index: int) -> tuple[int, int]:
             if index == 13:
-                self.deaths.take()
+                self.deaths.come()
             return super().__getitem__(index)
 
     def run(count: int) -> list[Any]:

@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shmloader import DataLoader
-from tests.process.support import Switch
-from tests.process.test_restarts import Deaths, told
+from tests.process.support import Deaths, Switch, told
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -440,7 +439,7 @@ class Dies(Saved):
     def __iter__(self) -> Iterator[int]:
         for number in super().__iter__():
             if number == 7:
-                self.deaths.take()
+                self.deaths.come()
             yield number
 
 
@@ -519,16 +518,14 @@ def test_a_worker_replaced_in_the_next_epoch_has_its_predecessor_s_dataset(leave
     }  # fmt: skip
 
     def run(deaths: int) -> list[Any]:
-        dataset.deaths = Deaths(1)
-        (switch,) = dataset.deaths.switches
-        switch.turn(on=False)
+        dataset.deaths = Deaths(0)
         loader = DataLoader(dataset, **options, worker_restarts=1)
         first = iter(loader)
         if leaves:
             next(first)
         else:
             rest(first)
-        switch.turn(on=bool(deaths))
+        dataset.deaths.allow(deaths)
         seen = rest(iter(loader))
         assert dataset.deaths.left == 0
         return seen

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler
 
 from shmloader import DataLoader
-from tests.process.test_restarts import Deaths
+from tests.process.support import Deaths
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -310,7 +310,7 @@ def test_a_replaced_worker_reads_a_stream_again_whose_state_cannot_be_saved() ->
         def __iter__(self) -> Any:
             for number in range(8):
                 if number == 5:
-                    self.deaths.take()
+                    self.deaths.come()
                 yield number
 
     dataset = Dies()

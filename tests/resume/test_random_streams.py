@@ -19,7 +19,7 @@ import torch
 
 import shmloader
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
-from tests.process.test_restarts import Deaths
+from tests.process.support import Deaths
 from tests.resume.random_streams import KINDS, LENGTH, SOURCES, Shuffled, drawing_collate
 
 BATCH = 2
@@ -198,7 +198,7 @@ class Dies(Shuffled):
         self.epoch += 1
         for at, sample in enumerate(super().__iter__()):
             if self.epoch == 2 and at == 5 and torch.utils.data.get_worker_info().id == 1:
-                self.deaths.take()
+                self.deaths.come()
             yield sample
 
 
