@@ -1,6 +1,6 @@
-"""What ranks of a host share, under what starts them: torch's spawn, and Slurm.
+"""What ranks of a host share, under what starts them: torchrun, torch's spawn, and Slurm.
 
-torchrun has a file of its own, and Lightning and accelerate are among the frameworks.
+Lightning and accelerate are among the frameworks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_torchrun import LIMIT_S, Run
+from tests.integration.test_torchrun import LIMIT_S, Run, on_ranks, write_program
 from tests.process import one_dataset
 from tests.process.one_pool import check
 
@@ -67,17 +67,18 @@ SPAWNED = """
 """
 
 
-@pytest.mark.parametrize("how", ["group", "variables"])
-def test_ranks_that_torch_spawns_share_workers(tmp_path, how) -> None:
-    """They have nothing in common but the process that started them."""
-    run(tmp_path, SPAWNED, how, "workers")
-    check(tmp_path, 2)
+RANKS = """
+    import os, sys
+    from pathlib import Path
 
+    from tests.process import one_dataset, one_pool
 
-@pytest.mark.parametrize("how", ["group", "variables"])
-def test_ranks_that_torch_spawns_share_a_dataset(tmp_path, how) -> None:
-    run(tmp_path, SPAWNED, how, "dataset")
-    one_dataset.check(tmp_path, 2)
+    if __name__ == "__main__":
+        run_rank = {"workers": one_pool, "dataset": one_dataset}[sys.argv[1]].run_rank
+        run_rank(Path(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+"""
+
+CHECKS = {"workers": check, "dataset": one_dataset.check}
 
 
 SRUN = """
@@ -132,16 +133,21 @@ SRUN = """
 """
 
 
+@pytest.mark.parametrize("program", [SPAWNED, SRUN], ids=["torch's spawn", "a step of Slurm"])
+@pytest.mark.parametrize("shared", CHECKS)
 @pytest.mark.parametrize("how", ["group", "variables"])
-def test_tasks_of_a_step_of_slurm_share_workers(tmp_path, how) -> None:
-    run(tmp_path, SRUN, how, "workers")
-    check(tmp_path, 2)
+def test_ranks_share_workers_and_a_dataset(tmp_path, how, shared, program) -> None:
+    """Those that torch spawns have nothing in common but the process that started them."""
+    run(tmp_path, program, how, shared)
+    CHECKS[shared](tmp_path, 2)
 
 
-@pytest.mark.parametrize("how", ["group", "variables"])
-def test_tasks_of_a_step_of_slurm_share_a_dataset(tmp_path, how) -> None:
-    run(tmp_path, SRUN, how, "dataset")
-    one_dataset.check(tmp_path, 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shared", CHECKS)
+def test_ranks_of_torchrun_share_workers_and_a_dataset(tmp_path, shared, ranks) -> None:
+    with on_ranks(ranks, tmp_path, write_program(tmp_path, RANKS), shared) as started:
+        started.succeed()
+    CHECKS[shared](tmp_path, ranks)
 
 
 def test_tasks_of_two_steps_of_slurm_have_a_dataset_each(tmp_path) -> None:

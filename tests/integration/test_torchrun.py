@@ -1,7 +1,4 @@
-"""ShardedDataLoader in the processes that torchrun starts: on one machine, and on two.
-
-A second machine is a network namespace that a veth pair joins to the first.
-"""
+"""ShardedDataLoader in the processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from torch.utils.data import RandomSampler
 
 from shmloader import ShardedDataLoader
 from tests.integration.test_examples import assert_refused, run_example
+from tests.process import one_dataset
 from tests.process.support import ROOT, TOLD_S, wait_until
 
 # A start takes some four seconds of processor time a rank, and the machine may be busy.
@@ -346,223 +344,16 @@ def test_ranks_that_start_late_are_slow_or_stop_early_hold_nobody_up(tmp_path) -
     assert union([of_rank[1] for of_rank in early]) == second
 
 
-# ---------------------------------------------------------------- two hosts
+# ---------------------------------------------------------------- nothing joins them
 
 
-class CannotMakeError(Exception):
-    """This machine does not let us make hosts of our own; says why."""
-
-
-def run_command(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError as error:
-        raise CannotMakeError(f"{' '.join(command)}: {error}") from None
-    except subprocess.CalledProcessError as error:
-        raise CannotMakeError(f"{' '.join(command)}: {error.stderr.strip()}") from None
-
-
-class Host:
-    """A network, a name and an /etc/hosts of its own, which are there as long as this is open.
-
-    A process holds these namespaces, and ends when its stdin does: at the latest with the test.
-    """
-
-    def __init__(
-        self, name: str, names: Path, rights: list[str], beside: Host | None = None
-    ) -> None:
-        """Make it.
-
-        Args:
-            name: The host's.
-            names: What is its /etc/hosts.
-            rights: Options of unshare that give the right to make it.
-            beside: A host made with these, which this one shares them with.
-        """
-        self.name = name
-        self._has_user = bool(rights)
-        set_up = 'hostname "$0" && mount --bind "$1" /etc/hosts && echo made && exec cat'
-        make = ["--net", "--uts", "--mount", "sh", "-c", set_up, name, str(names)]
-        if beside is None:
-            make = ["unshare", *rights, *make]
-        else:
-            make = beside.with_rights("unshare", *make)
-        try:
-            self._holder = subprocess.Popen(
-                make,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=names.parent,
-            )
-        except FileNotFoundError as error:
-            raise CannotMakeError(str(error)) from None
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "made\n":
-            _, why = self._holder.communicate(timeout=10)
-            raise CannotMakeError(f"{' '.join(make[:-5])}: {why.strip()}")
-
-    @property
-    def pid(self) -> int:
-        return self._holder.pid
-
-    def with_rights(self, *words: str) -> list[str]:
-        """A command in its user namespace, if it has one."""
-        if not self._has_user:
-            return [*words]
-        return ["nsenter", f"--target={self.pid}", "--user", "--preserve-credentials", *words]
-
-    def command(self, *words: str) -> list[str]:
-        """A command on this host, in the folder of its names."""
-        enter = ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--wd"]
-        return self.with_rights(*enter, *words)
-
-    def close(self) -> None:
-        self._holder.communicate(timeout=10)
-
-
-# Addresses that are there for examples.
-ADDRESSES = {"first": "192.0.2.1", "second": "192.0.2.2"}
-
-
-def two_hosts(names: Path, stack: contextlib.ExitStack) -> tuple[Host, Host]:
-    """Two of them that nothing joins.
-
-    Raises:
-        CannotMakeError: If not even a user namespace of our own gives the right to.
-    """
-    refusals = []
-    for rights in ([], ["--user", "--map-root-user"]):
-        try:
-            first = Host("first", names, rights)
-        except CannotMakeError as error:
-            refusals.append(str(error))
-        else:
-            stack.callback(first.close)
-            second = Host("second", names, rights, beside=first)
-            stack.callback(second.close)
-            return first, second
-    raise CannotMakeError("; ".join(refusals))
-
-
-@pytest.fixture
-def hosts(tmp_path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts without any network: not even their own 127.0.0.1 is up."""
-    names = tmp_path / "hosts"
-    lines = [f"{address} {name}" for name, address in ADDRESSES.items()]
-    names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-    with contextlib.ExitStack() as stack:
-        try:
-            made = two_hosts(names, stack)
-        except CannotMakeError as error:
-            pytest.skip(f"network namespaces cannot be made: {error}")
-        yield made
-
-
-@pytest.fixture
-def joined_hosts(hosts) -> tuple[Host, Host]:
-    """Two hosts that a veth pair joins."""
-    first, second = hosts
-    wire = ["ip", "link", "add", "wire", "type", "veth", "peer", "name", "wire"]
-    try:
-        run_command(first.command(*wire, "netns", str(second.pid)))
-        for host in hosts:
-            address = f"{ADDRESSES[host.name]}/24"
-            run_command(host.command("ip", "address", "add", address, "dev", "wire"))
-            for name in ("lo", "wire"):
-                run_command(host.command("ip", "link", "set", name, "up"))
-    except CannotMakeError as error:
-        pytest.skip(f"network namespaces cannot be joined: {error}")
-    return first, second
-
-
-HOSTS = f"""
-    import json, os, socket
-    from pathlib import Path
-
-    import torch
-    import torch.distributed as dist
-    from shmloader import ShardedDataLoader
-
-    dist.init_process_group("gloo")
-    loader = ShardedDataLoader(
-        torch.arange({SAMPLES}),
-        {GLOBAL_BATCH} // dist.get_world_size(),
-        shuffle=True,
-        seed={SEED},
-        num_workers=1,
-    )
-    batches, sums = [], []
-    for batch in loader:
-        batches.append(batch.tolist())
-        total = batch.sum()
-        dist.all_reduce(total)
-        sums.append(total.item())
-    found = {{
-        "batches": batches,
-        "sums": sums,
-        "network": os.readlink("/proc/self/ns/net"),
-        "host": socket.gethostname(),
-    }}
-    Path(f"rank{{loader.rank}}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-"""
-
-
-# Where they meet. Else torchrun on the first host holds it, and ends with it while the one on the
-# second is still to say that it has ended: that one warns.
-STORE = """
-    import signal, sys
-    from torch.distributed import TCPStore
-
-    store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
-    signal.pause()
-"""
-
-
-@pytest.mark.slow
-def test_ranks_of_two_hosts_have_the_batches_of_one_rank(joined_hosts, tmp_path) -> None:
-    program = write_program(tmp_path, HOSTS)
-    meet = (joined_hosts[0].name, "29400")
-    options = [
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={':'.join(meet)}",
-        "--rdzv-conf=is_host=0",
-    ]
-    with contextlib.ExitStack() as stack:
-        store = joined_hosts[0].command(sys.executable, "-c", textwrap.dedent(STORE), *meet)
-        stack.enter_context(Run(store, tmp_path))
-        runs = []
-        for host in joined_hosts:
-            command = host.command(*torchrun(tmp_path, program, options=options))
-            # It asks for the name of ::ffff:192.0.2.1, has none, and warns.
-            run = Run(command, tmp_path, TORCH_CPP_LOG_LEVEL="ERROR")
-            runs.append(stack.enter_context(run))
-        for run in runs:
-            run.succeed()
-    ranks = read_ranks(tmp_path, 2)
-    assert {rank["host"] for rank in ranks} == set(ADDRESSES)
-    here = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - no path
-    assert len({here, *(rank["network"] for rank in ranks)}) == 3
-    expected = in_global_batches(orders_of_epochs()[0], "pad")
-    assert union([rank["batches"] for rank in ranks]) == expected
-    for rank in ranks:
-        assert rank["sums"] == [sum(batch) for batch in expected]
-
-
-def test_ranks_that_no_network_joins_agree_nevertheless(hosts, tmp_path) -> None:
+def test_ranks_that_nothing_joins_agree_nevertheless(tmp_path) -> None:
+    """Each has ended before the next one begins: on whichever host, there is no other to ask."""
     program = write_program(tmp_path, SHARES)
     cases = [("pad", 1, False), ("keep", 1, False)]
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for rank, host in enumerate(hosts):
-            command = host.command(sys.executable, str(program), json.dumps(cases))
-            run = Run(command, tmp_path, RANK=str(rank), WORLD_SIZE="2")
-            runs.append(stack.enter_context(run))
-        for run in runs:
+    for rank in range(2):
+        command = [sys.executable, str(program), json.dumps(cases)]
+        with Run(command, tmp_path, RANK=str(rank), WORLD_SIZE="2") as run:
             run.succeed()
     assert_one_order(read_ranks(tmp_path, 2), cases)
 
@@ -696,19 +487,6 @@ def _expected_of_one_pool() -> list[tuple[int, list[float]]]:
         return [(int(index), drawn[0].tolist()) for index, drawn in loader]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ranks_of_a_host_share_one_pool_of_workers(tmp_path, ranks) -> None:
-    program = write_program(tmp_path, ONE_POOL)
-    with on_ranks(ranks, tmp_path, program, "lives", str(24 // ranks)) as run:
-        run.succeed()
-    found = read_ranks(tmp_path, ranks)
-    makers = set.union(*(set(pids) for _, pids in found))
-    assert len(makers) <= 2
-    samples = _of_one_pool([batches for batches, _ in found])
-    assert samples == _expected_of_one_pool()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in makers)
-
-
 def test_after_the_owner_of_the_workers_was_killed_a_restart_finds_a_clean_host(tmp_path) -> None:
     program = write_program(tmp_path, ONE_POOL)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -734,66 +512,29 @@ def test_a_run_with_one_pool_is_resumed_on_half_as_many_ranks(tmp_path) -> None:
 
 
 ONE_DATASET = """
-    import json, os, signal, sys
+    import os, signal
     from pathlib import Path
 
-    import torch
-    import shmloader
-    from shmloader import ShardedDataLoader
-
-    rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    from tests.process import one_dataset
 
 
-    class Texts(torch.utils.data.Dataset):
+    class Texts(one_dataset.Texts):
         def __init__(self):
-            with open(f"built{restarts}.txt", "a") as log:
-                log.write(f"{os.getpid()}\\n")
-            if sys.argv[1] == "killed" and restarts == 0:
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.texts = [f"{number:07}" for number in range(20_000)]
-
-        def __len__(self):
-            return len(self.texts)
-
-        def __getitem__(self, index):
-            return int(self.texts[index])
+            super().__init__()
 
 
     if __name__ == "__main__":
-        dataset = shmloader.share_on_host(Texts)
-        mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-        files = {line[4] for line in mapped if line[5:] and line[5].endswith("-segment")}
-        total = 0
-        for method in ("fork", "spawn"):
-            with ShardedDataLoader(
-                dataset, 1_000, True, num_workers=1, multiprocessing_context=method, seed=1
-            ) as loader:
-                for batch in loader:
-                    total += int(batch.sum())
-        Path(f"rank{rank}.json").write_text(json.dumps([sorted(files), total]))
+        one_dataset.Texts = Texts
+        one_dataset.run_rank(Path(), int(os.environ["RANK"]), 2)
 """
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ranks_of_a_host_have_one_dataset_which_their_workers_read(tmp_path, ranks) -> None:
-    program = write_program(tmp_path, ONE_DATASET)
-    with on_ranks(ranks, tmp_path, program, "lives") as run:
-        run.succeed()
-    found = read_ranks(tmp_path, ranks)
-    files = [set(files) for files, _ in found]
-    assert len(set.intersection(*files)) == 1  # that of the texts; a payload is the ranks' own
-    assert sum(total for _, total in found) == 2 * sum(range(20_000))
-    assert len((tmp_path / "built0.txt").read_text().splitlines()) == 1
 
 
 def test_a_restart_after_the_rank_that_builds_was_killed_builds_anew(tmp_path) -> None:
     program = write_program(tmp_path, ONE_DATASET)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    with Run(torchrun(tmp_path, program, "killed", options=options), tmp_path) as run:
+    with Run(torchrun(tmp_path, program, options=options), tmp_path) as run:
         done = run.finish()
     assert done.returncode == 0, done.stderr
-    found = read_ranks(tmp_path, 2)
-    assert sum(total for _, total in found) == 2 * sum(range(20_000))
-    before, after = [(tmp_path / f"built{n}.txt").read_text().split() for n in range(2)]
-    assert before  # both, if the second came after the death of the first
-    assert len(after) == 1
+    one_dataset.check(tmp_path, 2)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import random
-import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -230,101 +227,6 @@ def notebook(base: Any) -> Any:
                 yield batch + 1000
 
     return MakesBatches
-
-
-# Medical images: a thread between the loader and the user -----------------------------------
-
-
-def medical_toolkit(base: Any) -> Any:
-    """MONAI's loader: a thread takes batches ahead."""
-
-    class Buffered(base):
-        def __iter__(self) -> Iterator[Any]:
-            source, ready = super().__iter__(), queue.Queue(1)
-            left, end = threading.Event(), object()
-
-            def take() -> None:
-                for batch in itertools.chain(source, [end]):
-                    while not left.is_set():
-                        try:
-                            ready.put(batch, timeout=0.01)
-                            break
-                        except queue.Full:
-                            continue
-                    if left.is_set():
-                        return
-
-            thread = threading.Thread(target=take)
-            thread.start()
-            try:
-                yield from iter(ready.get, end)
-            finally:
-                left.set()
-                thread.join()
-
-    return Buffered
-
-
-# Detection: batches of images of like shape --------------------------------------------------
-
-
-class _SamplesInWorkers(IterableDataset):
-    """Draws an endless order of indices in each worker, and loads each worker's part."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
-        for index in itertools.islice(self._indices(), number, None, count):
-            yield self.dataset[index]
-
-    def _indices(self) -> Iterator[int]:
-        draws = random.Random(self.seed)
-        while True:
-            yield from draws.sample(range(len(self.dataset)), len(self.dataset))
-
-
-class GroupedByShape:
-    """Batches of samples whose values have the same remainder, from a loader of samples."""
-
-    def __init__(self, loader: Any, batch_size: int) -> None:
-        self.loader, self.batch_size = loader, batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        groups = defaultdict(list)
-        for sample in self.loader:
-            group = groups[int(sample) % 2]
-            group.append(int(sample))
-            if len(group) == self.batch_size:
-                yield group[:]
-                group.clear()
-
-
-def detection_toolkit(base: Any, dataset: Any, batch_size: int, **kwargs: Any) -> Any:
-    """A loader of samples, whose batches are grouped after it, as detectron2's."""
-    loader = base(_SamplesInWorkers(dataset, 5), batch_size=None, collate_fn=as_it_is, **kwargs)
-    return GroupedByShape(loader, batch_size)
-
-
-def as_it_is(sample: Any) -> Any:
-    return sample
-
-
-class GroupedSampler(Sampler):
-    """A batch sampler over another sampler, which groups indices of one remainder."""
-
-    def __init__(self, sampler: Any, batch_size: int) -> None:
-        self.sampler, self.batch_size = sampler, batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        groups = defaultdict(list)
-        for index in self.sampler:
-            groups[index % 2].append(index)
-            if len(groups[index % 2]) == self.batch_size:
-                yield groups.pop(index % 2)
-        yield from groups.values()
 
 
 # Speech: the sampler in the worker -----------------------------------------------------------

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import ClosedLoaderError, LoaderTimeoutError
+from shmloader import LoaderTimeoutError
 from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
@@ -211,19 +211,6 @@ def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]
             return
         else:
             yield batch
-
-
-def assert_refused_in_child(batches: Any) -> None:
-    """Check that an iterator says, in a forked child, that it belongs to another process."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            with contextlib.suppress(ClosedLoaderError):
-                next(batches)
-                os._exit(1)
-            os._exit(0)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def stack_of(ident: int | None) -> list[str]:

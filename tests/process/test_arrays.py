@@ -587,13 +587,6 @@ class Table:
         return {"row": self.rows[indices], "text": [f"row {index}" for index in indices]}
 
 
-class ByLists(Table):
-    """Has __getitems__, which gives samples."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [{"row": torch.tensor(index)} for index in super().__getitem__(indices)["row"]]
-
-
 def test_a_dataset_that_takes_lists_of_indices_gives_whole_batches():
     def make() -> dict[str, Any]:
         batches = BatchSampler(RandomSampler(range(50)), 8, False)
@@ -604,11 +597,3 @@ def test_a_dataset_that_takes_lists_of_indices_gives_whole_batches():
 
     batches = run_both(make, epochs=1)
     assert sorted(int(row) for batch in batches for row in batch["row"]) == list(range(50))
-
-
-def test_getitems_is_asked_for_all_of_a_batch():
-    def make() -> dict[str, Any]:
-        fixed = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": "fork"}
-        return {"dataset": ByLists(50), "shuffle": True, **fixed}
-
-    run_both(make, epochs=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import threading
 import time
@@ -14,15 +15,18 @@ import torch
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
 from shmloader.pools import starting, worker_processes
+from shmloader.pools import thread as thread_pool
 from shmloader.process_state import PROCESS
+from shmloader.threads import background
+from tests.late import to_host
+from tests.process.interrupts import in_thread
 from tests.process.support import (
     TOLD_S,
     Calls,
     Gate,
     Streams,
-    assert_refused_in_child,
-    descriptor_count,
     only,
+    stack_of,
     wait_for_end,
     wait_until,
 )
@@ -48,21 +52,6 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_break_and_start_again_gives_a_whole_epoch_each_time(persistent) -> None:
-    loader = DataLoader(
-        Calls(large, 12), batch_size=2, num_workers=2, persistent_workers=persistent
-    )
-    for stop in (1, 2, 3, 5):
-        for place, batch in enumerate(loader):
-            assert numbers(batch) == [2 * place, 2 * place + 1]
-            if place == stop:
-                break
-        assert [numbers(batch) for batch in loader] == [[n, n + 1] for n in range(0, 12, 2)]
-    loader.close()
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", range(1, 8))
 def test_break_and_start_again_with_streams_about_to_end(length) -> None:
@@ -79,13 +68,51 @@ def test_break_and_start_again_with_streams_about_to_end(length) -> None:
     loader.close()
 
 
-def test_dropping_the_iterator_ends_its_workers(slots) -> None:
-    batches = iter(DataLoader(Calls(large, 100), num_workers=2))
+# How batches are made → options of the loader.
+KINDS: dict[str, dict[str, Any]] = {
+    "processes": {},
+    "a queue": {"in_order": False},
+    "threads": {"thread_pool": True},
+    "pinned": {"pin_memory": True},
+    "a device": {"device": "late"},
+}
+
+
+def ours() -> list[str]:
+    """Threads and processes of the loaders that live."""
+    threads = [one.name for one in threading.enumerate()]
+    names = [name for name in threads if name.startswith(("shmloader", "pt_data_pin"))]
+    return [*names, *(one.name for one in multiprocessing.active_children())]
+
+
+@pytest.mark.usefixtures("late", "no_collector")
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropping_the_iterator_ends_all_that_it_has_started(kind, slots) -> None:
+    batches = iter(DataLoader(Calls(large, 100), num_workers=2, **KINDS[kind]))
     next(batches)
-    pids = [worker.pid for worker in batches._workers]
+    assert len(ours()) >= 2
     del batches
-    assert all(map(is_gone, pids))
+    wait_until(lambda: not ours())
     assert slots.maps() == {}
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_may_be_called_again_and_ends_everything(kind) -> None:
+    loader = DataLoader(Calls(large, 100), num_workers=2, **KINDS[kind])
+    first, second = iter(loader), iter(loader)
+    kept = [next(first), next(second), next(second)]
+    for _ in range(3):
+        loader.close()
+        assert ours() == []
+    for batches in (first, second):
+        for _ in range(10):
+            with pytest.raises(ClosedLoaderError):
+                next(batches)
+    with pytest.raises(ClosedLoaderError):
+        iter(loader)
+    numbers_kept = [numbers(to_host(batch)) for batch in kept]
+    assert numbers_kept == [[0], [0], [1]] or kind in ("a queue", "threads")
 
 
 def test_an_iterator_in_a_reference_cycle_is_ended_by_the_garbage_collector() -> None:
@@ -97,22 +124,6 @@ def test_an_iterator_in_a_reference_cycle_is_ended_by_the_garbage_collector() ->
     gc.collect()
     assert all(map(is_gone, pids))
     assert numbers(kept) == [0]
-
-
-def test_close_may_be_called_again_and_ends_everything() -> None:
-    loader = DataLoader(Calls(large, 100), num_workers=2)
-    first, second = iter(loader), iter(loader)
-    kept = [next(first), next(second), next(second)]
-    pids = [worker.pid for batches in (first, second) for worker in batches._workers]
-    for _ in range(3):
-        loader.close()
-        assert all(map(is_gone, pids))
-    for batches in (first, second):
-        with pytest.raises(ClosedLoaderError):
-            next(batches)
-    with pytest.raises(ClosedLoaderError):
-        iter(loader)
-    assert [numbers(batch) for batch in kept] == [[0], [0], [1]]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "seed": 0}])
@@ -156,7 +167,7 @@ def test_with_closes_the_loader_also_when_the_block_raises() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order) -> None:
+def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order, slots) -> None:
     loader = DataLoader(
         Calls(large, 20), num_workers=workers, in_order=in_order,
         **({"prefetch_factor": 4} if workers else {}),
@@ -166,7 +177,9 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
     if workers:
         engine = batches._engine
         wait_until(lambda: _take_all(engine) == 4 * workers)
+    assert bool(slots.maps()) == bool(workers)
     loader.close()
+    assert slots.maps() == {}  # though the iterator lives
     for _ in range(20):
         with pytest.raises(ClosedLoaderError):
             next(batches)
@@ -175,36 +188,6 @@ def test_batches_that_are_ready_are_not_given_out_after_close(workers, in_order)
 def _take_all(engine: Any) -> int:
     engine._pool.wait(0, engine)
     return sum(ticket.answer is not None for ticket in engine._scheduler.tickets)
-
-
-def test_nothing_of_ours_is_mapped_after_close_though_the_iterator_lives(slots) -> None:
-    loader = DataLoader(Calls(large, 20), num_workers=2, prefetch_factor=4)
-    batches = iter(loader)
-    before = descriptor_count()
-    for _ in range(8):
-        next(batches)
-    engine = batches._engine
-    wait_until(lambda: _take_all(engine) == 8)
-    assert slots.maps()
-    loader.close()
-    assert slots.maps() == {}
-    assert descriptor_count() < before
-    del batches
-
-
-def test_nothing_of_ours_is_mapped_after_a_death_though_the_iterator_lives(slots) -> None:
-    def sample(index: int) -> torch.Tensor:
-        if index == 6:
-            os._exit(1)
-        return large(index)
-
-    batches = iter(DataLoader(Calls(sample, 20), num_workers=2, prefetch_factor=4))
-    for _ in range(6):
-        next(batches)
-    with pytest.raises(WorkerDiedError):
-        next(batches)
-    assert slots.maps() == {}
-    del batches
 
 
 def test_an_iterator_whose_worker_died_is_garbage_when_it_is_dropped() -> None:
@@ -221,15 +204,6 @@ def test_an_iterator_whose_worker_died_is_garbage_when_it_is_dropped() -> None:
     del model
     gc.collect()
     assert reference() is None
-
-
-def test_an_exhausted_iterator_that_is_kept_does_not_harm_the_next_one() -> None:
-    loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
-    kept = []
-    for _ in range(6):
-        batches = iter(loader)
-        assert [numbers(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        kept.append(batches)
 
 
 def test_a_closed_loader_that_is_kept_does_not_take_descriptors_from_new_workers() -> None:
@@ -286,66 +260,33 @@ def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:
     second.close()
 
 
-def test_close_from_another_thread_ends_a_next_that_waits() -> None:
-    gate, told = Gate(), Gate()
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_from_another_thread_ends_a_next_that_waits(kind, monkeypatch) -> None:
+    monkeypatch.setattr(thread_pool, "_JOIN_S", 0.1)
+    gate, main = Gate(), threading.main_thread()
 
-    def sample(index: int) -> int:
-        told.open()
-        gate.pass_through()
-        return index
+    def sample(index: int) -> torch.Tensor:
+        if index:
+            gate.pass_through()
+        return large(index)
 
-    loader = DataLoader(Calls(sample, 4), num_workers=1)
+    loader = DataLoader(Calls(sample, 6), num_workers=1, **KINDS[kind])
     batches = iter(loader)
-    ended: list[str] = []
+    assert numbers(to_host(next(batches))) == [0]
 
-    def wait() -> None:
-        try:
-            next(batches)
-        except BaseException as error:
-            ended.append(type(error).__name__)
+    def close() -> None:
+        waits = {"_wait_for_result", "wait"}
+        wait_until(lambda: waits & {*stack_of(main.ident)})
+        loader.close()
 
-    entered = threading.Event()
-    workers = batches._pool._workers
-    poll = workers.wait
-
-    def note_and_wait(timeout_s: float | None) -> Any:
-        entered.set()
-        return poll(timeout_s)
-
-    workers.wait = note_and_wait
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    told.wait_until_open()
-    assert entered.wait(10)
     began = time.monotonic()
-    loader.close()
-    thread.join(TOLD_S)
-    assert not thread.is_alive()
+    with in_thread(close), pytest.raises(ClosedLoaderError):
+        next(batches)
     assert time.monotonic() - began < 2 * TOLD_S
-    assert ended == ["ClosedLoaderError"]
+    gate.open(5)
+    wait_until(lambda: threading.active_count() == 1)
     gate.close()
-    told.close()
-
-
-def test_two_loaders_in_two_threads_start_and_end_side_by_side() -> None:
-    failed: list[BaseException] = []
-
-    def go(start: threading.Barrier) -> None:
-        try:
-            for _ in range(5):
-                start.wait(20)
-                loader = DataLoader(Calls(large, 8), batch_size=2, num_workers=2)
-                assert [numbers(b) for b in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        except BaseException as error:
-            failed.append(error)
-
-    start = threading.Barrier(2)
-    threads = [threading.Thread(target=go, args=[start]) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    assert failed == []
 
 
 class Forks(weakref.WeakSet):
@@ -391,35 +332,38 @@ def _task_lives(native_id: int) -> bool:
     return str(native_id) in os.listdir("/proc/self/task")  # noqa: PTH208 - numbers, not paths
 
 
-def test_a_forked_child_that_drops_or_closes_the_loader_leaves_the_parents_alone() -> None:
-    loader = DataLoader(Calls(large, 12), batch_size=2, num_workers=2, persistent_workers=True)
+@pytest.mark.sampled(7)
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("what", ["drop", "close", "next", "iter"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what, monkeypatch) -> None:
+    """It would take answers that the parent waits for, and wait for threads that it has not."""
+    monkeypatch.setattr(thread_pool, "_JOIN_S", 60)
+    loader = DataLoader(
+        Calls(large, 12), batch_size=2, num_workers=2, persistent_workers=True, **KINDS[kind]
+    )
     batches = iter(loader)
-    assert numbers(next(batches)) == [0, 1]
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            loader.close()
-            del batches, loader
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    wait_for_end(pid)
+    seen = [numbers(to_host(next(batches)))]
+    with background.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if what == "close":
+                    loader.close()
+                elif what != "drop":
+                    with pytest.raises(ClosedLoaderError, match="process that made it"):
+                        next(batches) if what == "next" else iter(loader)
+                del batches, loader
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+    wait_for_end(pid, 20)
     assert os.waitpid(pid, 0)[1] == 0
-    assert [numbers(batch) for batch in batches] == [[n, n + 1] for n in range(2, 12, 2)]
-    loader.close()
-
-
-@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"thread_pool": True}])
-def test_a_forked_child_is_refused_its_parents_batches(options) -> None:
-    """It would take answers that the parent waits for."""
-    loader = DataLoader(Calls(large, 12), batch_size=2, num_workers=2, **options)
-    batches = iter(loader)
-    seen = [numbers(next(batches))]
-    assert_refused_in_child(batches)
-    seen.extend(numbers(batch) for batch in batches)
+    seen += [numbers(to_host(batch)) for batch in batches]
     assert sorted(seen) == [[n, n + 1] for n in range(0, 12, 2)]
+    loader.close()
 
 
 def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets(monkeypatch) -> None:

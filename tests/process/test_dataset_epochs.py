@@ -210,22 +210,10 @@ def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() ->
 
 
 def test_a_dataset_that_does_not_show_its_epoch_is_left_alone_at_first() -> None:
-    class Hides(Dataset):
-        number = 0
-
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            return self.number
-
-        def set_epoch(self, epoch: int) -> None:
-            self.number = epoch
-
-    dataset = Hides()
+    dataset = Private()
     with DataLoader(dataset, 2, num_workers=1) as loader:
         assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
-    dataset = Hides()
+    dataset = Private()
     with DataLoader(dataset, 2, num_workers=1) as loader:
         for epoch in (5, 6):
             dataset.set_epoch(epoch)

@@ -99,17 +99,6 @@ def test_where_any_worker_takes_any_batch_each_goes_on_counting() -> None:
     assert len(set(counts)) == LENGTH, "a worker has counted from its beginning again"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2)])
-def test_another_number_of_workers_is_refused_with_the_remedy(before, after) -> None:
-    with make(before) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with pytest.raises(
-        ValueError, match=f"set num_workers={before}, or start the epoch from the beginning"
-    ):
-        resumed(state, after)
-
-
 @pytest.mark.parametrize("options", [{"thread_pool": True}, {"seed": 1}])
 def test_where_the_state_cannot_be_saved_that_is_said(options) -> None:
     workers: Any = 2 if "thread_pool" in options else "auto"
@@ -146,13 +135,8 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
     with make(2) as loader, make(2, Plain()) as plain:
         next(iter(loader))
         next(iter(plain))
-        with pytest.raises(ValueError, match="state") as raised:
+        with pytest.raises(ValueError, match="does not contain the states of the dataset, which"):
             loader.load_state_dict(plain.state_dict())
-        assert str(raised.value) == (
-            "the state does not fit this loader: it does not contain the states of the dataset, "
-            "which this loader needs. Give the arguments with which the state was saved; or set "
-            "snapshot_every_n_steps=0 in both, if the dataset's states need not be saved"
-        )
         state = loader.state_dict()
         with pytest.raises(ValueError, match=r"because of a dataset without state_dict\(\)"):
             plain.load_state_dict(state)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.memory.arena import Arena, Slot
@@ -108,20 +108,6 @@ def test_the_epochs_of_a_loader_share_its_devices(late: LateDevice) -> None:
         for batch in loader:
             to_host(batch)
         assert loader._parts.destination is opened
-
-
-def test_batch_i_of_a_step_arrives_on_device_i(late: LateDevice) -> None:
-    loader = ShardedDataLoader(
-        Calls(sample, 400), 2, devices=["late:0", "late:1"], num_workers=2, prefetch_factor=2
-    )
-    found: list[list[torch.Tensor]] = [[], []]
-    for step in loader:
-        assert [batch.device.index for batch in step] == [0, 1]
-        for index, batch in enumerate(step):
-            found[index].append(batch[:, -1].clone())
-        del step, batch
-    seen = [int(number) for ends in found for end in ends for number in end.cpu()]
-    assert sorted(seen) == list(range(400))
 
 
 # Careless policies -----------------------------------------------------------------------
@@ -496,8 +482,3 @@ def test_the_device_cpu_is_plain_loading() -> None:
     assert [batch[0].item() for batch in loader] == list(range(6))
     loader = make(6, device="cpu", num_workers=0, device_transform=lambda batch: batch + 1)
     assert [batch[0].item() for batch in loader] == [1, 2, 3, 4, 5, 6]
-
-
-def test_what_is_read_on_the_host_is_what_was_loaded(late: LateDevice) -> None:
-    loader = make(6)
-    assert [to_host(batch).unique().tolist() for batch in loader] == [[n] for n in range(6)]

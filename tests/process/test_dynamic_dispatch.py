@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import re
 import signal
 import threading
-import time
-from typing import Any
 
 import pytest
 import torch
 
 from shmloader import (
-    ClosedLoaderError,
     DataLoader,
-    LoaderTimeoutError,
     WorkerDiedError,
 )
 from shmloader.pools import worker as program
@@ -26,10 +21,8 @@ from shmloader.pools.status_page import NO_TASK, RECEIVING
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker import _Client
 from tests.process.support import (
-    Bad,
     Calls,
     Gate,
-    Numbers,
     Switch,
     only,
     wait_for_end,
@@ -116,22 +109,6 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
     assert not in_order or seen == sorted(seen)
 
 
-def test_a_wake_is_not_lost_that_comes_before_the_wait() -> None:
-    gate = Gate()
-    dataset = Calls(lambda index: gate.pass_through(), 4)
-    with DataLoader(dataset, num_workers=1, collate_fn=only) as loader:
-        batches = iter(loader)
-        pool = batches._pool._workers
-        pool.enable_wake()
-        pool.wake()
-        began = time.monotonic()
-        assert pool.wait(20) == []
-        assert time.monotonic() - began < 10
-        gate.open(4)
-        assert len(list(batches)) == 4
-    gate.close()
-
-
 def test_an_idle_worker_finds_a_task_for_which_another_was_woken(monkeypatch) -> None:
     monkeypatch.setattr(program, "watch_queue", lambda *_: None)  # no wake-up reaches these workers
     batches = iter(make(int, 20, timeout=30))
@@ -182,88 +159,6 @@ def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
             assert sorted(seen) == list(range(30))
         assert not in_order or seen == list(range(count))
     loader.close()
-
-
-class Raises:
-    """A sampler that raises at one place, and goes on."""
-
-    def __init__(self, length: int, at: int) -> None:
-        self.length, self.at = length, at
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Any:
-        return RaisesOnce(self.length, self.at)
-
-
-class RaisesOnce:
-    def __init__(self, length: int, at: int) -> None:
-        self.numbers, self.left = iter(range(length)), at
-
-    def __iter__(self) -> RaisesOnce:
-        return self
-
-    def __next__(self) -> int:
-        self.left -= 1
-        if self.left == -1:
-            raise Bad("of the sampler")
-        return next(self.numbers)
-
-
-def read_on(batches: Any) -> list[object]:
-    """What comes, and what is raised in between."""
-    found: list[object] = []
-    while True:
-        try:
-            found.append(int(next(batches)))
-        except StopIteration:
-            return found
-        except Bad as error:
-            found.append(str(error))
-
-
-@pytest.mark.parametrize("at", [4, 7, 11])
-def test_what_the_sampler_raises_comes_as_it_does_without_a_queue(at) -> None:
-    options = {"num_workers": 2, "sampler": Raises(20, at), "collate_fn": only}
-    found = read_on(iter(DataLoader(Numbers(20), in_order=False, **options)))
-    expected = read_on(iter(DataLoader(Numbers(20), **options)))
-    assert len(found) == len(expected)
-    assert found.index("of the sampler") == expected.index("of the sampler")
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_tickets_in_place_of_batches_that_are_left_out(in_order) -> None:
-    bad = [1, 2, 3, 4, 5, 6, 11, 12, 13, 29]
-    options = {"num_workers": 2, "on_error": "skip", "collate_fn": only, "in_order": in_order}
-    found = read_on(iter(any_worker(Numbers(30, *bad), **options)))
-    assert sorted(found) == [number for number in range(30) if number not in bad]
-
-
-def test_close_from_another_thread_ends_a_next_that_waits() -> None:
-    gate, waits = Gate(), Switch(is_on=False)
-
-    def sample(index: int) -> Any:
-        if index == 30:
-            waits.turn(on=True)
-            gate.pass_through()
-        return large(index)
-
-    loader = make(sample, 60, prefetch_factor=2)
-    batches = iter(loader)
-    for _ in range(25):
-        next(batches)
-
-    def close() -> None:
-        wait_until(lambda: waits)
-        loader.close()
-
-    closer = threading.Thread(target=close)
-    closer.start()
-    with pytest.raises(ClosedLoaderError):
-        list(batches)
-    closer.join()
-    gate.close()
 
 
 # Deaths -----------------------------------------------------------------------------------
@@ -416,32 +311,6 @@ def test_tickets_without_a_worker_are_dropped_with_their_epoch(monkeypatch) -> N
 
 
 # Timeouts and Ctrl-C ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_timeout_says_what_is_awaited(in_order) -> None:
-    gate, loads = Gate(), Loads(8)
-
-    def sample(index):
-        loads.note(index)
-        gate.pass_through()
-        return index
-
-    batches = iter(make(sample, 8, prefetch_factor=2, timeout=0.2, in_order=in_order))
-    wait_until(lambda: loads.begun == [0, 1])
-    with pytest.raises(LoaderTimeoutError) as raised:
-        next(batches)
-    head, *work = [line for line in str(raised.value).splitlines() if line[0] != " "]
-    awaited = "batch 0 (index 0)" if in_order else "any of 4 batches"
-    assert f"waiting for {awaited}. " in head
-    assert sorted(line[:8] for line in work) == ["Worker 0", "Worker 1"]
-    gate.open(8)
-    seen: list[int] = []
-    while len(seen) < 8:
-        with contextlib.suppress(LoaderTimeoutError):
-            seen.append(next(batches))
-    assert sorted(seen) == list(range(8))
-    gate.close()
 
 
 def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 
 import pytest
@@ -161,18 +160,6 @@ def test_of_several_iterators_the_newest_counts(options) -> None:
         assert loader.epoch == 2
 
 
-def test_a_loaded_state_is_discarded_if_the_loader_s_sampler_names_another_epoch(caplog) -> None:
-    with seeded() as loader:
-        fourth = [list(map(str, loader)) for _ in range(4)][3]
-        next(iter(loader))
-        state = loader.state_dict()
-    with seeded() as loader:
-        loader.load_state_dict(state)
-        loader.sampler.set_epoch(3)
-        assert list(map(str, loader)) == fourth
-    assert "is discarded" in caplog.text
-
-
 class Pipe(IterDataPipe):
     """A data pipe, which torch's own iterator loads."""
 
@@ -251,13 +238,3 @@ def test_an_iter_that_fails_begins_no_epoch() -> None:
     for _ in loader:
         assert loader.epoch == between
     assert loader.epoch == between + 1
-
-
-def test_a_copy_of_a_loader_in_mid_epoch_has_the_next_number() -> None:
-    loader = seeded()
-    iterator = iter(loader)
-    next(iterator)
-    copied = copy.deepcopy(loader)
-    assert (loader.epoch, copied.epoch, copied.sampler.epoch) == (0, 1, 1)
-    list(copied)
-    assert (loader.epoch, loader.sampler.epoch) == (0, 0)

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
@@ -341,20 +341,6 @@ def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
         assert time.monotonic() - start < 3  # not 0.2 s for each helper, either
     finally:
         let_go.set()
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"fetch_concurrency": 0}, ValueError),
-        ({"fetch_concurrency": -1}, ValueError),
-        ({"fetch_concurrency": 1.5}, TypeError),
-        ({"fetch_concurrency": True}, TypeError),
-    ],
-)
-def test_arguments_are_checked_by_the_constructor(options, error):
-    with pytest.raises(error, match="fetch_concurrency"):
-        DataLoader(TensorDataset(torch.arange(3)), **options)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

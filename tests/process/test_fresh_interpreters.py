@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import threading
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from tests.process.support import run_program
+from shmloader import DataLoader
+from tests.process.support import descriptor_count, run_program
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -79,139 +85,87 @@ def test_local_things_reach_a_worker_of_a_program_from(method, source, tmp_path)
     done.assert_quiet()
 
 
+class Shared:
+    """A dataset with what processes share: a lock, a value, a queue, an event and a tensor."""
+
+    def __init__(self, context: Any) -> None:
+        self.lock, self.event = context.Lock(), context.Event()
+        self.value, self.queue = context.Value("i", 0), context.SimpleQueue()
+        self.tensor = torch.zeros(10).share_memory_()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        assert self.event.is_set()
+        with self.lock:
+            self.value.value += 1
+            self.queue.put(index)
+        self.tensor[index] = index
+        return index
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("collate", [list, lambda samples: samples], ids=["pickle", "cloudpickle"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_shared_things_reach_a_worker(method, wrapped, tmp_path) -> None:
-    """A lock, a queue, a value and a shared tensor; by pickle, and by cloudpickle."""
-    done = run_program(
-        f"""
-        import multiprocessing, torch
-        from shmloader import DataLoader
+def test_shared_things_reach_a_worker(method, collate) -> None:
+    context = multiprocessing.get_context(method)
+    data = Shared(context)
+    data.event.set()
+    with DataLoader(
+        data, num_workers=2, multiprocessing_context=context, collate_fn=collate
+    ) as loader:
+        assert list(loader) == [[n] for n in range(8)]
+    assert data.value.value == 8
+    assert data.tensor.tolist() == [*range(8), 0, 0]
+    assert sorted(data.queue.get() for _ in range(8)) == list(range(8))
+    data.queue.close()
 
-        class Data:
-            def __init__(self, context):
-                self.lock = context.Lock()
-                self.value = context.Value("i", 0)
-                self.queue = context.SimpleQueue()
-                self.event = context.Event()
-                self.shared = torch.zeros(10).share_memory_()
-            def __len__(self):
-                return 8
-            def __getitem__(self, index):
-                assert self.event.is_set()
-                with self.lock:
-                    self.value.value += 1
-                    self.queue.put(index)
-                self.shared[index] = index
-                return index
 
-        if __name__ == "__main__":
-            context = multiprocessing.get_context({method!r})
-            data = Data(context)
-            data.event.set()
-            collate = (lambda samples: samples) if {wrapped} else list
-            loader = DataLoader(
-                data, num_workers=2, multiprocessing_context=context, collate_fn=collate
-            )
-            print(list(loader))
-            print(data.value.value, data.shared.tolist())
-            print(sorted(data.queue.get() for _ in range(8)))
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    assert done.out.splitlines() == [
-        str([[n] for n in range(8)]),
-        f"8 {[*map(float, range(8)), 0.0, 0.0]}",
-        str(list(range(8))),
-    ]
+class TwoViews:
+    """Two views of one shared tensor."""
+
+    def __init__(self) -> None:
+        base = torch.arange(10.0).share_memory_()
+        self.low, self.high = base[:5], base[5:]
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.low[index] + self.high[index]
 
 
 @pytest.mark.slow
-def test_two_views_of_one_shared_tensor_reach_a_spawned_worker_where_torch_can(tmp_path) -> None:
-    done = run_program(
-        """
-        import torch
-        import shmloader
-
-        class Data:
-            def __init__(self):
-                base = torch.arange(10.).share_memory_()
-                self.low, self.high = base[:5], base[5:]
-            def __len__(self):
-                return 5
-            def __getitem__(self, index):
-                return self.low[index] + self.high[index]
-
-        if __name__ == "__main__":
-            seen = []
-            for kind in (torch.utils.data.DataLoader, shmloader.DataLoader):
-                try:
-                    loader = kind(Data(), num_workers=1, multiprocessing_context="spawn")
-                    seen.append([float(batch) for batch in loader])
-                except Exception as error:
-                    seen.append(repr(error))
-            print(seen[1] == [5., 7., 9., 11., 13.] or seen[0] == seen[1], seen)
-        """,
-        tmp_path / "program.py",
-    )
-    assert done.out.startswith("True"), done
-    assert done.left == []
+def test_two_views_of_one_shared_tensor_reach_a_spawned_worker() -> None:
+    with DataLoader(TwoViews(), num_workers=1, multiprocessing_context="spawn") as loader:
+        assert [float(batch) for batch in loader] == [5, 7, 9, 11, 13]
 
 
-@pytest.mark.slow
-def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(tmp_path) -> None:
-    done = run_program(
-        """
-        import gc, os, sys, threading, warnings
-        import psutil
-        from shmloader import DataLoader
+class Unpicklable:
+    """A dataset that holds a lock."""
 
-        class Part:
-            def __init__(self):
-                self.lock = threading.Lock()
+    def __init__(self) -> None:
+        self.parts = [1, {"lock": threading.Lock()}]
 
-        class Data:
-            def __init__(self):
-                self.parts = [1, Part()]
-            def __len__(self):
-                return 5
-            def __getitem__(self, index):
-                return index
+    def __len__(self) -> int:
+        return 5
 
-        if __name__ == "__main__":
-            warnings.simplefilter("ignore")
-            gc.disable()
-            # What stays: the resource tracker.
-            list(DataLoader([1], num_workers=1, multiprocessing_context="forkserver"))
-            theirs = psutil.Process().children()
-            assert len(theirs) == 1
-            for method in ("spawn", "forkserver"):
-                before = len(os.listdir("/proc/self/fd"))
-                try:
-                    iter(DataLoader(Data(), num_workers=1, multiprocessing_context=method))
-                except TypeError as error:
-                    print(*str(error).splitlines(), sep="|")
-                    print(type(error.__cause__), error.__cause__)
-                left = [one for one in psutil.Process().children() if one not in theirs]
-                print(len(os.listdir("/proc/self/fd")) - before, left)
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    lines = done.out.splitlines()
-    for method in ("spawn", "forkserver"):
-        said, cause, left = [lines.pop(0) for _ in range(3)]
-        assert said == (
-            "cannot pickle '_thread.lock' object|"
-            "dataset.parts[1].lock (of type _thread.lock) cannot be pickled, so it cannot be sent "
-            f"to worker processes that are started by '{method}'. Open it in the worker: set it to "
-            "None in __init__, and create it when it is first used, or in worker_init_fn "
-            "(torch.utils.data.get_worker_info().dataset is the worker's own copy)."
-        )
-        assert cause == "<class 'TypeError'> cannot pickle '_thread.lock' object"
-        assert left == "0 []"
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.filterwarnings("ignore:.*pickle")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_dataset_that_cannot_be_pickled_at_all_leaves_nothing(method) -> None:
+    before, children = descriptor_count(), psutil.Process().children()
+    with pytest.raises(TypeError) as caught:
+        iter(DataLoader(Unpicklable(), num_workers=1, multiprocessing_context=method))
+    said = str(caught.value)
+    assert said.startswith("cannot pickle '_thread.lock' object\ndataset.parts[1]['lock'] (of type")
+    assert f"sent to worker processes that are started by '{method}'. Open it in the worker" in said
+    assert type(caught.value.__cause__) is TypeError
+    del caught
+    assert descriptor_count() == before
+    assert psutil.Process().children() == children
 
 
 _UNGUARDED = """

@@ -332,8 +332,3 @@ def test_while_others_go_on_a_slow_sample_is_left_alone():
     finally:
         os.close(gate_read)
         os.close(gate_write)
-
-
-def test_torch_s_workers_are_not_asked_to():
-    with pytest.raises(ValueError, match=r"^sample_timeout needs num_workers > 0"):
-        DataLoader(range(4), sample_timeout=1)

@@ -305,24 +305,6 @@ def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
     ]
 
 
-def test_the_samplers_own_exception_ends_nothing_else() -> None:
-    class Failing(SignalledSampler):
-        def __iter__(self) -> Iterator[int]:
-            return map(self.draw, range(2 * BATCHES))
-
-        def draw(self, number: int) -> int:
-            if number == 4:
-                raise LookupError("the sampler's own")
-            return number
-
-    batches = iter(DataLoader(Numbers(), 2, sampler=Failing()))
-    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(LookupError):
-        next(batches)
-    with pytest.raises(StopIteration):  # torch's batch sampler, a generator, has ended by it
-        next(batches)
-
-
 # Two threads -----------------------------------------------------------------------------
 
 

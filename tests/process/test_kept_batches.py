@@ -375,36 +375,6 @@ def test_the_same_tensor_twice_shares_its_memory_and_parts_are_views() -> None:
         assert batch["back"].mean(dim=1).tolist() == [high, low]
 
 
-def test_default_collate_called_by_a_users_own_lies_in_the_slot(slots) -> None:
-    loader = DataLoader(
-        Calls(lambda n: {"x": plane(n), "y": n}, 10), num_workers=1,
-        collate_fn=own_collate,
-    )  # fmt: skip
-    for number, batch in enumerate(loader):
-        spans = slots.files()
-        assert spans
-        where = batch["x"].data_ptr()
-        assert any(first <= where < last for first, last in _spans())
-        assert float(batch["x"].mean()) == number
-        assert batch["y"].tolist() == [number]
-
-
-def _spans() -> list[tuple[int, int]]:
-    with open("/proc/self/maps") as file:  # noqa: PTH123 - procfs
-        return [
-            (int(line.split("-")[0], 16), int(line.split("-")[1].split()[0], 16))
-            for line in file
-            if "memfd:shmloader" in line
-        ]
-
-
-def test_empty_outside_a_worker_is_an_ordinary_tensor(slots) -> None:
-    made = shmloader.empty((3, 4), dtype=torch.int16)
-    assert (made.shape, made.dtype) == ((3, 4), torch.int16)
-    assert shmloader.empty(5).shape == (5,)
-    assert slots.maps() == {}
-
-
 @pytest.mark.slow
 def test_copying_a_batch_out_starts_no_threads(tmp_path) -> None:
     """torch's threads spin, on cores that the workers need, for longer than a copy takes."""

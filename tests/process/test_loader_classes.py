@@ -94,10 +94,6 @@ MAKES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
         shuffled(classes.speech_toolkit, base, workers), 3
     ),
     "fastai": lambda base, workers: in_order(classes.notebook, base, workers),
-    "MONAI": lambda base, workers: shuffled(classes.medical_toolkit, base, workers),
-    "torchvision": lambda base, workers: base(
-        Numbers(LENGTH), batch_sampler=classes.GroupedSampler(range(LENGTH), 2), **workers
-    ),
 }
 
 
@@ -111,16 +107,6 @@ def test_several_epochs_are_as_with_torch(make, ours, workers):
         loader = make(base, workers)
         assert [values(loader) for _ in range(3)] == expected
         del loader
-
-
-def test_a_loader_of_samples_is_grouped_after_it(ours, workers):
-    def first(base: Any) -> list[Any]:
-        loader = classes.detection_toolkit(base, Numbers(LENGTH), 3, **workers)
-        return [list(itertools.islice(loader, 12)) for _ in range(2)]
-
-    expected = first(TorchLoader)
-    with ours() as base:
-        assert first(base) == expected
 
 
 def test_a_sampler_inside_the_dataset_has_its_epochs(ours, workers):

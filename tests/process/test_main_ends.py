@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 
 import psutil
 import pytest
 
+from tests.late import reason_to_skip
 from tests.process.support import Program, run_program, wait_until
 
 pytestmark = pytest.mark.timeout(90)
@@ -15,8 +17,8 @@ pytestmark = pytest.mark.timeout(90)
 METHODS = ["fork", "spawn", "forkserver"]
 
 HEAD = """
-import gc, os, signal, sys, time, torch
-from shmloader import DataLoader
+import contextlib, gc, logging, os, signal, sys, threading, time, torch
+from shmloader import DataLoader, LoaderTimeoutError
 
 class Data:
     def __init__(self, busy=None, length=1000):
@@ -29,6 +31,11 @@ class Data:
         if self.busy == "compute" and index >= 4:
             while True:
                 sum(range(1000))
+        if self.busy == "multiply":
+            return torch.ones(160, 160) @ torch.ones(160, 160)
+        if self.busy == "stuck":
+            is_stuck.set()
+            threading.Event().wait() if index % 2 else time.sleep(600)
         return torch.full((30000,), float(index))
 
 def workers(method, busy=None, **options):
@@ -39,26 +46,49 @@ def workers(method, busy=None, **options):
     if busy:
         next(batches), next(batches)
     return loader, batches
+
+kept = []
+
+def in_thread(busy, method, **options):
+    logging.disable()
+    start = lambda: kept.extend(workers(method, busy, **options))
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
 """
 
 
-def program(body: str, tmp_path) -> Program:
+def program(body: str, tmp_path, head: str = "") -> Program:
     lines = "\n".join("    " + line for line in body.strip().splitlines())
-    return Program(f"{HEAD}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
+    return Program(f"{HEAD}{head}\nif __name__ == '__main__':\n{lines}\n", tmp_path / "program.py")
+
+
+KILLED = {
+    "sleep": "in_thread('sleep', {method!r})",
+    "compute": "in_thread('compute', {method!r})",
+    "idle": "in_thread(None, {method!r})",
+    "stopped": """
+        in_thread('sleep', {method!r})
+        os.kill(kept[1]._workers[1].pid, signal.SIGSTOP)""",
+    "replaced": """
+        in_thread('sleep', {method!r}, worker_restarts=1, timeout=1)
+        lost = kept[1]._workers[0].pid
+        os.kill(lost, signal.SIGKILL)
+        while kept[1]._workers[0].pid == lost:
+            with contextlib.suppress(LoaderTimeoutError):
+                next(kept[1])""",
+}
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("busy", ["sleep", "compute", "idle"])
+@pytest.mark.parametrize("busy", KILLED)
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_when_the_main_process_is_killed(method, busy, tmp_path) -> None:
-    if method == "spawn" and busy == "idle":
+    """A thread that has ended began them."""
+    if method == "spawn" and busy in ("idle", "replaced"):
         pytest.skip("as under forkserver, and starting takes long")
-    running = program(
-        f"loader, batches = workers({method!r}, {busy if busy != 'idle' else None!r})\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)",
-        tmp_path,
-    )
+    body = textwrap.dedent(KILLED[busy]).format(method=method)
+    running = program(f"{body}\nprint('ready', flush=True)\ntime.sleep(60)", tmp_path)
     assert running.read_line() == "ready"
     os.kill(running.pid, signal.SIGKILL)
     running.finish(left_s=2.5).assert_quiet(-signal.SIGKILL)
@@ -152,16 +182,94 @@ ALIVE = {
             total = sum(float(batch.mean()) for batch in DataLoader(Data(length=50), num_workers=2))
             assert total == 50 * 49 / 2, total
         threading.Thread(target=go).start()""",
+    "threads": "kept = taken(5)",
+    "threads whose batches are pinned": """
+        pins = not reason_to_skip()
+        late = switch_on() if pins else None
+        kept = taken(5, pin_memory=pins)""",
+    "persistent threads": "kept = taken(5, persistent_workers=True)",
+    # The program's own thread keeps its batches: where a daemon thread frees a tensor at the exit,
+    # torch's C++ code aborts the process, also without a loader.
+    "threads in use": """
+        loader, batches = taken(0)
+        threading.Thread(target=kept.extend, args=(batches,), daemon=True).start()""",
+    "threads in a cycle": """
+        loader, batches = taken(5)
+        batches.itself = batches
+        del loader, batches""",
+    "threads that are closed after they stand still": """
+        loader, batches = taken(5)
+        before_multiprocessing_s(loader.close)""",
+    "stuck threads": """
+        background._PARK_S = 0.2
+        kept = taken(0, Data("stuck"))
+        is_stuck.wait()""",
+    "stuck threads that were closed": """
+        import shmloader.pools.thread
+        background._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
+        loader, batches = taken(0, Data("stuck"))
+        is_stuck.wait()
+        loader.close()""",
+    "a next() of threads at the exit": """
+        def use():
+            try:
+                while True:
+                    next(batches)
+            except ClosedLoaderError as error:
+                assert "exiting, and the worker threads have stopped" in str(error)
+        before_multiprocessing_s(use)
+        loader, batches = taken(0)""",
+    **{
+        f"a stage, {name}": f"""
+        switch_on()
+        loader, batches = taken({count}, Data(), thread_pool=False, num_workers=2, {options})
+        {end}"""
+        for options in ("pin_memory=True", "device='late', device_prefetch=3")
+        for name, count, end in (
+            (f"{options[:3]}, at once", 0, "pass"),
+            (f"{options[:3]}, sys.exit", 40, "sys.exit(0)"),
+            (
+                f"{options[:3]}, in use",
+                40,
+                "threading.Thread(target=kept.extend, args=(batches,), daemon=True).start()",
+            ),
+        )
+    },
 }
+
+# What the threads and stages of these ends need.
+TAKEN = """
+import atexit, multiprocessing.util
+from shmloader import ClosedLoaderError
+from shmloader.threads import background
+from tests.late import reason_to_skip, switch_on
+
+background._PARK_S = 60  # longer than the test waits
+is_stuck = threading.Event()
+
+def taken(count, dataset=None, **options):
+    options = {"num_workers": 3, "thread_pool": True, **options}
+    loader = DataLoader(dataset or Data("multiply", 100_000), batch_size=4, **options)
+    batches = iter(loader)
+    for _ in range(count):
+        next(batches)
+    return loader, batches
+
+def before_multiprocessing_s(function):
+    atexit.unregister(multiprocessing.util._exit_function)
+    atexit.register(function)
+    atexit.register(multiprocessing.util._exit_function)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ALIVE)
 def test_the_interpreter_ends_quietly_with(what, tmp_path) -> None:
-    import textwrap
-
-    done = program(textwrap.dedent(ALIVE[what]), tmp_path).finish(30)
-    done.assert_quiet()
+    body = textwrap.dedent(ALIVE[what])
+    if "stage" in what and reason_to_skip():
+        pytest.skip(reason_to_skip())
+    head = TAKEN if "taken(" in body else ""
+    program(body, tmp_path, head).finish(30).assert_quiet()
 
 
 @pytest.mark.slow

@@ -184,25 +184,6 @@ def test_an_exception_of_a_class_that_only_the_worker_knows_comes_and_the_rest_t
     assert "unheard of" in str(seen[1])
 
 
-class Shy:
-    def __repr__(self) -> str:
-        raise ZeroDivisionError("do not look at me")
-
-
-def test_a_key_with_a_long_or_failing_repr_does_not_hide_the_users_exception() -> None:
-    def fail(key: Any) -> None:
-        raise LookupError("the dataset's own")
-
-    loader = DataLoader(
-        Calls(fail, 2), sampler=[Shy(), "k" * 3_000_000], batch_size=None, num_workers=1
-    )
-    seen = events(loader)
-    for error in seen:
-        assert isinstance(error, LookupError)
-        assert len("".join(error.__notes__)) < 10_000
-    assert len(seen) == 2
-
-
 # ---------------------------------------------------------------- what does not pickle
 
 

@@ -237,23 +237,6 @@ def test_a_sampler_that_differs_by_its_content_alone_is_told_by_the_first_batch(
         next(iter(loader))
 
 
-def test_ranks_tell_a_sampler_that_differs_by_its_content():
-    states = []
-    for world_size, batches in ((2, [[0], [1], [2], [3]]), (1, [[0], [1], [2], [3]])):
-        loader = ShardedDataLoader(
-            torch.arange(4), batch_sampler=batches, rank=0, world_size=world_size
-        )
-        for state in states:
-            loader.load_state_dict(state)
-            assert values(loader) == [[2], [3]]
-        next(iter(loader))
-        states.append(loader.state_dict())
-    put_by_setattr(loader, "batch_sampler", [[3], [2], [1], [0]])
-    loader.load_state_dict(states[0])
-    with pytest.raises(ValueError, match="yields another batch 1"):
-        next(iter(loader))
-
-
 def test_a_state_that_was_loaded_before_the_order_was_replaced_is_refused_by_iter():
     loader = DataLoader(Numbers(LENGTH), 4)
     next(iter(loader))

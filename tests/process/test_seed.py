@@ -7,7 +7,6 @@ import copy
 import itertools
 import multiprocessing
 import os
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +19,11 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    Subset,
-    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-import shmloader
 from shmloader import DataLoader, ShardedDataLoader, sample_rng
 from shmloader.sampling import BucketBatchSampler
 from tests.process.support import Calls, Streams, Switch
@@ -272,15 +268,6 @@ def test_without_batching_a_sample_draws_as_in_a_batch(in_process) -> None:
         assert epoch == [sample for batch, _ in batches for sample in batch]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_keys_that_look_like_index_lists_are_keys(workers) -> None:
-    keys = [[((0, 1), 2), ()], [((3,), 4)]]
-    loader = DataLoader(
-        Calls(lambda key: key, 3), batch_sampler=keys, seed=5, num_workers=workers, collate_fn=list
-    )
-    assert epochs_of(loader) == [keys, keys]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
@@ -328,14 +315,6 @@ def test_what_default_collate_lets_samples_draw_is_the_batchs_own(options) -> No
     found = batches_of(num_workers=2)
     assert str(found) == str(batches_of())
     assert "drawn" in str(found)
-
-
-def test_a_dataset_that_grows_shows() -> None:
-    dataset = Calls(augmented, 5)
-    loader = DataLoader(dataset, 2, seed=1, collate_fn=list)
-    assert (len(loader), len(list(loader))) == (3, 3)
-    dataset.length = 9
-    assert (len(loader), len(list(loader))) == (5, 5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -395,26 +374,6 @@ def test_a_sampler_is_told_the_epoch(wrap, seed) -> None:
     assert loader.epoch == 9
 
 
-def test_a_sampler_s_own_set_epoch_names_the_epoch() -> None:
-    by_loader, by_sampler = (
-        DataLoader(Calls(augmented, 8), 2, seed=3, collate_fn=drawing_collate, sampler=sampler)
-        for sampler in (distributed(), distributed())
-    )
-    sampler = by_sampler.sampler
-    for epoch in (4, 5, 9):  # the first, the next, any other
-        by_loader.set_epoch(epoch)
-        sampler.set_epoch(epoch)
-        assert list(by_sampler) == list(by_loader)
-        assert by_sampler.epoch == epoch + 1
-    for of_sampler in (None, 7):
-        if of_sampler is not None:
-            sampler.set_epoch(of_sampler)
-        by_sampler.set_epoch(2)  # the loader's, called last, counts
-        by_loader.set_epoch(2)
-        assert list(by_sampler) == list(by_loader)
-        assert list(by_sampler) == list(by_loader)  # and nobody names epoch 3
-
-
 def of_rank(rank: int, wrap: str = "sampler", **options: Any) -> DataLoader[Any]:
     """A loader of one of three ranks, whose samples are all the same one."""
     sampler: Any = DistributedSampler(range(LENGTH), 3, rank, seed=4)
@@ -452,19 +411,6 @@ def test_ranks_share_an_order_that_is_drawn_from_the_seed() -> None:
         sampler.rank = rank
         seen += list(DataLoader(range(LENGTH), None, sampler=sampler, seed=5))
     assert sorted(seen) == list(range(LENGTH))
-
-
-def test_a_state_of_one_rank_continues_any_rank_with_its_own_numbers() -> None:
-    loader = of_rank(0)
-    batches = iter(loader)
-    for _ in range(2):
-        next(batches)
-    state = loader.state_dict()
-    assert state["seed"] == 5
-    for rank in range(3):
-        other = of_rank(rank)
-        other.load_state_dict(state)
-        assert list(other) == list(of_rank(rank))[2:]
 
 
 def distributed() -> DistributedSampler[Any]:
@@ -606,16 +552,6 @@ def test_an_iterable_dataset_s_worker_that_died_goes_on_at_its_place() -> None:
     assert not alive
 
 
-def test_an_iterable_dataset_that_cannot_be_iterated_says_so_at_each_batch() -> None:
-    def failing() -> Any:
-        raise LookupError("no such file")
-
-    batches = iter(stream_of(failing, num_workers=1))
-    for _ in range(2):
-        with pytest.raises(LookupError, match="no such file"):
-            next(batches)
-
-
 # ---------------------------------------------------------------- workers
 
 
@@ -730,36 +666,9 @@ def test_outside_of_a_seeded_loader_there_is_no_generator() -> None:
 # ---------------------------------------------------------------- the loader as an object
 
 
-def test_a_copy_of_a_loader_in_work_gives_the_epoch_that_comes() -> None:
-    dataset = TensorDataset(torch.arange(12))
-    loader = DataLoader(dataset, 4, shuffle=True, seed=5)
-    batches = iter(loader)
-    next(batches)
-    copies = [pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader), copy.copy(loader)]
-    rest = [batch[0].tolist() for batch in batches]
-    assert len(rest) == 2
-    for other in copies:
-        assert (other.seed, other.epoch) == (5, 1)
-    given = [[batch[0].tolist() for batch in other] for other in [*copies[:2], loader]]
-    assert given[0] == given[1] == given[2]
-
-
-@pytest.mark.parametrize("seed", [-1, 1.0, True, "5", None])
-@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
-def test_what_is_no_seed_is_refused(seed, kind) -> None:
-    if seed is None and kind is DataLoader:
-        kind(range(4), 2, seed=seed)
-        return
-    with pytest.raises((TypeError, ValueError), match=r"seed should be .*seed="):
-        kind(range(4), 2, seed=seed)
-
-
-def test_what_does_not_go_with_a_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match="seed is mutually exclusive with generator"):
-        DataLoader(range(4), seed=1, generator=torch.Generator())
+def test_a_data_pipe_takes_no_seed() -> None:
     with pytest.raises(ValueError, match="for a data pipe"):
         DataLoader(IterableWrapper([1, 2]), seed=1)
-    assert "sample_rng" in shmloader.__all__
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -773,43 +682,6 @@ def test_the_seed_of_torchs_generator_fits_a_tensor(workers) -> None:
 
 
 # ---------------------------------------------------------------- what cannot draw
-
-
-class Sealed(np.random.PCG64):
-    """A generator of numpy's whose state can be neither read nor set."""
-
-    @property
-    def state(self) -> Any:
-        raise LookupError("the state was read")
-
-
-@pytest.fixture
-def sealed():
-    """Make a sealed generator that of ``numpy.random``."""
-    own = np.random.get_bit_generator()
-    with contextlib.ExitStack() as stack:
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(np.random.set_bit_generator, own)
-        np.random.set_bit_generator(Sealed(3))
-        yield
-
-
-@pytest.mark.usefixtures("sealed")
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        TensorDataset(torch.arange(6)),
-        TensorDataset(torch.arange(6.0, requires_grad=True)),
-        [torch.ones(2)] * 6,
-        list(range(6)),
-        [(torch.ones(2), "text")] * 6,
-        Subset(["a", "b"], [0, 1] * 3),
-    ],
-)
-def test_nothing_is_saved_or_seeded_for_what_cannot_draw(dataset) -> None:
-    assert len(list(DataLoader(dataset, 2, shuffle=True, seed=5))) == 3
-    with pytest.raises(LookupError, match="the state was read"):
-        list(DataLoader(Calls(augmented, 6), 2, seed=5))
 
 
 @pytest.mark.parametrize("normals", [0, 1])

@@ -10,13 +10,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    RandomSampler,
     SequentialSampler,
     TensorDataset,
     default_collate,
@@ -27,7 +25,6 @@ from shmloader import DataLoader, ShardedDataLoader, TooManyFailures, WorkerDied
 from shmloader.loader import dataloader
 from shmloader.loader.options import OPTIONS
 from shmloader.sampling import (
-    BucketBatchSampler,
     DistributedWeightedSampler,
     FilterSampler,
     ShardedSampler,
@@ -149,16 +146,6 @@ def test_samples_are_asked_for_one_by_one_since_each_has_streams_of_its_own() ->
     assert values(loader)[0] == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("make", [np.array, torch.tensor, list, lambda numbers: numbers])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_arrays_tensors_and_sequences_are_datasets(make, workers) -> None:
-    loader = ShardedDataLoader(make(range(0, 60, 3)), 4, num_workers=workers)
-    assert all(isinstance(batch, torch.Tensor) for batch in loader)
-    assert values(loader) == [[3 * n for n in range(k, k + 4)] for k in range(0, 20, 4)]
-    loader.close()
-
-
 def test_one_rank_without_shards_is_the_plain_loader() -> None:
     dataset = Calls(sample, 23)
     plain = DataLoader(dataset, 4, num_workers=2)
@@ -198,15 +185,6 @@ def test_padding_is_refused_where_the_order_is_not_known() -> None:
         _ = loader.padding
 
 
-def test_ranks_of_torchrun_s_environment_are_taken(monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = ShardedDataLoader(torch.arange(8), 2)
-    assert (loader.rank, loader.world_size) == (1, 2)
-    assert values(loader) == [[2, 3], [6, 7]]
-    assert ShardedDataLoader(torch.arange(8), 2, rank=0, world_size=1).world_size == 1
-
-
 def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
     theirs = torch.utils.data.DataLoader(
         torch.arange(30), 4, shuffle=True, generator=torch.Generator().manual_seed(3)
@@ -219,21 +197,6 @@ def test_a_generator_shuffles_as_with_torch_on_one_rank() -> None:
         assert values(ours) == values(theirs)
     with pytest.raises(ValueError, match="generator cannot be given for more than one"):
         ShardedDataLoader(torch.arange(9), 2, generator=torch.Generator(), rank=0, world_size=2)
-
-
-def test_a_users_sampler_and_batch_sampler_are_cut() -> None:
-    data = torch.arange(40)
-    for make in (
-        lambda: {"sampler": RandomSampler(data), "batch_size": 5},
-        lambda: {"batch_sampler": BatchSampler(RandomSampler(data), 5, drop_last=False)},
-    ):
-        one = values(ShardedDataLoader(data, **make(), num_workers=1))
-        two = [
-            values(ShardedDataLoader(data, **make(), rank=rank, world_size=2)) for rank in (0, 1)
-        ]
-        assert [batch for ranks in zip(*two, strict=True) for batch in ranks] == one
-        assert sorted(itertools.chain(*one)) == list(range(40))
-        assert one != [[*range(k, k + 5)] for k in range(0, 40, 5)]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"on_error": "skip"}])
@@ -251,21 +214,6 @@ def test_indices_of_a_sampler_may_be_tuples(options) -> None:
     assert steps == [[103, 104], [203, 204]]
     steps = values(ShardedDataLoader(Crops(), 2, num_shards=2, sampler=keys, **options))
     assert steps == [[[103, 104], [203, 204]]]
-
-
-def test_batches_of_like_lengths_are_steps_of_shards() -> None:
-    lengths = [n % 7 + 1 for n in range(60)]
-    buckets = BucketBatchSampler(lengths, 3, 4, num_shards=2, shuffle=True)
-    dataset = Calls(lambda index: (index, lengths[index]), 60)
-    for workers in (0, 2):
-        loader = ShardedDataLoader(dataset, batch_sampler=buckets, num_workers=workers)
-        assert len(loader) == 10
-        steps = list(loader)
-        assert [len(step) for step in steps] == [2] * 10
-        seen = [batch[0].tolist() for step in steps for batch in step]
-        assert sorted(itertools.chain(*seen)) == [*range(60)]
-        spread = [int(batch[1].max() - batch[1].min()) for step in steps for batch in step]
-        assert max(spread) <= 3
 
 
 @pytest.mark.parametrize(
@@ -364,22 +312,6 @@ def test_keep_and_discard_are_what_they_say(kind) -> None:
         assert loader.drop_last is True
         assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert len(loader) == len(loader.batch_sampler) == 2
-
-
-def test_whole_batches_are_dealt_equally() -> None:
-    batches = [[0, 1], [2, 3], [4, 5]]
-    for rank, expected in enumerate([[[0, 1], [4, 5]], [[2, 3], [0, 1]]]):
-        options = {"batch_sampler": batches, "rank": rank, "world_size": 2}
-        assert values(ShardedDataLoader(torch.arange(6), **options)) == expected
-
-
-def test_rollover_carries_the_rest_of_all_ranks() -> None:
-    options = {"last_batch": "rollover", "world_size": 2}
-    loaders = [ShardedDataLoader(torch.arange(10), 2, rank=rank, **options) for rank in (0, 1)]
-    for epoch in ([0, 4], [8, 2, 6]):
-        for rank, loader in enumerate(loaders):
-            firsts = [2 * rank + first for first in epoch]
-            assert values(loader) == [[first % 10, first % 10 + 1] for first in firsts]
 
 
 # ---------------------------------------------------------------- in flight
@@ -599,10 +531,6 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ),
         ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
         ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards is mutually"),
-        ({"batch_size": 2, "rank": 1}, ValueError, "rank"),
-        ({"batch_size": 2, "rank": 2, "world_size": 2}, ValueError, "rank=2"),
-        ({"last_batch": "drop"}, ValueError, "'rollover' or 'pad', but got last_batch='drop'"),
-        ({"last_batch": ["keep"]}, ValueError, "'rollover' or 'pad', but got"),
         *(
             ({"last_batch": rule, "batch_sampler": [[1]]}, ValueError, "exclusive with batch_samp")
             for rule in ("keep", "discard", "rollover", "pad")
@@ -611,8 +539,6 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ({"shuffle": 2}, TypeError, "shuffle=2"),
         ({"last_batch": "pad", "drop_last": True}, ValueError, "mutually exclusive with drop_last"),
         ({"drop_last": True, "batch_sampler": [[1]]}, ValueError, "batch_sampler"),
-        ({"batch_size": 2, "seed": "1"}, TypeError, "seed='1'"),
-        ({"batch_size": 2, "seed": -1}, ValueError, "seed=-1"),
         ({"batch_size": 2, "collate_fn": list, "batchify_fn": list}, TypeError, "batchify_fn"),
         ({"batch_size": 2, "num_workers": 1, "prefetch": 0}, ValueError, "prefetch=0"),
         ({"batch_size": 2, "num_workers": 1, "prefetch": "1"}, TypeError, "prefetch='1'"),
@@ -633,22 +559,6 @@ def test_wrong_arguments_are_told_by_the_constructor(options, error, text) -> No
 def test_an_iterable_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="choose its part by rank"):
         ShardedDataLoader(Streams(lambda: iter([1])), 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"last_batch": "all"}, "last_batch='all'"),
-        ({"last_batch": "drop"}, "'rollover' or 'pad', but got last_batch='drop'"),
-        ({"last_batch": "pad"}, "'pad' is for ShardedDataLoader"),
-        ({"last_batch": "keep", "drop_last": True}, "mutually exclusive with drop_last"),
-        ({"last_batch": "keep", "batch_size": None}, "needs batch_size"),
-        ({"last_batch": "keep", "batch_size": 1, "batch_sampler": [[1]]}, "needs batch_size"),
-    ],
-)
-def test_a_wrong_last_batch_is_told_by_the_constructor(options, text) -> None:
-    with pytest.raises(ValueError, match=text):
-        DataLoader(torch.arange(8), **options)
 
 
 def test_rollover_is_refused_for_an_iterable_dataset_and_keep_is_not() -> None:

@@ -30,19 +30,6 @@ def assert_whole(batch: torch.Tensor, nbytes: int) -> None:
     assert bool((batch == nbytes % 251).all())
 
 
-@pytest.mark.parametrize("size", [1, 4096, SLOTS * 64 * 1024 - 1])
-def test_a_cap_that_is_too_small_says_what_would_do(size) -> None:
-    with pytest.raises(ValueError, match=rf"{size} bytes.*{SLOTS} slots.*{SLOTS * 64 * 1024}"):
-        iter(DataLoader(Calls(of_bytes, 4), num_workers=2, shm_size=size))
-
-
-def test_the_least_cap_that_does_works() -> None:
-    loader = DataLoader(
-        Calls(lambda n: n, 40), num_workers=2, collate_fn=only, shm_size=SLOTS * 64 * 1024
-    )
-    assert list(loader) == list(range(40))
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_batch_over_its_share_raises_with_numbers_and_the_rest_goes_on(in_order) -> None:
     sizes = [1000, 2 * MIB, 1000, 900_000, 3 * MIB, 1 * MIB, 5]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
-import os
 import signal
 import threading
-import time
-import warnings
 import weakref
 from pathlib import Path
 
@@ -19,16 +16,14 @@ import torch
 import torch.utils.data
 
 import shmloader.device.thread
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError
 from shmloader.device.device import DeviceStage
 from shmloader.device.stage import PinStage
-from shmloader.threads import background
 from tests.late import to_host
 from tests.process.interrupts import in_thread
 from tests.process.support import (
     Calls,
     Gate,
-    Program,
     Streams,
     however_late,
     only,
@@ -350,22 +345,6 @@ def waits_for_result() -> bool:
     return "_wait_for_result" in stack_of(threading.main_thread().ident)
 
 
-@pytest.mark.sampled(1)
-def test_a_death_is_told_after_the_batches_before_it(kind) -> None:
-    def killed_at_five(index):
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample(index)
-
-    batches = iter(make(kind, Calls(killed_at_five, 12), num_workers=1, prefetch_factor=8))
-    assert [number(next(batches)) for _ in range(5)] == list(range(5))
-    with pytest.raises(WorkerDiedError, match="batch 5"):
-        next(batches)
-    with pytest.raises(ClosedLoaderError, match="killed by signal"):
-        next(batches)
-    assert stage_threads() == []
-
-
 # Time and interruptions ------------------------------------------------------------------
 
 
@@ -426,21 +405,6 @@ def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
 
 
 @pytest.mark.sampled(1)
-def test_closing_from_another_thread_ends_a_next_that_waits(kind, gate) -> None:
-    loader = make(kind, late_at(gate, 1), num_workers=1)
-    batches = iter(loader)
-    assert number(next(batches)) == 0
-
-    def close():
-        wait_until(waits_for_result)
-        loader.close()
-
-    with in_thread(close), pytest.raises(ClosedLoaderError):
-        next(batches)
-    assert stage_threads() == []
-
-
-@pytest.mark.sampled(1)
 def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, monkeypatch) -> None:
     batches = iter(make(kind, late_at(gate, 1), num_workers=1))
     assert number(next(batches)) == 0
@@ -476,18 +440,6 @@ def test_closing_in_the_middle_of_a_copy_waits_for_it(late, slots) -> None:
             late.library.late_hold(0)
     assert slots.maps() == {}
     assert int(held[0]) == 0
-
-
-def test_dropping_the_iterator_ends_all(kind, slots) -> None:
-    batches = iter(make(kind))
-    assert number(next(batches)) == 0
-    gc.disable()
-    try:
-        del batches
-        wait_until(lambda: not stage_threads())
-        assert slots.maps() == {}
-    finally:
-        gc.enable()
 
 
 @pytest.mark.sampled(1)
@@ -618,33 +570,6 @@ def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
             stop.set()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("what", ["drop", "close", "next", "iter", "exit"])
-def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what) -> None:
-    loader = make(kind, persistent_workers=True)
-    batches = iter(loader)
-    assert number(next(batches)) == 0
-    # The user's own forks park nobody: here, the fork is not to meet the thread in a call.
-    with background.all_parked():
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                if what == "drop":
-                    del batches
-                elif what == "close":
-                    loader.close()
-                elif what != "exit":
-                    with pytest.raises(ClosedLoaderError, match="process that made it"):
-                        next(batches) if what == "next" else iter(loader)
-                code = 0
-            finally:
-                os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert numbers(batches) == list(range(1, 24))
-    loader.close()
-
-
 # Names, and the interpreter's exit -------------------------------------------------------
 
 
@@ -661,64 +586,4 @@ def test_the_thread_has_a_name_for_the_system_and_ends_with_the_loader(kind) -> 
         next(batches)
 
 
-_LIVE = """
-    import sys, threading
-    import torch
-    from shmloader import DataLoader
-    from tests.late import switch_on
-    from tests.process.support import Calls, only
-
-    def sample(index):
-        return torch.full((17_000,), index, dtype=torch.int32)
-
-    if __name__ == "__main__":
-        switch_on()
-        options = dict(pin_memory=True) if {pins} else dict(device="late", device_prefetch=3)
-        loader = DataLoader(
-            Calls(sample, 10_000), num_workers=2, collate_fn=only, prefetch_factor=4, **options
-        )
-        batches = iter(loader)
-        for _ in range({taken}):
-            next(batches)
-        print("over", flush=True)
-        {end}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("pins", [False, True], ids=["device", "pin"])
-@pytest.mark.parametrize(
-    ("taken", "end"),
-    [
-        (0, "pass"),
-        (40, "sys.exit(0)"),
-        (40, "threading.Thread(target=lambda: [0 for _ in batches], daemon=True).start()"),
-    ],
-    ids=["at once", "sys.exit", "in use"],
-)
-def test_an_interpreter_ends_quietly_with_a_live_iterator(pins, taken, end) -> None:
-    program = Program(_LIVE.format(pins=pins, taken=taken, end=end))
-    assert program.read_line() == "over"
-    began = time.monotonic()
-    program.finish().assert_quiet()
-    assert time.monotonic() - began < 8
-
-
 # Without an accelerator ------------------------------------------------------------------
-
-
-def test_without_an_accelerator_pin_memory_warns_as_torch_does_and_has_no_thread() -> None:
-    texts = []
-    for loader_type in (DataLoader, torch.utils.data.DataLoader):
-        loader = loader_type(Calls(sample, 4), num_workers=1, collate_fn=only, pin_memory=True)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            batches = iter(loader)
-        texts.append([str(one.message) for one in warned])
-        assert stage_threads() == []
-        assert [int(batch[0]) for batch in batches] == [0, 1, 2, 3]
-    assert texts[0] == texts[1]
-    warns = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-    of_pinning = [text for text in texts[1] if "no accelerator is found" in text]
-    assert len(of_pinning) == warns  # Python 3.12 may warn of a fork besides

@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import tracemalloc
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import (
@@ -220,18 +219,6 @@ def test_start_up_is_a_part_of_the_wait(kind) -> None:
         assert loader.stats().wait.startup_s == wait.startup_s
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_that_was_given_up_is_over(kind) -> None:
-    with loader_of(**KINDS[kind]) as loader:
-        batches = iter(loader)
-        next(batches)
-        assert not loader.stats().is_over
-        del batches
-        assert loader.stats().is_over
-        assert loader.stats("total").batches == 1
-
-
 def test_who_asks_while_epochs_are_summed_up_counts_each_epoch_once(monkeypatch) -> None:
     asked: list[int] = []
     merge = Sums.merge
@@ -287,31 +274,6 @@ def test_failures_are_counted(kind) -> None:
     assert (loader.stats().failures, loader.stats().batches) == (1, 3)
 
 
-class KillsOnce(Dataset):
-    def __init__(self, path: Any) -> None:
-        self.path = path
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5 and not self.path.exists():
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-def test_a_worker_that_was_replaced_is_counted(tmp_path, caplog) -> None:
-    loader = DataLoader(
-        KillsOnce(tmp_path / "killed"), batch_size=2, num_workers=2, worker_restarts=1
-    )
-    with loader:
-        assert torch.cat(list(loader)).tolist() == list(range(12))
-    stats = loader.stats()
-    assert stats.restarts == 1
-    assert sum(at_work(stats)) == 6
-
-
 def test_any_thread_may_ask_at_any_time() -> None:
     asked: list[LoaderStats] = []
     is_over = threading.Event()
@@ -343,18 +305,6 @@ def test_statistics_are_frozen_and_travel() -> None:
     assert pickle.loads(pickle.dumps(stats)) == stats
     with pytest.raises(ValueError, match="epoch' or 'total', but got of='all'"):
         loader.stats("all")  # type: ignore[arg-type]
-
-
-def test_the_table_tells_the_figures() -> None:
-    with loader_of(num_workers=2) as loader:
-        assert "No batch has been delivered yet" in str(loader.stats())
-        for _ in loader:
-            pass
-    text = str(loader.stats())
-    for part in ("6 batches, 21 samples", "processes, 2 workers", "fetch", "collate", "worker"):
-        assert part in text
-    assert text.endswith(loader.stats().verdict)
-    assert all(len(line) < 120 for line in text.splitlines()[:-1])
 
 
 @pytest.mark.parametrize("kind", ["in-process", "processes"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import os
-import pickle
 import random
 import signal
 import sys
@@ -41,17 +38,12 @@ from tests.parity.compare import assert_same
 from tests.process.bytecodes import interrupt
 from tests.process.interrupts import in_thread, interrupted
 from tests.process.support import (
-    Bad,
     Calls,
-    Numbers,
-    Program,
-    Streams,
     descriptor_count,
     however_late,
     only,
     run_program,
     stack_of,
-    wait_for_end,
     wait_until,
 )
 
@@ -268,26 +260,6 @@ def test_as_many_threads_load_as_were_asked_for() -> None:
     assert len(list(batches)) == 5
 
 
-def test_in_order_a_slow_sample_holds_back_the_ready_ones(held) -> None:
-    first = held(0)
-    batches = iter(make(Calls(first, 8), timeout=0.1))
-    wait_until(lambda: sorted(first.seen) == [0, 1, 2, 3])
-    with pytest.raises(LoaderTimeoutError):
-        next(batches)
-    assert sorted(first.seen) == [0, 1, 2, 3]
-    first.go.set()
-    assert list(however_late(batches)) == list(range(8))
-
-
-def test_out_of_order_the_ready_ones_come_first(held) -> None:
-    first = held(0)
-    batches = iter(make(Calls(first, 40), in_order=False))
-    found = [next(batches) for _ in range(39)]
-    assert found == list(range(1, 40))  # one thread is left, which takes the oldest
-    first.go.set()
-    assert list(batches) == [0]
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
     drawn = []
@@ -306,49 +278,6 @@ def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
 
 
 # Errors in their places --------------------------------------------------------------------
-
-
-def test_an_error_has_the_form_that_it_has_out_of_a_process() -> None:
-    class MineError(LookupError):
-        """Of the user's, and not to be had by its name."""
-
-    def fail(index: int) -> int:
-        raise MineError("no sample")
-
-    errors = []
-    for options in ({}, {"thread_pool": False}):
-        batches = iter(make(Calls(fail, 8), batch_size=4, **options))
-        with pytest.raises(MineError) as caught:
-            next(batches)
-        errors.append(caught.value)
-        del batches, caught
-    texts = [str(error).splitlines() for error in errors]
-    assert texts[0][0][:-1].rstrip("0123") == "Caught MineError in DataLoader worker thread "
-    assert texts[1][0] == "Caught MineError in DataLoader worker process 0."
-    assert texts[0][1] == texts[1][1] == "Original Traceback (most recent call last):"
-    assert texts[0][-2:] == texts[1][-2:]
-    assert "in fail" in str(errors[0])
-    note, sample_note = errors[0].__notes__
-    assert sample_note == "The sample of index 0 failed."
-    assert note.rstrip("0123").startswith("Worker thread ")
-    assert note.endswith(" was loading batch 0 (indices 0 to 3).")
-
-
-@pytest.mark.parametrize(
-    "kind_of_error", [StopIteration, StopAsyncIteration, SystemExit, KeyboardInterrupt,
-                      GeneratorExit],
-)  # fmt: skip
-def test_what_would_end_something_here_arrives_as_runtime_error(kind_of_error) -> None:
-    def fail(index: int) -> int:
-        if index == 1:
-            raise kind_of_error("from the dataset")
-        return index
-
-    batches = iter(make(Calls(fail, 4)))
-    assert next(batches) == 0
-    with pytest.raises(RuntimeError, match=f"Caught {kind_of_error.__name__} in DataLoader"):
-        next(batches)
-    assert list(batches) == [2, 3]
 
 
 # worker_init_fn ----------------------------------------------------------------------------
@@ -383,27 +312,6 @@ def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(per
 # Bad samples -------------------------------------------------------------------------------
 
 
-def test_bad_samples_are_left_out_and_listed() -> None:
-    bad = (0, 5, 6, 7, 8, 9, *range(12, 36))
-    loader = make(
-        Numbers(40, *bad), batch_size=4, collate_fn=list, on_error="skip", max_failures=30,
-        persistent_workers=True,
-    )  # fmt: skip
-    for epoch in range(1, 3):
-        assert list(loader) == [[1, 2, 3], [4], [10, 11], [36, 37, 38, 39]]
-        assert loader.failures.total == 30 * epoch
-    assert [failed.index for failed in loader.failures] == [*bad, *bad]
-    failed = loader.failures[-1]
-    assert type(failed.error) is Bad
-    assert failed.worker in (0, 1)
-    assert str(failed.error) == "no 35"
-    assert failed.error.__notes__ == [
-        f"Worker thread {failed.worker} was loading index 35 of batch 8.",
-        failed.traceback.rstrip(),
-    ]
-    loader.close()
-
-
 # Time --------------------------------------------------------------------------------------
 
 
@@ -436,20 +344,6 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options,
     assert found == [[index, index + 1] for index in range(0, 12, 2)]
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_a_timeout_out_of_order_names_all_that_is_loaded(held) -> None:
-    all_of_them = held(*range(4))
-    batches = iter(make(Calls(all_of_them, 4), in_order=False, timeout=0.1))
-    wait_until(lambda: len(all_of_them.seen) == 2)
-    with pytest.raises(LoaderTimeoutError) as caught:
-        next(batches)
-    text = str(caught.value)
-    assert "waiting for any of 4 batches. " in text
-    for index in (0, 1):
-        assert f" has been loading batch {index} (index {index}) for " in text
-    all_of_them.go.set()
-    assert sorted(islice(however_late(batches), 4)) == [0, 1, 2, 3]
 
 
 def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselves(held) -> None:
@@ -561,56 +455,7 @@ def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs() -> Non
             next(batches)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_a_sample_of_the_epoch_before_holds_up_nobody_and_reaches_nobody(held, in_order) -> None:
-    hold = held(1000)
-    sampler = [1000, 1, 2, 3]
-    loader = make(
-        Calls(hold, 2000), sampler=sampler, batch_size=2, collate_fn=list,
-        persistent_workers=True, in_order=in_order,
-    )  # fmt: skip
-    iter(loader)
-    assert hold.entered.wait(20)
-    sampler[:] = [10, 11, 12, 13, 14, 15]
-    batches = iter(loader)
-    assert next(batches) == [10, 11]
-    hold.go.set()
-    in_their_order = list if in_order else sorted  # two threads may answer in any order
-    assert in_their_order(batches) == [[12, 13], [14, 15]]
-    assert in_their_order(loader) == [[10, 11], [12, 13], [14, 15]]
-    loader.close()
-    assert 1 not in hold.seen  # a batch that nobody wants is left after the sample
-
-
 # Ends --------------------------------------------------------------------------------------
-
-
-def test_closing_ends_the_threads_and_may_be_done_again() -> None:
-    loader = make(100)
-    first, second = iter(loader), iter(loader)
-    assert [next(first), next(second), next(second)] == [0, 0, 1]
-    assert ours() == sorted(["shmloader_0", "shmloader_1"] * 2)
-    for _ in range(2):
-        loader.close()
-        assert ours() == []
-    for batches in (first, second):
-        assert batches.is_closed
-        for _ in range(10):
-            with pytest.raises(ClosedLoaderError):
-                next(batches)
-    with pytest.raises(ClosedLoaderError):
-        iter(loader)
-
-
-def test_dropping_the_iterator_ends_the_threads() -> None:
-    batches = iter(make(100))
-    next(batches)
-    gc.disable()
-    try:
-        del batches
-        wait_until(lambda: not ours())
-    finally:
-        gc.enable()
 
 
 @pytest.mark.sampled(2)
@@ -643,20 +488,6 @@ def test_what_holds_the_loader_holds_no_thread(late, options, what) -> None:
         return not ours()
 
     wait_until(collected)
-
-
-def test_closing_from_another_thread_ends_a_next_that_waits(held, monkeypatch) -> None:
-    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 0.1)
-    second = held(1)
-    batches = iter(make(Calls(second, 8)))
-    assert next(batches) == 0
-    wait_until(lambda: sorted(second.seen) == [0, 1, 2, 3, 4])
-    began = time.monotonic()
-    with once_main_is_in("wait", batches.close), pytest.raises(ClosedLoaderError):
-        next(batches)
-    assert time.monotonic() - began < 10  # what is held would give up later
-    second.go.set()
-    wait_until(lambda: not ours())
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -751,147 +582,7 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch) -> None:
     assert list(loader) == list(range(8))
 
 
-LIVE = """
-    import sys, threading, time
-    import torch
-    from shmloader import DataLoader
-    from shmloader.threads import background
-    from tests.late import reason_to_skip, switch_on
-
-    class Products:
-        def __len__(self):
-            return 100_000
-        def __getitem__(self, index):
-            return torch.ones(160, 160) @ torch.ones(160, 160)
-
-    class Stuck(Products):
-        def __getitem__(self, index):
-            is_stuck.set()
-            threading.Event().wait() if index % 2 else time.sleep(600)
-
-    def taken(count, dataset=None, **options):
-        loader = DataLoader(
-            dataset or Products(), batch_size=4, num_workers=3, thread_pool=True, **options
-        )
-        batches = iter(loader)
-        for _ in range(count):
-            next(batches)
-        return loader, batches
-
-    is_stuck = threading.Event()
-    background._PARK_S = 60  # longer than the test waits
-    {body}
-    print("over", flush=True)
-"""
-
-ENDS = {
-    "soon": "kept = taken(5)",
-    "pinning": """
-    pins = not reason_to_skip()
-    late = switch_on() if pins else None
-    kept = taken(5, pin_memory=pins)
-    """,
-    "persistent": "kept = taken(5, persistent_workers=True)",
-    # The program's own thread keeps its batches: where a daemon thread frees a tensor at the exit,
-    # torch's C++ code aborts the process, also without a loader.
-    "in use": """
-    loader, batches = taken(0)
-    kept = []
-    threading.Thread(target=kept.extend, args=(batches,), daemon=True).start()
-    """,
-    "a cycle": """
-    loader, batches = taken(5)
-    batches.itself = batches
-    del loader, batches
-    """,
-    "closed after its threads stand still": """
-    import atexit, multiprocessing.util
-    atexit.unregister(multiprocessing.util._exit_function)
-    loader, batches = taken(5)
-    atexit.register(loader.close)
-    atexit.register(multiprocessing.util._exit_function)
-    """,
-    "stuck": """
-    background._PARK_S = 0.2
-    kept = taken(0, Stuck())
-    is_stuck.wait()
-    """,
-    "stuck and closed": """
-    import shmloader.pools.thread
-    background._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
-    loader, batches = taken(0, Stuck())
-    is_stuck.wait()
-    loader.close()
-    """,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS)
-def test_an_interpreter_ends_quietly_whatever_its_threads_are_at(end) -> None:
-    program = Program(LIVE.format(body=ENDS[end].strip()))
-    assert program.read_line() == "over"
-    program.finish().assert_quiet()
-
-
-@pytest.mark.slow
-def test_a_next_at_the_interpreter_s_exit_does_not_hang() -> None:
-    body = """
-    import atexit
-    from shmloader import ClosedLoaderError
-    def use():
-        try:
-            while True:
-                next(batches)
-        except ClosedLoaderError as error:
-            print(error, flush=True)
-    # Before multiprocessing's own: called after it.
-    atexit.unregister(multiprocessing.util._exit_function)
-    atexit.register(use)
-    atexit.register(multiprocessing.util._exit_function)
-    loader, batches = taken(0)
-    """
-    source = LIVE.format(body=body.strip()).replace(
-        "import sys,", "import multiprocessing.util, sys,"
-    )
-    done = run_program(source)
-    done.assert_quiet()
-    assert (
-        done.out.split("\n")[1] == "the interpreter is exiting, and the worker threads have stopped"
-    )
-
-
 # Forks -------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("end", ["drop", "close"])
-@pytest.mark.parametrize("options", [{}, {"device": "late"}], ids=["plain", "staged"])
-def test_a_forked_child_uses_no_iterator_of_its_parent(late, options, end, monkeypatch) -> None:
-    # It waits for no thread, which it has not.
-    monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)
-    loader = make(Calls(torch.tensor, 24), persistent_workers=True, **options)
-    batches = iter(loader)
-    assert int(to_host(next(batches))) == 0
-    with background.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                for use in (lambda: next(batches), lambda: iter(loader)):
-                    with pytest.raises(ClosedLoaderError, match="process that made it"):
-                        use()
-                if end == "close":
-                    loader.close()
-                del use, batches, loader
-                gc.collect()
-                code = 0
-            finally:
-                os._exit(code)
-    wait_for_end(pid, 20)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert [int(to_host(batch)) for batch in batches] == list(range(1, 24))
-    loader.close()
 
 
 def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
@@ -1006,39 +697,6 @@ def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
 
 
 # Arguments ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"thread_pool": 1}, TypeError, "thread_pool should be a bool, but got"),
-        ({"thread_pool": None}, TypeError, "should be a bool"),
-        ({"thread_pool": "yes"}, TypeError, "should be a bool, but got thread_pool='yes'"),
-        ({"num_workers": 0}, ValueError, "thread_pool needs num_workers > 0"),
-        ({"dataset": Streams(iter)}, ValueError, "needs a map-style dataset"),
-        ({"shm_size": "1GiB"}, ValueError, "thread_pool cannot be combined with shm_size"),
-        ({"worker_restarts": 1}, ValueError, "cannot be combined with worker_restarts"),
-        ({"multiprocessing_context": "fork"}, ValueError, "combined with multiprocessing_context"),
-        (
-            {"multiprocessing_context": "spawn", "shm_size": 1 << 30, "worker_restarts": 2},
-            ValueError,
-            "combined with multiprocessing_context, shm_size, worker_restarts",
-        ),
-    ],
-)  # fmt: skip
-def test_arguments_that_do_not_fit_are_refused(options, error, text) -> None:
-    with pytest.raises(error, match=text):
-        DataLoader(**{"dataset": [1], "num_workers": 2, "thread_pool": True, **options})
-
-
-def test_the_option_is_an_attribute_that_copies_keep() -> None:
-    assert DataLoader([1]).thread_pool is False
-    loader = DataLoader([1, 2], num_workers=1, thread_pool=True)
-    batches = iter(loader)
-    for other in (loader, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert other.thread_pool is True
-        assert [int(batch) for batch in other] == [1, 2]
-    del batches
 
 
 def test_more_threads_than_cores_are_no_reason_to_warn() -> None:

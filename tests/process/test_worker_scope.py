@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from shmloader import LoaderTimeoutError, WorkerDiedError
+from shmloader import LoaderTimeoutError, SampleTimeoutError, WorkerDiedError
 from shmloader.pools.nursery import Nursery
 from tests.process.host_loaders import (
     BATCH,
@@ -343,17 +343,34 @@ def test_ranks_whose_batches_wait_are_served_in_turns(run, tmp_path):
     assert ranks[1::2] == [1 - ranks[0]] * each
 
 
+BAD_SAMPLES: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
+    "kills its worker": (kill, {}, WorkerDiedError, "Killed"),
+    "raises": (refuse, {}, ValueError, "a bad sample"),
+    "hangs": (hang, {"sample_timeout": 1.0}, SampleTimeoutError, "sample 7 took longer than"),
+    "hangs, and is skipped": (hang, {"sample_timeout": 1.0, "on_error": "skip"}, None, ""),
+}
+
+
 @pytest.mark.slow
-def test_a_worker_that_a_sample_kills_fails_that_rank_only(run):
+@pytest.mark.parametrize("what", BAD_SAMPLES)
+def test_a_bad_sample_is_treated_in_its_rank_alone(run, what):
+    function, options, kind, text = BAD_SAMPLES[what]
+
     def epoch() -> Any:
-        with loader(Samples(at={7: kill})) as one:
-            return contents(one)
+        with loader(Samples(at={7: function}), **options) as one:
+            return contents(one), [failure.index for failure in one.failures]
 
     hit = rank_of_index(7)
     found = run.results(epoch, 2)
-    assert isinstance(found[hit], WorkerDiedError)
-    assert "SIGKILL" in str(found[hit]) or "Killed" in str(found[hit])
-    assert found[1 - hit] == expected(1 - hit)[0]
+    assert found[1 - hit] == (expected(1 - hit)[0], [])
+    if kind is not None:
+        assert isinstance(found[hit], kind)
+        assert text in str(found[hit])
+    else:
+        batches, failed = found[hit]
+        assert failed == [7]
+        counts = [sum(len(part[0]) for part in each) for each in (batches, expected(hit)[0])]
+        assert counts[0] == counts[1]
 
 
 def test_a_worker_that_dies_is_replaced_for_all(run, tmp_path):
@@ -362,37 +379,6 @@ def test_a_worker_that_dies_is_replaced_for_all(run, tmp_path):
             return contents(one)
 
     assert run.results(epoch, 2) == [expected(rank)[0] for rank in range(2)]
-
-
-@pytest.mark.slow
-def test_a_sample_that_hangs_is_treated_in_its_rank(run):
-    def epoch() -> Any:
-        dataset = Samples(at={7: hang})
-        with loader(dataset, sample_timeout=1.0, on_error="skip") as one:
-            batches = contents(one)
-            return batches, [failure.index for failure in one.failures]
-
-    hit = rank_of_index(7)
-    found = run.results(epoch, 2)
-    assert found[1 - hit] == (expected(1 - hit)[0], [])
-    batches, failed = found[hit]
-    assert failed == [7]
-    assert sum(len(indices) for indices, _ in batches) == sum(
-        len(indices) for indices, _ in expected(hit)[0]
-    )
-
-
-@pytest.mark.slow
-def test_an_error_of_a_sample_is_raised_in_its_rank(run):
-    def epoch() -> Any:
-        with loader(Samples(at={7: refuse})) as one:
-            return contents(one)
-
-    hit = rank_of_index(7)
-    found = run.results(epoch, 2)
-    assert isinstance(found[hit], ValueError)
-    assert "a bad sample" in str(found[hit])
-    assert found[1 - hit] == expected(1 - hit)[0]
 
 
 @pytest.mark.slow

@@ -155,24 +155,6 @@ def test_worker_init_fn_is_called_once_in_each_worker_of_the_host(run, tmp_path)
     assert called == [str(worker_id) for worker_id in range(WORKERS)]
 
 
-@pytest.mark.slow
-def test_training_and_validation_have_one_set_of_worker_processes(run):
-    def epochs() -> Any:
-        dataset = Samples()
-        with loader(dataset) as training, loader(dataset, seed=5) as validation:
-            counts = []
-            for _ in range(2):
-                iterator = iter(training)
-                next(iterator)
-                list(validation)
-                workers = psutil.Process(owner_of(training)).children()
-                counts.append((owner_of(training) == owner_of(validation), len(workers)))
-                list(iterator)
-            return counts
-
-    assert run.results(epochs, 2) == [[(True, WORKERS)] * 2] * 2
-
-
 class Stateful(Samples):
     def state_dict(self) -> dict[str, int]:
         return {}
