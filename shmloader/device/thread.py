@@ -29,7 +29,7 @@ from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.interruptions import Caught, attempt, uninterruptible
+from shmloader.interruptions import Caught, attempt, is_interruption, uninterruptible
 from shmloader.threads.wakeup import Wakeup
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
@@ -385,20 +385,22 @@ class StagedEngine:
     def _draw_one(self, thread: EngineThread) -> bool:
         """Draw a ticket for the engine's thread. Returns False if the sampler has ended."""
         began_ns = time.monotonic_ns()
-        ticket = attempt(self._draw)
-        if not isinstance(ticket, Caught):
-            thread.tickets.append(ticket)
+        try:
+            thread.tickets.append(self._draw())
+        except StopIteration:
+            thread.is_ended = True
+            return False
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            # The sampler's own exception. As with torch, the epoch continues with one ticket fewer.
+            thread.is_ended = self._tickets_out == 0
+            raise Instead(error) from None
+        finally:
             thread.wake()
-            self.draw_ns += time.monotonic_ns() - began_ns
-            self._tickets_out += 1
-            return True
-        has_ended = isinstance(ticket.error, StopIteration)
-        # After the sampler's own exception, the epoch continues with one ticket fewer, as torch's.
-        thread.is_ended = has_ended or self._tickets_out == 0
-        thread.wake()
-        if not has_ended:
-            raise Instead(ticket.error) from None
-        return False
+        self.draw_ns += time.monotonic_ns() - began_ns
+        self._tickets_out += 1
+        return True
 
     def close(self) -> None:
         """End the thread, the stage and the engine. May be called again."""
