@@ -102,8 +102,7 @@ class Template:
             }
             rights = array.array("i", [*files, theirs.fileno()])
             self._control.sendmsg(
-                [json.dumps(request).encode()],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
+                [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
             )
         return Forked(ours)
 

@@ -121,8 +121,7 @@ def main() -> None:
         timer.daemon = True
         timer.start()
     for number, verdict in enumerate(
-        run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping),
-        1,
+        run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping), 1
     ):
         failed += bool(verdict.problems)
         known[verdict.cell.id] = not verdict.problems and known.get(verdict.cell.id, True)

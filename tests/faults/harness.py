@@ -181,11 +181,7 @@ class Starter:
             return start(arguments, environment, out.fileno(), err.fileno())
 
     def ended(
-        self,
-        pid: int,
-        directory: Path,
-        code: int | None,
-        wait: Callable[[float], int | None],
+        self, pid: int, directory: Path, code: int | None, wait: Callable[[float], int | None]
     ) -> Ended:
         """Return how a program ended. If it still runs (``code`` is None), it is killed."""
         stacks = ""

@@ -695,8 +695,7 @@ class Trial:
             "thread",
         }:
             self._check(
-                self._delivered == list(range(len(self._delivered))),
-                f"batches: {self._delivered}",
+                self._delivered == list(range(len(self._delivered))), f"batches: {self._delivered}"
             )
         else:
             self._expect_whole()

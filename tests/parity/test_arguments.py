@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    SequentialSampler,
-    default_collate,
-    default_convert,
-)
-from torch.utils.data import (
-    DataLoader as TorchLoader,
-)
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate, default_convert
+from torch.utils.data import DataLoader as TorchLoader
 
 from shmloader import DataLoader
 from tests.parity.compare import TORCH_VERSION, both_outcomes, outcome

@@ -88,11 +88,7 @@ def naming(
 def test_a_batch_can_be(cases: list[str]) -> None:
     """One sample makes a batch, which the collate_fn returns as it is."""
     batches = run_both(
-        lambda: {
-            "dataset": samples_of(WHOLE, cases, 5),
-            "collate_fn": only,
-            "num_workers": 2,
-        },
+        lambda: {"dataset": samples_of(WHOLE, cases, 5), "collate_fn": only, "num_workers": 2},
         epochs=1,
         same=naming(cases, 5),
     )

@@ -295,8 +295,7 @@ def test_any_order_gives_the_same_batches_as_a_set(dataset: Any, total: Any, way
 
 
 test_any_order_is_the_samplers_order_where_nothing_can_overtake = tried(
-    2,
-    {"squares": from_dataset(Squares, "in-process", "one worker", batch_size=4, in_order=False)},
+    2, {"squares": from_dataset(Squares, "in-process", "one worker", batch_size=4, in_order=False)}
 )
 
 

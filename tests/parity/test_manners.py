@@ -32,15 +32,7 @@ from tests.parity.compare import (
     run_torch,
     seed_everything,
 )
-from tests.parity.data import (
-    Dice,
-    Made,
-    Squares,
-    as_is,
-    dice_collate,
-    draw_some,
-    only,
-)
+from tests.parity.data import Dice, Made, Squares, as_is, dice_collate, draw_some, only
 from tests.parity.objects import WHOLE, floats
 from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
 from tests.process.interrupts import in_thread

@@ -165,13 +165,6 @@ def test_a_shuffle_by_a_generator_goes_on(workers):
     loader.close()
 
 
-def test_another_global_batch_is_refused():
-    (loader,) = make_ranks(1, "pad", "shuffled")
-    other = shmloader.ShardedDataLoader(torch.arange(LENGTH), 12, shuffle=True, seed=5)
-    with pytest.raises(ValueError, match="24 in the state, 12 in this loader"):
-        other.load_state_dict(loader.state_dict())
-
-
 # Batch samplers --------------------------------------------------------------------------
 
 LENGTHS = [1 + number * 7 % 50 for number in range(100)]
@@ -256,25 +249,6 @@ def test_a_batch_sampler_goes_on_with_other_ranks_again_and_again():
             state = ranks[-1].state_dict()
         given += values(take_batches(load(state, make_buckets(1))))
         assert given == epoch, worlds
-
-
-def test_with_workers_a_batch_sampler_goes_on_with_other_ranks():
-    (alone,) = make_buckets(1)
-    epoch = values(alone)
-    ranks = make_buckets(2, num_workers=2)
-    given = values(take_batches([iter(rank) for rank in ranks], 2))
-    state = ranks[1].state_dict()
-    others = load(state, make_buckets(3, num_workers=1))
-    assert (given + values(take_batches(others)))[:13] == epoch
-    for rank in ranks + others:
-        rank.close()
-
-
-def test_batches_of_shards_are_other_batches():
-    (loader,) = make_buckets(1)
-    (other,) = make_buckets(1, shards=2)
-    with pytest.raises(ValueError, match="'8 samples' in the state, '8 samples in each of 2 shar"):
-        other.load_state_dict(loader.state_dict())
 
 
 @pytest.mark.parametrize("has_batches", [False, True])

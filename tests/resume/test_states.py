@@ -387,10 +387,7 @@ class Ahead(Sampler):
 STATEFUL = {
     "counts": lambda: {"batch_size": 4, "sampler": CountsWhatItGave()},
     "draws ahead": lambda: {"batch_sampler": Ahead()},
-    "rolls over": lambda: {
-        **KINDS["a user's with a state"].options(),
-        "last_batch": "rollover",
-    },
+    "rolls over": lambda: {**KINDS["a user's with a state"].options(), "last_batch": "rollover"},
     "one batch": lambda: {**KINDS["a user's with a state"].options(), "batch_size": LENGTH + 1},
     "short last batch": KINDS["a user's with a state"].options,
 }
@@ -592,14 +589,7 @@ def test_what_is_no_state_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"position": -1},
-        {"epoch": None},
-        {"sampler": {}},
-        {"ahead": [[3]]},
-    ],
-    ids=str,
+    "wrong", [{"position": -1}, {"epoch": None}, {"sampler": {}}, {"ahead": [[3]]}], ids=str
 )
 def test_a_state_with_an_impossible_value_is_refused(wrong):
     loader = shmloader.DataLoader(Squares(), 4)

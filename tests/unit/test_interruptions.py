@@ -110,13 +110,7 @@ def test_what_is_no_exception_is_an_interruption_wherever_it_is_raised(kind) -> 
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        fail,
-        functools.partial(fail, 1, 2),
-        lambda: int("x"),
-        lambda: {}["no"],
-    ],
+    "function", [fail, functools.partial(fail, 1, 2), lambda: int("x"), lambda: {}["no"]]
 )
 def test_what_the_code_itself_raises_is_no_interruption(function) -> None:
     assert not is_interruption(caught(function))

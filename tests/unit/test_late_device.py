@@ -34,14 +34,6 @@ def test_a_copy_of_pinned_memory_reads_it_when_somebody_waits(late: LateDevice) 
     assert late.count("late copies") == 1
 
 
-def test_a_copy_of_other_memory_reads_it_at_once(late: LateDevice) -> None:
-    host = torch.zeros(1000)
-    on_device = copied(host)
-    host.fill_(7)
-    assert late.unfinished_count == late.count("pageable copies") == 1
-    assert on_device.unique().tolist() == [0]
-
-
 def test_a_stream_that_does_not_wait_for_another_finds_what_was_there(late: LateDevice) -> None:
     host = torch.full((1000,), 7).pin_memory()
     side = torch.Stream("late:0")
@@ -85,16 +77,6 @@ def test_a_pinned_block_is_used_again_when_its_copy_is_done(late: LateDevice) ->
     torch.accelerator.synchronize()
     assert torch.full((1000,), 3).pin_memory().data_ptr() == address
     assert on_device.unique().tolist() == [1]
-
-
-def test_there_are_two_devices_with_streams_of_their_own(late: LateDevice) -> None:
-    assert torch.accelerator.device_count() == 2
-    host = torch.ones(10).pin_memory()
-    copies = [host.to(f"late:{index}", non_blocking=True) for index in (0, 1)]
-    assert [one.device.index for one in copies] == [0, 1]
-    torch.accelerator.synchronize(1)
-    assert late.unfinished_count == 1
-    assert copies[1].sum().item() == 10
 
 
 def test_what_is_held_back_keeps_the_one_that_waits(late: LateDevice) -> None:
@@ -190,18 +172,6 @@ def test_what_ends_a_capture_is_counted_unless_the_thread_relaxes(late, shared) 
         assert late.driver.unregister(address) == ""
         late.driver.restore_capture(mode)
         assert late.count("capture breaks") == 2
-
-
-def test_a_device_that_fails_goes_on_failing(late: LateDevice) -> None:
-    late.fail_after(1)
-    host = torch.ones(10)
-    copied(host)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="late error 700"):
-            copied(host)
-        with pytest.raises(RuntimeError, match="late error 700"):
-            torch.accelerator.synchronize(0)
-    assert host.to("late:1").sum().item() == 10
 
 
 def test_switched_off_it_is_no_accelerator(late: LateDevice) -> None:

@@ -1,7 +1,6 @@
 """Errors name the samples that cannot be collated, and the part that cannot be pickled."""
 
 import functools
-import pickle
 import threading
 from collections import namedtuple
 
@@ -11,9 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, default_collate
 
 from shmloader.batch.explain import (
-    Unpicklable,
     explain_collate_error,
-    explain_unpicklable,
     find_unpicklable,
 )
 
@@ -78,19 +75,6 @@ class PngImage:
 )
 def test_the_place_in_the_samples_and_their_indices_are_named(samples, note):
     assert note_of(samples) == note
-
-
-def test_what_the_user_s_own_function_stacks_is_explained_too():
-    assert note_of(zeros(3, 4), collate_fn=torch.stack) == f"sample {THREE_AND_FOUR}"
-    arrays = [np.zeros(length, np.float32) for length in (3, 4)]
-    expected = f"sample {THREE_AND_FOUR}".replace("Tensor", "ndarray")
-    assert note_of(arrays, collate_fn=np.stack) == expected
-
-
-@pytest.mark.parametrize("indices", [None, [None, None], iter(())])
-def test_without_indices_the_samples_of_the_batch_are_numbered(indices):
-    note = note_of(zeros(3, 4), indices)
-    assert note.endswith("[3] for sample 0; a float32 Tensor of shape [4] for sample 1")
 
 
 def test_many_kinds_and_indices_are_not_all_listed():
@@ -213,19 +197,3 @@ def test_the_path_to_what_cannot_be_pickled(dataset, path):
 def test_nothing_is_found_where_all_can_be_pickled():
     objects = (Holder(a=1), function_with(3), None)
     assert find_unpicklable(objects, ("dataset", "collate_fn", "worker_init_fn")) is None
-
-
-def test_the_text_begins_with_pickle_s_own_and_says_what_to_do():
-    with pytest.raises(TypeError) as caught:
-        pickle.dumps(LOCK)
-    found = Unpicklable("dataset.connection", LOCK)
-    explained = explain_unpicklable(caught.value, found, "worker processes", "Open it there.")
-    assert type(explained) is TypeError
-    assert str(explained) == (
-        "cannot pickle '_thread.lock' object\n"
-        "dataset.connection (of type _thread.lock) cannot be pickled, so it cannot be sent to "
-        "worker processes. Open it there."
-    )
-    other = ZeroDivisionError("mine")
-    assert explain_unpicklable(other, Unpicklable("dataset", 3), "others", "Do.") is other
-    assert other.__notes__[0].startswith("dataset (of type int) cannot be pickled")

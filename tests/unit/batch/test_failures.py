@@ -10,7 +10,6 @@ from shmloader.batch.failures import (
     BadSample,
     RemoteError,
     SampleReport,
-    describe_index,
     describe_indices,
 )
 
@@ -144,13 +143,6 @@ def test_a_report_names_the_newest_and_counts_all():
 def test_keys_that_cannot_cross_are_named_by_their_text():
     assert bad(Shy(), ValueError()).index.startswith("<Shy ")
     assert str(bad("x" * 100_000, ValueError()).index).startswith("'xxx")
-
-
-@pytest.mark.parametrize(
-    "index", [3, "key", Shy(), [Shy()] * 100, "x" * 10**6, pytest.param(10**5000, id="long")]
-)
-def test_every_index_has_a_short_description(index):
-    assert 0 < len(describe_index(index)) <= 200
 
 
 @pytest.mark.parametrize(

@@ -7,46 +7,14 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from shmloader.batch.collator import Timer, bytes_of
-from shmloader.batch.fetch import EmptyBatchError, FetchConfig, map_style_stop
+from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.maker import BatchMaker
 
 
 def make_fetcher(config, dataset, collate, on_error="raise"):
     return BatchMaker(config, dataset, collate, on_error, where="somewhere", timer=Timer()).fetcher
-
-
-class Numbers(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "plan", "tasks", "batches"),
-    [
-        ("abcdef", FetchConfig(False, True, False), [[0, 2], [5]], [["a", "c"], ["f"]]),
-        ("abcdef", FetchConfig(False, False, False), [0, 5], ["a", "f"]),
-        (Numbers(), FetchConfig(True, True, False), [[0, 0]] * 3, [[0, 1], [2, 3], [4]]),
-        (Numbers(), FetchConfig(True, True, True), [[0, 0]] * 2, [[0, 1], [2, 3]]),
-        (Numbers(), FetchConfig(True, False, False), [None] * 5, [0, 1, 2, 3, 4]),
-    ],
-)
-def test_batches_are_made_as_configured(dataset, plan, tasks, batches):
-    fetcher = make_fetcher(plan, dataset, lambda samples: samples)
-    assert [fetcher.fetch(task) for task in tasks] == batches
-    if plan.is_iterable:
-        with pytest.raises(StopIteration):
-            fetcher.fetch(tasks[0])
-
-
-def test_a_stop_iteration_of_a_map_style_dataset_is_not_taken_for_the_end():
-    cause = StopIteration(3)
-    error = map_style_stop(cause)
-    assert type(error) is RuntimeError
-    assert "raised StopIteration" in str(error)
-    assert error.__cause__ is cause
 
 
 def test_bytes_of_a_batch_are_those_of_tensors_and_arrays_in_containers():
@@ -153,10 +121,6 @@ def test_bad_samples_are_not_identified_if_getitems_returns_no_list(on_error):
         fetcher.fetch([0, 1])
     failed = fetcher.pop_report().newest
     assert "__getitems__ returned a dict for one index" in failed[0].error.message
-
-
-def test_an_empty_list_of_indices_goes_to_collate_as_with_torch():
-    assert tolerant(Keyed()).fetch([]) == []
 
 
 def test_a_bad_sample_is_not_kept_alive():

@@ -10,51 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-TABLE = """
-### G, spawn
-
-| loader | MB | s |
-|---|---|---|
-| shmloader | 1,513 (1,513–1,523) | 1.04 |
-| shmloader, share | 669 | 1.43 |
-| torch | 1,478 | 5.51 |
-| SPDL, threads | has no processes |  |
-| SPDL, subprocess | 433 (433–441) | 1.54 |
-| grain | 2,300 (2,299–2,301) | 4.13 |
-
-### G, spawn, 8 workers
-
-| loader | MB |
-|---|---|
-| shmloader | 1 |
-"""
-
 
 @pytest.fixture
 def chart(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("chart")
     sys.modules.pop("chart", None)
-
-
-def test_a_table_is_read_by_its_heading_and_column(chart):
-    assert chart.read_table(TABLE, "### G, spawn\n", "MB") == {
-        "shmloader": 1513,
-        "shmloader, share": 669,
-        "torch": 1478,
-        "SPDL, subprocess": 433,
-        "grain": 2300,
-    }
-
-
-def test_our_best_torch_and_the_best_other_are_picked(chart):
-    figures = chart.read_table(TABLE, "### G, spawn\n", "MB")
-    assert chart.pick(figures, less=True) == {
-        "shmloader, share": 669,
-        "torch": 1478,
-        "SPDL, subprocess": 433,
-    }
-    assert list(chart.pick(figures, less=False)) == ["shmloader", "torch", "grain"]
 
 
 def test_the_chart_has_three_rows_beside_torch_and_one_that_we_lose(chart):

@@ -8,9 +8,7 @@ from shmloader.batch.failures import SampleReport
 from shmloader.engine.engine import Engine
 from shmloader.engine.failures import FailureList, FailureWatch
 from shmloader.engine.scheduler import Scheduler
-from shmloader.errors import (
-    SharedMemoryError,
-)
+from shmloader.errors import SharedMemoryError
 from shmloader.pools.answers import Batch, Empty
 from tests.pools.scripted import ScriptedPool, next_of
 

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import SlotState, WorkerState

@@ -125,26 +125,12 @@ INIT_STACK = """  File "/data/set.py", line 9 in connect
                 "(SIGSTOP)."
             ),
         ),
-        (
-            AtWork(Phase.IDLE, 0, 0, 2, STACK),
-            None,
-            "Worker 3 (pid 812) has been idle for 2.0 s.",
-        ),
-        (
-            AtWork(Phase.STARTING, 0, 0, 2),
-            None,
-            "Worker 3 (pid 812) has been starting for 2.0 s.",
-        ),
+        (AtWork(Phase.IDLE, 0, 0, 2, STACK), None, "Worker 3 (pid 812) has been idle for 2.0 s."),
+        (AtWork(Phase.STARTING, 0, 0, 2), None, "Worker 3 (pid 812) has been starting for 2.0 s."),
     ],
 )
 def test_what_a_worker_is_at(at_work, ticket, text):
     assert describe_work(3, 812, at_work, ticket) == text
-
-
-def test_a_deep_stack_is_cut():
-    stack = "\n".join(f'  File "set.py", line {line} in walk' for line in range(40))
-    text = describe_work(0, 1, AtWork(Phase.GETTING_READY, 0, 0, 1, stack), None)
-    assert len(text.splitlines()) == 13
 
 
 def test_a_death_says_why_the_worker_was_not_replaced():
@@ -210,16 +196,3 @@ def test_an_error_shows_the_code_of_the_user_in_which_a_sample_hung():
     assert describe_hung_work(1, None, AtWork(Phase.LOADING, 0, 3, 2.0)) == (
         "Worker thread 1 was left behind in it."
     )
-
-
-@pytest.mark.parametrize(
-    ("at", "given", "text"),
-    [
-        (4, 6, "from its state after 4 batches, skipping 2 batches already delivered."),
-        (1, 2, "from its state after 1 batch, skipping 1 batch already delivered."),
-        (4, 4, "from its state after 4 batches. "),
-    ],
-)
-def test_a_restart_says_from_which_state_a_dataset_goes_on(at, given, text):
-    checkpoint = Checkpoint(given, b"state", at)
-    assert f"resumes {text}" in describe_restart(1, Death(812, -9), [], checkpoint)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from xml.etree import ElementTree as ET
 
 import pytest
 
-from shmloader.grammar import counted, seconds, size
-from shmloader.insight.stats import (
-    PARTS,
-    LoaderStats,
-    SlotStats,
-    Times,
-    WaitStats,
-    WorkerStats,
-)
+from shmloader.grammar import seconds
+from shmloader.insight.stats import LoaderStats, SlotStats, Times, WaitStats, WorkerStats
 
 
 @pytest.mark.parametrize(
@@ -34,13 +26,6 @@ def test_a_duration_has_the_unit_that_fits(duration_s, text) -> None:
     assert seconds(duration_s) == text
 
 
-def test_sizes_and_numbers() -> None:
-    assert [size(one) for one in (0, 999, 1_500, 2e6)] == ["0 B", "999 B", "1.5 kB", "2.0 MB"]
-    assert counted(1, "batch", "batches") == "1 batch"
-    assert counted(2_000, "batch", "batches") == "2,000 batches"
-    assert counted(0, "core") == "0 cores"
-
-
 STATS = LoaderStats(
     epoch=3,
     epochs=1,
@@ -57,15 +42,6 @@ STATS = LoaderStats(
 )
 
 
-def test_statistics_have_a_short_repr() -> None:
-    assert repr(STATS) == (
-        "<LoaderStats: epoch 3, running, 1,000 batches, 2,000 samples/s, waited 500 ms (25%)>"
-    )
-    total = dataclasses.replace(STATS, epoch=None, epochs=4, batches=1)
-    assert "all of 4 epochs, 1 batch, " in repr(total)
-    assert repr(LoaderStats()) == "<LoaderStats: no epoch yet>"
-
-
 def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
     places = Times(draw=0.1, fetch=0.397, pin=0.003)
     stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, places=places))
@@ -76,13 +52,3 @@ def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
         "  fetch        397 ms    79%  in the dataset",
         "",
     ]
-
-
-def test_each_place_has_words() -> None:
-    assert tuple(PARTS) == Times._fields
-
-
-@pytest.mark.parametrize("worker", [0, "<script>alert('&')</script>"])
-def test_a_notebook_shows_the_table_as_text(worker) -> None:
-    stats = dataclasses.replace(STATS, workers=(WorkerStats(worker_id=worker),))
-    assert ET.fromstring(stats._repr_html_()).text == str(stats)

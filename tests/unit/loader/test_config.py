@@ -44,11 +44,7 @@ def test_what_is_resumed_is_taken_once_and_replaces_where_the_datasets_were() ->
 
 @pytest.mark.parametrize(
     ("options", "window", "most"),
-    [
-        ({}, 0, 0),
-        ({"num_workers": 2}, 4, 4),
-        ({"num_workers": 2, "prefetch_factor": 5}, 10, 10),
-    ],
+    [({}, 0, 0), ({"num_workers": 2}, 4, 4), ({"num_workers": 2, "prefetch_factor": 5}, 10, 10)],
 )
 def test_the_window_is_that_of_the_workers(options, window, most) -> None:
     found = config_of(**options)

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.loader.options import (
-    DEFAULTS,
-    MINIMUM_SLOT_BYTES,
-    OPTIONS,
-    slot_share,
-)
+from shmloader.loader.options import DEFAULTS, MINIMUM_SLOT_BYTES, OPTIONS, slot_share
 
 
 class Stream(IterableDataset):
@@ -49,12 +44,6 @@ class Stream(IterableDataset):
 def test_a_size_is_read(value, nbytes):
     size = OPTIONS["shm_size"].check(value)
     assert (size, type(size)) == (nbytes, int)
-
-
-@given(st.integers(1, 2**53))
-@settings(derandomize=True)
-def test_text_of_a_whole_number_is_exact(nbytes):
-    assert OPTIONS["shm_size"].check(str(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize(

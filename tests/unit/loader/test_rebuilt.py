@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -211,20 +210,6 @@ def test_a_loader_made_anew_from_its_attributes_is_auto_as_the_first(kind, optio
         assert f"num_workers='auto' ({loader.num_workers} now)" in repr(remade)
     if kind is DataLoader:
         assert "num_workers='auto'" in repr(distributed(loader, sampler))
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (DataLoader, {"thread_pool": True}),
-        (DataLoader, {"executor": ProcessPoolExecutor(1)}),
-    ],
-)
-def test_where_auto_is_not_possible_the_number_of_an_auto_loader_is_a_number(kind, options) -> None:
-    number = DataLoader(torch.arange(LENGTH), 4, num_workers="auto", seed=1).num_workers
-    loader = kind(torch.arange(LENGTH), 4, num_workers=number, **options)
-    assert loader.num_workers == number
-    assert "auto" not in repr(loader)
 
 
 @pytest.mark.parametrize(

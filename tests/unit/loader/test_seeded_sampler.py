@@ -118,14 +118,6 @@ def test_a_copy_without_a_seed_carries_over_by_itself(way) -> None:
     ]  # fmt: skip
 
 
-def test_a_loader_rebuilt_from_the_attributes_delivers_the_same() -> None:
-    loader = make()
-    again = DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler, seed=loader.seed)
-    expected = make()
-    for _ in range(3):
-        assert read(again) == read(expected)
-
-
 class Counting:
     """A sampler that counts its epochs as it is iterated."""
 
@@ -177,38 +169,6 @@ def test_a_samplers_own_next_number_before_the_first_epoch_counts() -> None:
     loader.sampler.set_epoch(1)
     assert loader.epoch == 1
     assert read(loader) == epochs[1]
-
-
-def test_a_state_of_an_epochs_end_that_is_only_saved_changes_nothing() -> None:
-    whole = make()
-    epochs = [read(whole) for _ in range(3)]
-    loader = make()
-    for number in range(3):
-        assert loader.state_dict()["epoch"] == number
-        assert read(loader) == epochs[number]
-        state = loader.state_dict()
-        assert (state["epoch"], state["position"]) == (number + 1, 0)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
-def test_both_samplers_have_set_epoch_and_are_iterated_as_often_as_one_likes(
-    shuffle, last_batch
-) -> None:
-    loader = make(shuffle=shuffle, last_batch=last_batch)
-    loader.batch_sampler.set_epoch(4)
-    first = list(loader.batch_sampler)
-    assert list(loader.batch_sampler) == first
-    assert len(first) == len(loader.batch_sampler)
-    indices = list(loader.sampler)
-    assert len(indices) == len(loader.sampler) == LENGTH
-    assert [*itertools.chain(*first)] == indices[: sum(map(len, first))]
-    assert read(loader) == first
-    assert loader.epoch == 5
-    again = list(loader.batch_sampler)
-    # What is left over comes first in the next epoch.
-    assert (again == first) is (not shuffle and last_batch != "rollover")
-    assert read(loader) == again
 
 
 class Skipping(BatchSampler):

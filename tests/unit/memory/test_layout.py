@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from shmloader.memory.flat import FlatPacker, FlatReader
-from tests.unit.memory.support import (
-    LARGE,
-    collated_by_torch,
-    is_in,
-)
+from tests.unit.memory.support import LARGE, collated_by_torch, is_in
 
 both_ways = pytest.mark.parametrize("lent", [False, True], ids=["copied", "lent"])
 

@@ -16,13 +16,7 @@ from shmloader.memory.arena import Arena
 from shmloader.memory.flat import FlatLayout, FlatPacker, FlatReader, stack_into
 from shmloader.memory.writer import SlotWriter
 from tests.parity.compare import assert_same
-from tests.unit.memory.support import (
-    LARGE,
-    MIB,
-    collated_by_torch,
-    collated_by_us,
-    open_bench,
-)
+from tests.unit.memory.support import LARGE, MIB, collated_by_torch, collated_by_us, open_bench
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 both_ways = pytest.mark.parametrize("lent", [False, True], ids=["copied", "lent"])
@@ -46,9 +40,7 @@ TENSOR_DTYPES = [
     *(torch.bool, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
 ]
-ARRAY_DTYPES = [
-    *("u1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", ">i4", "M8[s]", "U2"),
-]
+ARRAY_DTYPES = [*("u1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", ">i4", "M8[s]", "U2")]
 SHAPES = [(), (1,), (3,), (0,), (2, 3), (3, 0), (70, 30)]
 NUMBERS = [
     *(0, 1, -7, True, False, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**30),

@@ -281,8 +281,7 @@ def test_an_iterator_goes_on_after_a_timeout(is_of_build):
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error"),
-    [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)],
+    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]
 )
 def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
     with chain([1]).auto_stop() as pipeline:

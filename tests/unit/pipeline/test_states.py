@@ -169,18 +169,6 @@ def test_after_the_end_of_an_epoch_the_next_one_begins(source):
     assert list(pipeline) == list(range(1001, 1006))
 
 
-def test_after_the_last_item_but_before_the_end_the_epoch_has_nothing_left():
-    pipeline = chain(range(3))
-    items = iter(pipeline)
-    assert [next(items) for _ in range(3)] == [0, 1, 2]
-    state = pipeline.state_dict()
-    del items
-    second = chain(range(3))
-    second.load_state_dict(state)
-    assert list(second) == []
-    assert list(second) == [0, 1, 2]
-
-
 def test_before_the_first_epoch_the_state_is_the_sources():
     source = Counter(5)
     source.position = 3

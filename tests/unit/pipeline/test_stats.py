@@ -9,12 +9,8 @@ import time
 
 import pytest
 
-from shmloader import PipelineBuilder, PipelineDataLoader
-from shmloader.pipeline.stats import (
-    MARGIN,
-    PipelineStageStats,
-    PipelineStats,
-)
+from shmloader import PipelineBuilder
+from shmloader.pipeline.stats import MARGIN, PipelineStageStats, PipelineStats
 from tests.unit.pipeline.support import SOON_S, Gate, chain
 
 
@@ -159,12 +155,6 @@ def test_a_table_a_line_and_html():
     html = stats._repr_html_()
     assert "&lt;decode&gt;" in html
     assert "<decode>" not in html
-
-
-def test_the_usual_chain_has_statistics():
-    with PipelineDataLoader(range(20), preprocessor=same, batch_size=5) as loader:
-        list(loader)
-        assert [stage.items_out for stage in loader.stats().stages] == [20, 20, 4]
 
 
 # The verdict -----------------------------------------------------------------------------

@@ -65,18 +65,3 @@ def test_a_process_that_has_an_item_is_named():
 
 def wait_for_ever(item):
     threading.Event().wait()
-
-
-def test_an_iterator_says_the_same():
-    gate = Gate()
-
-    def op(item):
-        gate.pass_through()
-        return item
-
-    items = iter(chain(range(1), op, timeout=0.01))
-    gate.wait_until_reached()
-    text = r"call next\(\) or get_item\(\) again\. .*stage 'op' .1 item, for up to"
-    with pytest.raises(TimeoutError, match=text):
-        next(items)
-    gate.open()

@@ -1,12 +1,9 @@
 """Batches of similar length."""
 
 import itertools
-import pickle
 from collections import Counter
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,14 +33,6 @@ def test_each_sample_comes_once(lengths, batch_size, num_buckets, shuffle):
         batches = list(sampler)
         assert sorted(flat(batches)) == list(range(len(lengths)))
         assert len(batches) == len(sampler)
-
-
-@given(LENGTHS, SIZES, BUCKET_COUNTS, st.booleans())
-@settings(derandomize=True)
-def test_only_the_last_batch_can_be_short(lengths, batch_size, num_buckets, shuffle):
-    batches = list(BucketBatchSampler(lengths, batch_size, num_buckets, shuffle=shuffle))
-    assert {len(batch) for batch in batches[:-1]} <= {batch_size}
-    assert all(1 <= len(batch) <= batch_size for batch in batches[-1:])
 
 
 @given(LENGTHS, SIZES, BUCKET_COUNTS, st.integers(0, 5))
@@ -76,11 +65,6 @@ def test_batches_of_a_sorted_epoch_ascend():
     lengths = [3, 1, 2, 3, 1, 2, 3]
     assert list(BucketBatchSampler(lengths, 2, 3)) == [[1, 4], [2, 5], [0, 3], [6]]
     assert list(BucketBatchSampler(lengths, 2, 1)) == [[1, 4], [2, 5], [0, 3], [6]]
-
-
-def test_without_shuffling_all_epochs_are_alike():
-    sampler = BucketBatchSampler([5, 3, 4] * 9, 4)
-    assert list(sampler) == list(sampler)
 
 
 def test_buckets_save_padding():
@@ -177,20 +161,6 @@ def test_equal_lengths_are_spread_over_buckets():
     assert max(second) - min(second) > 200
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_lengths_of_any_kind_give_the_same(shuffle):
-    lengths = [5, 0, 3, 3, 8, 1]
-    expected = list(BucketBatchSampler(lengths, 2, 2, shuffle=shuffle))
-    for same in (
-        tuple(lengths),
-        np.array(lengths),
-        np.array(lengths, np.float32),
-        torch.tensor(lengths),
-        torch.tensor(lengths, dtype=torch.bfloat16),
-    ):
-        assert list(BucketBatchSampler(same, 2, 2, shuffle=shuffle)) == expected
-
-
 def test_lengths_may_be_changed_afterwards():
     lengths = [3, 2, 1]
     sampler = BucketBatchSampler(lengths, 1)
@@ -202,59 +172,3 @@ def test_no_samples_are_no_batches():
     for num_shards in (0, 3):
         sampler = BucketBatchSampler([], 2, num_shards=num_shards, shuffle=True)
         assert (len(sampler), list(sampler), sampler.bucket_sizes) == (0, [], (0,))
-
-
-def test_indices_are_ints_and_arguments_attributes():
-    sampler = BucketBatchSampler([3, 1, 2], 2, 3, 2, shuffle=True, seed=5)
-    assert {type(index) for index in flat(flat(sampler))} == {int}
-    names = ("batch_size", "num_buckets", "num_shards", "shuffle", "seed")
-    assert [getattr(sampler, name) for name in names] == [2, 3, 2, True, 5]
-    assert sampler.lengths.tolist() == [3, 1, 2]
-
-
-def test_a_pickled_one_goes_on():
-    sampler = BucketBatchSampler(range(20), 3, shuffle=True)
-    list(sampler)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert list(copy) == list(sampler)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ({"lengths": [1, -1]}, ValueError, "lengths should have no negative"),
-        (
-            {"lengths": [[1, 2]]},
-            ValueError,
-            "lengths should have one dimension, but got len",
-        ),
-        ({"lengths": ["a"]}, TypeError, "lengths should be a sequence of ints or floats"),
-        (
-            {"batch_size": 0},
-            ValueError,
-            "batch_size should be 1 or more, but got batch_size",
-        ),
-        (
-            {"batch_size": 2.0},
-            TypeError,
-            "batch_size should be an int, but got batch_size=2",
-        ),
-        (
-            {"num_buckets": 0},
-            ValueError,
-            "num_buckets should be 1 or more, but got num_buck",
-        ),
-        ({"num_buckets": None}, TypeError, "num_buckets should be an int, but got num_buck"),
-        (
-            {"num_shards": -1},
-            ValueError,
-            "num_shards should be 0 or more, but got num_shard",
-        ),
-        ({"num_shards": True}, TypeError, "num_shards should be an int, but got num_shards"),
-        ({"shuffle": 1}, TypeError, "shuffle should be True or False, but got shuffle=1"),
-        ({"seed": 2**64}, ValueError, "seed should be below 18446744073709551616, but got"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(arguments, kind, text):
-    with pytest.raises(kind, match=f"^{text}"):
-        BucketBatchSampler(**{"lengths": [1, 2], "batch_size": 2, **arguments})

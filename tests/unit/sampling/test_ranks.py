@@ -6,8 +6,6 @@ import types
 import numpy as np
 import pytest
 import torch.distributed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shmloader.sampling import ranks
 from shmloader.sampling.ranks import Ranks, find_ranks, rank_of, resolve_ranks
@@ -33,57 +31,38 @@ def default_group():
     torch.distributed.destroy_process_group()
 
 
-@given(st.data())
-@settings(derandomize=True)
-def test_what_is_given_is_taken(data):
-    world_size = data.draw(st.integers(1, 10**6))
-    rank = data.draw(st.integers(0, world_size - 1))
-    assert resolve_ranks(rank, world_size) == (rank, world_size)
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": " 16 "}
+STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
 
-def test_numpy_integers_become_ints():
-    assert [type(number) for number in resolve_ranks(np.int64(1), np.int32(2))] == [int, int]
-
-
-def test_a_process_that_nothing_is_said_of_is_alone():
-    assert resolve_ranks(None, None) == (0, 1)
-
-
-def test_the_environment_says_it(environment):
-    environment.setenv("RANK", "3")
-    environment.setenv("WORLD_SIZE", " 16 ")
-    assert resolve_ranks(None, None) == (3, 16)
-
-
-def test_a_step_of_slurm_says_it(environment):
-    environment.setenv("SLURM_PROCID", "3")
-    environment.setenv("SLURM_STEP_NUM_TASKS", "16")
-    assert resolve_ranks(None, None) == (3, 16)
-
-
-def test_torchrun_that_a_step_of_slurm_has_started_goes_before_it(environment):
-    environment.setenv("SLURM_PROCID", "1")
-    environment.setenv("SLURM_STEP_NUM_TASKS", "2")
-    environment.setenv("RANK", "3")
-    environment.setenv("WORLD_SIZE", "16")
-    assert resolve_ranks(None, None) == (3, 16)
-
-
-def test_a_batch_script_of_slurm_is_alone(environment):
-    environment.setenv("SLURM_PROCID", "0")
-    environment.setenv("SLURM_NTASKS", "16")
-    assert resolve_ranks(None, None) == (0, 1)
+@pytest.mark.parametrize(
+    ("variables", "arguments", "expected"),
+    [
+        ({}, (None, None), (0, 1)),  # alone
+        ({}, (5, 10**6), (5, 10**6)),
+        ({}, (np.int64(1), np.int32(2)), (1, 2)),
+        (TORCHRUN, (None, None), (3, 16)),
+        (STEP, (None, None), (1, 2)),
+        (TORCHRUN | STEP, (None, None), (3, 16)),  # torchrun that a step has started
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, (None, None), (0, 1)),  # a batch script
+        ({"RANK": "three"}, (0, 2), (0, 2)),
+    ],
+)
+def test_rank_and_world_size_come_from_arguments_or_the_environment(
+    variables, arguments, expected, environment
+):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    found = resolve_ranks(*arguments)
+    assert found == expected
+    assert [type(number) for number in found] == [int, int]
 
 
 @pytest.mark.usefixtures("default_group")
-def test_the_default_group_goes_before_the_environment(environment):
+def test_the_default_group_goes_before_the_environment_and_after_arguments(environment):
     environment.setenv("RANK", "3")
     environment.setenv("WORLD_SIZE", "16")
     assert resolve_ranks(None, None) == (2, 5)
-
-
-@pytest.mark.usefixtures("default_group")
-def test_arguments_go_before_the_default_group():
     assert resolve_ranks(0, 2) == (0, 2)
 
 
@@ -127,11 +106,6 @@ def test_a_signal_handler_s_exception_is_not_taken_for_one_of_the_variables(
             function()
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_arguments_go_before_an_environment_that_is_malformed(environment):
-    environment.setenv("RANK", "three")
-    assert resolve_ranks(0, 2) == (0, 2)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 1), (True, None)])

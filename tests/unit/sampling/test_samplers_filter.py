@@ -62,12 +62,6 @@ def test_the_length_is_unknown_before_a_full_pass():
     assert len(sampler) == 2
 
 
-def test_a_length_of_0_is_known_as_well():
-    sampler = FilterSampler(is_even, [1, 3])
-    assert list(sampler) == []
-    assert len(sampler) == 0
-
-
 def test_the_length_is_that_of_the_last_full_pass():
     dataset = [2, 4]
     sampler = FilterSampler(is_even, dataset)
@@ -117,9 +111,3 @@ def test_a_dataset_that_is_not_map_style_is_refused(dataset):
     with pytest.raises(TypeError, match="dataset should be map-style, with") as caught:
         FilterSampler(is_even, dataset)
     assert f"got dataset={dataset!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize("fn", [None, 1, "even"])
-def test_what_cannot_be_called_is_refused(fn):
-    with pytest.raises(TypeError, match=f"^fn should be callable, but got fn={fn!r}$"):
-        FilterSampler(fn, [1])

@@ -38,28 +38,3 @@ def test_the_length_is_what_comes(length, interval, rollover):
 @settings(derandomize=True)
 def test_with_rollover_each_index_comes_once(length, interval):
     assert sorted(IntervalSampler(length, interval)) == list(range(length))
-
-
-def test_all_epochs_are_alike():
-    sampler = IntervalSampler(5, 2)
-    assert [list(sampler), list(sampler)] == [[0, 2, 4, 1, 3]] * 2
-
-
-def test_two_iterators_do_not_disturb_each_other():
-    sampler = IntervalSampler(5, 2)
-    assert list(zip(sampler, sampler, strict=True)) == [(index, index) for index in sampler]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ((-1, 2), ValueError, "length should be 0 or more, but got length=-1"),
-        (("5", 2), TypeError, "length should be an int, but got length='5'"),
-        ((5, 0), ValueError, "interval should be 1 or more, but got interval=0"),
-        ((5, True), TypeError, "interval should be an int, but got interval=True"),
-        ((5, 2, 1), TypeError, "rollover should be True or False, but got rollover=1"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(arguments, kind, text):
-    with pytest.raises(kind, match=f"^{text}$"):
-        IntervalSampler(*arguments)

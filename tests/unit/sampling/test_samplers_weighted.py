@@ -18,14 +18,6 @@ WORLD_SIZES = st.integers(1, 6)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """No variables of whoever runs the tests; setters of their own."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    return monkeypatch
-
-
 def alone(*arguments, **options):
     return DistributedWeightedSampler(*arguments, rank=0, world_size=1, **options)
 
@@ -140,93 +132,3 @@ def test_ranks_agree_in_later_epochs(replacement):
     for _ in range(3):
         turns = zip(*samplers, strict=True)
         assert list(itertools.chain.from_iterable(turns)) == list(single)
-
-
-def test_there_are_as_many_samples_as_weights():
-    sampler = DistributedWeightedSampler([1, 1, 1, 1, 1, 1, 1], rank=1, world_size=3)
-    assert (sampler.num_samples, len(sampler)) == (7, 2)
-
-
-def test_ranks_are_those_of_the_environment(environment):
-    sampler = DistributedWeightedSampler([1, 1])
-    assert (sampler.rank, sampler.world_size) == (0, 1)
-    environment.setenv("RANK", "1")
-    environment.setenv("WORLD_SIZE", "2")
-    sampler = DistributedWeightedSampler([1, 1])
-    assert (sampler.rank, sampler.world_size) == (1, 2)
-    environment.delenv("RANK")
-    with pytest.raises(ValueError, match="RANK and WORLD_SIZE"):
-        DistributedWeightedSampler([1, 1])
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [(1, 3, 2), np.array([1, 3, 2], np.float32), torch.tensor([1, 3, 2], dtype=torch.bfloat16)],
-)
-@pytest.mark.parametrize("replacement", [True, False])
-def test_weights_of_any_kind_give_the_same(weights, replacement):
-    assert list(alone(weights, 3, replacement)) == list(alone([1, 3, 2], 3, replacement))
-
-
-def test_indices_are_ints_and_arguments_attributes():
-    sampler = DistributedWeightedSampler([3, 1], 2, False, rank=0, world_size=2, seed=5)
-    assert {type(index) for index in sampler} == {int}
-    assert {type(index) for index in alone([1, 2], 2)} == {int}
-    names = ("num_samples", "replacement", "rank", "world_size", "seed")
-    assert [getattr(sampler, name) for name in names] == [2, False, 0, 2, 5]
-    assert sampler.weights.tolist() == [3.0, 1.0]
-    with pytest.raises(ValueError, match="read-only"):
-        sampler.weights[0] = 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        ({"weights": [1, -1]}, ValueError, "weights should have no negative"),
-        (
-            {"weights": [[1, 2]]},
-            ValueError,
-            "weights should have one dimension, but got wei",
-        ),
-        ({"weights": "12"}, TypeError, "weights should be a sequence of ints or floats"),
-        (
-            {"weights": [0, 0]},
-            ValueError,
-            "weights should have a positive number, but got 2",
-        ),
-        ({"weights": []}, ValueError, "weights should have a positive number, but got 0"),
-        (
-            {"num_samples": 0},
-            ValueError,
-            "num_samples should be 1 or more, but got num_samp",
-        ),
-        (
-            {"num_samples": 2.0},
-            TypeError,
-            "num_samples should be an int, but got num_samples",
-        ),
-        (
-            {"num_samples": 1},
-            ValueError,
-            "num_samples should be at least one .*=2 ranks, but",
-        ),
-        (
-            {"replacement": 0},
-            TypeError,
-            "replacement should be True or False, but got repla",
-        ),
-        (
-            {"num_samples": 3, "replacement": False},
-            ValueError,
-            "num_samples should be at most 2 without replacement, .* but got num_samples=3",
-        ),
-        ({"rank": 2}, ValueError, "rank should be below world_size=2, but got rank=2"),
-        ({"rank": None}, ValueError, "rank and world_size should be given both or not"),
-        ({"seed": True}, TypeError, "seed should be an int, but got seed=True"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(arguments, kind, text):
-    with pytest.raises(kind, match=f"^{text}"):
-        DistributedWeightedSampler(
-            **{"weights": [1, 0, 2], "num_samples": 2, "rank": 0, "world_size": 2, **arguments}
-        )

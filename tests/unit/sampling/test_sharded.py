@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -79,10 +78,7 @@ def test_a_batch_samplers_batches_stay_whole() -> None:
     def make() -> BatchSampler:
         return BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
 
-    assert [list(one) for one in ranks(2, make)] == [
-        [[0, 1, 2], [6, 7, 8]],
-        [[3, 4, 5], [9]],
-    ]
+    assert [list(one) for one in ranks(2, make)] == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]]]
     assert [len(one) for one in ranks(3, make, last_batch="keep")] == [2, 1, 1]
 
 
@@ -105,37 +101,6 @@ def test_a_sampler_that_counts_epochs_is_told_the_epoch(wrap) -> None:
     for epoch in (2, 2, 0, 1):
         other.set_epoch(epoch)
         assert list(other) == orders[epoch]
-
-
-def test_the_process_keeps_its_own_streams_and_they_do_not_matter() -> None:
-    (one,) = ranks(1)
-    random.seed(4)
-    torch.manual_seed(4)
-    before = random.getstate(), torch.get_rng_state()
-    first = list(one)
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-    torch.manual_seed(5)
-    one.set_epoch(0)
-    assert list(one) == first
-    (other,) = ranks(1, seed=1)
-    assert list(other) != first
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"batch_size": 0}, ValueError),
-        ({"batch_size": True}, TypeError),
-        ({"last_batch": "rollover"}, ValueError),
-        ({"seed": -1}, ValueError),
-        ({"rank": 0}, ValueError),
-        ({"rank": 2, "world_size": 2}, ValueError),
-    ],
-)
-def test_wrong_arguments_are_told(options, error) -> None:
-    with pytest.raises(error):
-        ShardedSampler([1, 2], **options)
 
 
 @pytest.mark.parametrize(

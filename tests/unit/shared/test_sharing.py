@@ -196,10 +196,7 @@ class Pair(tuple):
 def test_containers_with_ways_of_their_own_are_copied_or_stay():
     rows = np.arange(3)
     most = torch.tensor([3, 1]).sort()
-    value = {
-        "pair": Pair(rows, 1),
-        "sorted": most,
-    }
+    value = {"pair": Pair(rows, 1), "sorted": most}
     ours = shmloader.share(value)
     assert type(ours["pair"]) is Pair
     assert lies_shared(ours["pair"][0])
@@ -322,13 +319,7 @@ def test_writing_to_a_shared_array_raises(write):
 
 def test_what_is_computed_of_a_shared_array_is_an_ordinary_one():
     ours = shmloader.share(np.arange(6.0))
-    for result in (
-        ours + 1,
-        1 + ours,
-        ours * ours,
-        np.concatenate([ours, ours]),
-        -ours,
-    ):
+    for result in (ours + 1, 1 + ours, ours * ours, np.concatenate([ours, ours]), -ours):
         assert type(result) is np.ndarray
     assert ours.sum() == 15
     assert type(ours.sum()) is np.float64

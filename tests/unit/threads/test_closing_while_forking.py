@@ -9,9 +9,7 @@ from shmloader.pools.status_page import StatusPage
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: StatusPage(1), ParentDeathPipe],
-    ids=["status_page", "parent_death"],
+    "make", [lambda: StatusPage(1), ParentDeathPipe], ids=["status_page", "parent_death"]
 )
 def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
     owner, close, codes = make(), os.close, []
