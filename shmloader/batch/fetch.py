@@ -128,28 +128,36 @@ class MapFetcher:
     ) -> None:
         self._config, self._dataset, self._collate = config, dataset, collate
         self._on_error, self._where, self._is_strict = on_error, where, on_error == "raise"
-        self._report, self._pid = SampleReport(), 0
+        # None if bad samples are neither skipped nor replaced.
+        self._report = None if self._is_strict else SampleReport()
         self._concurrent_fetcher = concurrent_fetcher
         # What is called for each sample, in order, before several are loaded at once.
-        self._begins = [each.begin_sample for each in (rng, watch) if each is not None]
+        self._begins: list[Callable[[], None]] = []
+        self._list_wrappers: list[Load] = []
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
         get = _getter(dataset)
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
+        if rng is not None:
+            self._begins.append(rng.begin_sample)
         if watch is not None:
+            self._begins.append(watch.begin_sample)
+            self._list_wrappers.append(watch.load_list)
             get = functools.partial(watch.load, get)
-        self._get = get if load is None else functools.partial(load, get)
-        self._list_wrappers = [wrap for wrap in (watch and watch.load_list, load) if wrap]
+        if load is not None:
+            self._list_wrappers.append(load)
+            get = functools.partial(load, get)
+        self._get = get
 
     def pop_report(self) -> SampleReport | None:
         """Return the report on the samples since the last call, whether or not fetching raised.
 
         Returns None if bad samples are neither skipped nor replaced.
         """
-        if self._is_strict:
-            return None
-        report, self._report = self._report, SampleReport()
+        report = self._report
+        if report is not None:
+            self._report = SampleReport()
         return report
 
     def save(self, keep: Keep[_T]) -> _T | Unsaved | None:
@@ -189,7 +197,7 @@ class MapFetcher:
         elif not self._is_strict and isinstance(index, Iterator):
             index = list(index)  # it may be read twice
         samples = self._load(index) if is_batch else self._load_each(self._get, index)
-        if self._report.failed_count and type(samples) is list:
+        if self._report is not None and self._report.failed_count and type(samples) is list:
             samples, index = self._without_skipped(samples, index)
         return self._collate(samples if is_batch else samples[0], index)
 
@@ -203,7 +211,8 @@ class MapFetcher:
             getitems = functools.partial(wrap, getitems)
         try:
             samples = getitems(indices)
-            self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
+            if self._report is not None:
+                self._report.sample_count += len(indices) if isinstance(indices, Sized) else 1
             return samples
         except BaseException as error:
             what = f"One call of __getitems__ for {describe_indices(indices)}"
@@ -228,7 +237,8 @@ class MapFetcher:
             keys = fetcher.load(get, keys, self._begins, wants_all=not self._is_strict)
             get = SampleResult.get
         for key in keys:
-            report.sample_count += 1
+            if report is not None:
+                report.sample_count += 1
             try:
                 sample = get(key)
             except BaseException as error:
@@ -257,6 +267,7 @@ class MapFetcher:
 
         Called while the sample's exception is being handled.
         """
+        assert self._report is not None
         self._report.add(BadSample.caught(index, self._where))
         if not callable(self._on_error):
             return _SKIPPED
@@ -303,7 +314,7 @@ def _getter(dataset: Any) -> Get:
     ``__getitem__``. (torch's base ``__getitem__`` only raises.)
     """
     own = getattr(type(dataset), "__getitem__", None)
-    if own in (None, Dataset.__getitem__) and probe(dataset, "__getitems__"):
+    if (own is None or own is Dataset.__getitem__) and probe(dataset, "__getitems__"):
         return functools.partial(_get_one, dataset.__getitems__)
     return functools.partial(operator.getitem, dataset)
 

@@ -82,7 +82,7 @@ class Record:
 
     def begin(self, draw_ns: int = 0) -> None:
         """Add the call of ``iter()``, which returns now, after ``draw_ns`` in the sampler."""
-        self.add(self._first_ns, time.monotonic_ns(), draw_ns, None, "start", 0)
+        self.calls[1].append((self._first_ns, time.monotonic_ns(), draw_ns, None, "start", 0))
 
     def end(self) -> None:
         """End the record: no batch follows. May be called again."""
@@ -153,18 +153,17 @@ class Statistics:
         traced: The records that a trace keeps; None while none is made.
     """
 
-    def __init__(self) -> None:
-        self._newest: Record | None = None
-        # The sum of earlier epochs, and the newest ones and those that still run, with their
-        # iterators.
-        self._state: tuple[Sums | None, tuple[tuple[Record, weakref.ref[Any]], ...]] = (None, ())
-        self.epochs = 0
-        self.traced: list[Record] | None = None
+    _newest: Record | None = None
+    # The sum of earlier epochs, and the newest ones and those that still run, with their iterators.
+    _state: tuple[Sums | None, tuple[tuple[Record, weakref.ref[Any]], ...]] = (None, ())
+    epochs = 0
+    traced: list[Record] | None = None
 
     def begin(self, record: Record, iterator: object) -> None:
         """Add the record of an epoch that begins, and its iterator."""
-        self._end_abandoned(iterator)
         past, recent = self._state
+        if recent:
+            self._end_abandoned(iterator)
         if len(recent) >= _MOST_RECENT:
             past = sum_of(past, [other for other, _ in recent if other.is_over])
             recent = tuple(each for each in recent if not each[0].is_over)

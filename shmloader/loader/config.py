@@ -10,7 +10,6 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -18,7 +17,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
-from shmloader.loader.options import WorkerScope, slot_share
+from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.dataset_epoch import DatasetEpoch
 from shmloader.sampling.ranks import Ranks
@@ -65,7 +64,8 @@ class Sharing(NamedTuple):
 class LoaderConfig(SimpleNamespace):
     """The arguments of a loader as an epoch uses them. No code changes them.
 
-    Attributes have the names of the arguments; the options are checked and parsed. Besides, there
+    Attributes have the names of the arguments; the options are checked and parsed. Those that are
+    not the default are the object's own, since loaders may be made for short epochs. Besides, there
     are the following.
 
     Attributes:
@@ -83,6 +83,12 @@ class LoaderConfig(SimpleNamespace):
     """
 
     fetch: FetchConfig
+    prefetch_factor: int | None = None
+    devices: tuple[Any, ...] = (None,)
+    has_steps = False
+    most_workers = 0
+    fixed_window: int | None = None
+    host_ranks = 1
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values of some attributes."""
@@ -168,14 +174,8 @@ class LoaderConfig(SimpleNamespace):
         )
 
 
-# Parts of a loader that most loaders do not need, and what makes them.
-_LATER: dict[str, Callable[[], Any]] = {
-    "failures": FailureList,
-    "state_cost": StateCost,
-    "dataset_epoch": DatasetEpoch,
-    "executor_key": functools.partial(os.urandom, 16),
-    "task_numbers": itertools.count,
-}
+for _name, _default in DEFAULTS.items():
+    setattr(LoaderConfig, _name, _default)
 
 
 class LoaderParts:
@@ -199,6 +199,7 @@ class LoaderParts:
         has_counted_objects: Whether the objects of the dataset were counted already.
     """
 
+    adapter: Adapter | None = None
     host_pool: "HostPool | None" = None
     nursery: Any = None
     destination: "Destination | None" = None
@@ -207,24 +208,20 @@ class LoaderParts:
     loaded_generators: tuple[str, ...] = ()
     has_counted_objects: bool = False
 
-    failures: FailureList[FailedSample]
-    state_cost: StateCost
-    dataset_epoch: DatasetEpoch
-    executor_key: bytes
-    task_numbers: Iterator[int]
+    # Made when they are needed: a program may have very many loaders.
+    failures = functools.cached_property[FailureList[FailedSample]](lambda _: FailureList())
+    state_cost = functools.cached_property(lambda _: StateCost())
+    dataset_epoch = functools.cached_property(lambda _: DatasetEpoch())
+    executor_key = functools.cached_property(lambda _: os.urandom(16))
+    task_numbers = functools.cached_property(lambda _: itertools.count())
 
     def __init__(self, adapter: Adapter | None = None) -> None:
-        self.adapter = adapter
+        if adapter is not None:
+            self.adapter = adapter
         # A tuple, which one thread replaces while another one reads.
         self._iterators: tuple[weakref.ref[Any], ...] = ()
         self.statistics = Statistics()
         self._lock = os.getpid(), threading.RLock()
-
-    def __getattr__(self, name: str) -> Any:
-        """Make a part when it is needed: a program may have very many loaders."""
-        if name not in _LATER:
-            raise AttributeError(name)
-        return vars(self).setdefault(name, _LATER[name]())
 
     @property
     def begin_lock(self) -> threading.RLock:
@@ -235,7 +232,7 @@ class LoaderParts:
 
     def add(self, iterator: object) -> None:
         """Add an iterator."""
-        alive = [reference for reference in self._iterators if reference() is not None]
+        alive = [each for each in self._iterators if each() is not None] if self._iterators else ()
         self._iterators = (*alive, weakref.ref(iterator))
 
     def open_iterators(self) -> list[Any]:
@@ -246,7 +243,8 @@ class LoaderParts:
     def pop_resumed(self) -> DatasetCheckpoints | None:
         """Return what a new iterator's datasets resume from, once; None for the beginning."""
         resumed = self.resumed_checkpoints
-        self.checkpoints = self.resumed_checkpoints = None
+        if resumed is not None or self.checkpoints is not None:
+            self.checkpoints = self.resumed_checkpoints = None
         return resumed
 
     def open_destination(self, config: LoaderConfig) -> "Destination | None":

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
-
-_TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
 
 
 class DataLoader(ResumableLoader[_T_co]):
@@ -307,26 +306,70 @@ class DataLoader(ResumableLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        given = dict(locals())
-        # Now, since torch's constructor calls check_worker_number_rationality(), and past the
-        # descriptors, which refuse to set some.
+        # In the order of the table.
+        options = (
+            shm_size,
+            worker_restarts,
+            device,
+            device_transform,
+            device_prefetch,
+            on_error,
+            max_failures,
+            last_batch,
+            thread_pool,
+            seed,
+            snapshot_every_n_steps,
+            fetch_concurrency,
+            sample_timeout,
+            executor,
+        )
         is_own = type(self) is not DataLoader  # whose class may have attributes of these names
-        own = {name: given[name] for name in OPTIONS if is_own or given[name] is not DEFAULTS[name]}
-        self.__dict__.update(own)
+        if is_own or any(map(operator.is_not, options, DEFAULTS.values())):
+            # Now, since torch's constructor calls check_worker_number_rationality(), and past the
+            # descriptors, which refuse to set some.
+            given = zip(OPTIONS.values(), options, strict=True)
+            own = {each.name: value for each, value in given if is_own or value is not each.default}
+            self.__dict__.update(own)
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
-            given["num_workers"] = self._begin_adapting(num_workers, dataset)
+            num_workers = self._begin_adapting(num_workers, dataset)
         if executor is not None and num_workers and prefetch_factor is None:
-            given["prefetch_factor"] = 1
+            prefetch_factor = 1
         if last_batch is not None:
-            self._apply_last_batch(given)
-        super().__init__(**{name: given[name] for name in _TORCHS})
+            if last_batch == "rollover" and carries_over(batch_sampler) and sampler is None:
+                # A framework builds this loader with the batch sampler of another rollover loader.
+                sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
+                batch_sampler = None
+            if self._sharing.ranks is None:
+                check_last_batch(
+                    last_batch, batch_size, batch_sampler, drop_last=drop_last, dataset=dataset
+                )
+            drop_last = drop_last or (last_batch == "discard" and batch_sampler is None)
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
         values = read_options(self)
-        if values["seed"] is not None:
+        if "seed" in values:
             self._sample_seed = self.__dict__["seed"] = values["seed"]
         if self.num_workers:
             # It takes some 50 ms, for which nobody should wait while workers make the first batch.
             importlib.import_module("shmloader.loader.engines")
-        self._make_plan(given["sampler"], given["batch_sampler"])
+        self._make_plan(sampler, batch_sampler)
         # What depends on the order.
         sharing = self._sharing
         if shm_size is not None and (sharing.ranks is None or sharing.ranks.known):
@@ -339,20 +382,6 @@ class DataLoader(ResumableLoader[_T_co]):
                     "samples draw depend on the worker, and so on the machine's speed. seed= makes "
                     "them independent of that; safe to ignore if samples use no random numbers."
                 )
-
-    def _apply_last_batch(self, given: dict[str, Any]) -> None:
-        """Check ``last_batch``, and change the other arguments as it says."""
-        last_batch, batches = given["last_batch"], given["batch_sampler"]
-        if last_batch == "rollover" and carries_over(batches) and given["sampler"] is None:
-            # A framework builds this loader with the batch sampler of another rollover loader.
-            given.update(sampler=batches.sampler, batch_size=batches.batch_size, batch_sampler=None)
-            batches = None
-        if self._sharing.ranks is None:
-            is_dropped, size = given["drop_last"], given["batch_size"]
-            dataset = given["dataset"]
-            check_last_batch(last_batch, size, batches, drop_last=is_dropped, dataset=dataset)
-        if last_batch == "discard" and batches is None:
-            given["drop_last"] = True
 
     @property
     def failures(self) -> FailureList[FailedSample]:
@@ -452,7 +481,7 @@ class DataLoader(ResumableLoader[_T_co]):
     def _options_of_ours(self) -> list[str]:
         """Return the names of the arguments that torch's own workers cannot do."""
         values, sharing = read_options(self), self._sharing
-        given = [name for name, default in DEFAULTS.items() if values[name] != default]
+        given = [name for name, default in DEFAULTS.items() if values.get(name, default) != default]
         if sharing.ranks is not None:
             given.insert(0, "ShardedDataLoader")
         return [name for name in given if name != "snapshot_every_n_steps"]  # changes nothing there
@@ -477,7 +506,8 @@ class DataLoader(ResumableLoader[_T_co]):
         saves_dataset, collates = self._saves_dataset, self._auto_collation
         if saves_dataset:
             parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
-        seed, on_error, count = self._sample_seed, values["on_error"], self.num_workers
+        seed, on_error = self._sample_seed, values.get("on_error", "raise")
+        count = self.num_workers
         order = None if sharing.ranks is None else self._present_plan.order
         fetch = FetchConfig(
             not is_map,
@@ -488,8 +518,8 @@ class DataLoader(ResumableLoader[_T_co]):
             seed=None if seed is None else self._seed_of_samples(seed),
             snapshot_every=self._snapshot_interval if saves_dataset else 0,
             is_persistent=bool(self.persistent_workers),
-            concurrency=values["fetch_concurrency"],
-            sample_timeout_s=values["sample_timeout"],
+            concurrency=values.get("fetch_concurrency"),
+            sample_timeout_s=values.get("sample_timeout"),
             is_threaded=self.thread_pool,
             # Batches are gathered from a dataset that consists of arrays only.
             takes_arrays=(
@@ -501,23 +531,28 @@ class DataLoader(ResumableLoader[_T_co]):
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
         )
-        # Ranks that share workers have queues, even if there is one worker.
-        is_free = (seed is not None or not self.in_order) and (count > 1 or is_host)
-        return LoaderConfig(
+        config = LoaderConfig(
             **values,
             fetch=fetch,
             dataset=self.dataset,
             collate_fn=self.collate_fn,
+            saves_dataset=saves_dataset,
+            num_workers=count,
+            in_order=self.in_order or not count,
+        )
+        if sharing.devices is not None:
+            config.has_steps = True
+        if not count:
+            return config
+        # Ranks that share workers have queues, even if there is one worker.
+        is_free = (seed is not None or not self.in_order) and (count > 1 or is_host)
+        return config.replace(
             prefetch_factor=self.prefetch_factor,
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
-            saves_dataset=saves_dataset,
-            has_steps=sharing.devices is not None,
-            num_workers=count,
             most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
             fixed_window=sharing.window,
-            in_order=self.in_order or not count,
             is_dynamic=is_map and (is_free or self._adapter is not None),
             root=self._root,
             worker_scope=sharing.scope,

@@ -4,7 +4,6 @@
 restored after each batch.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from shmloader.batch.collator import Timer
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.maker import BatchMaker
-from shmloader.engine.delivery import Delivery, Instead
+from shmloader.engine.delivery import Delivery, Instead, delivery_of
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
@@ -48,8 +47,11 @@ class InlineEngine:
     is_waiting = False
     beginnings = counts = None
     delivery: Delivery | None = None
-    draw_ns = 0
+    draw_ns, staged = 0, "build"
     is_closed = False
+    _seq, _closed_because = -1, ""
+    _step: Callable[[Any], Any] | None = None
+    end: Callable[[], object] = staticmethod(do_nothing)
     record: Record  # of the epoch, which the iterator sets
 
     def __init__(
@@ -61,40 +63,44 @@ class InlineEngine:
         pins: bool,
         pin_device: str | None,
     ) -> None:
-        fetch, self._timer = config.fetch, Timer()
+        fetch = config.fetch
+        timer = self._timer = Timer()
         fetcher = fetch.make_concurrent_fetcher()
-        self.end: Callable[[], object] = do_nothing if fetcher is None else fetcher.close
-        make_maker = functools.partial(
-            BatchMaker,
-            fetch,
-            config.dataset,
-            config.collate_fn,
-            config.on_error,
-            where="in the main process",
-            timer=self._timer,
-            epoch=plan.epoch,
-            restores_rngs=True,
-            arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
-            concurrent_fetcher=fetcher,
-        )
+        if fetcher is not None:
+            self.end = fetcher.close
+
+        def make_maker() -> BatchMaker:  # does not refer to the engine, which may keep it
+            return BatchMaker(
+                fetch,
+                config.dataset,
+                config.collate_fn,
+                config.on_error,
+                where="in the main process",
+                timer=timer,
+                epoch=plan.epoch,
+                restores_rngs=True,
+                arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
+                concurrent_fetcher=fetcher,
+            )
+
         if local is not None:
             local.begin(make_maker, is_elsewhere=plan.is_elsewhere)
         self._local, self._maker = local, local or make_maker()
-        self.staged, self._step = make_step(config, pins=pins, pin_device=pin_device)
+        if pins or config.has_device or config.device_transform is not None:
+            self.staged, self._step = make_step(config, pins=pins, pin_device=pin_device)
         self._watch, self._is_stream = config.watch_failures(parts), fetch.is_iterable
-        self._draw: Callable[[], Any] = iter(()).__next__
-        self._seq, self._closed_because = -1, ""
 
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
-        self._draw = tickets.__next__
+        self._draw: Callable[[], Any] = tickets.__next__
 
     def next_batch(self) -> Any:
         """Return the next batch; see :meth:`shmloader.engine.engine.Engine.next_batch`."""
         self.delivery, self.draw_ns = None, 0
         timer = self._timer
         while True:
-            self._check_open()
+            if self.is_closed:
+                self._check_open()
             timer.begin()
             drawn = False
             try:
@@ -129,7 +135,7 @@ class InlineEngine:
 
     def _deliver(self, times: Any) -> None:
         datasets = () if self._local is None else self._local.updates
-        self.delivery = Delivery(self._seq, (), datasets, times)
+        self.delivery = delivery_of((self._seq, (), datasets, times))
 
     def _load(self, indices: Any) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""

@@ -110,37 +110,15 @@ class BatchIterator(_BaseDataLoaderIter):
         self, loader: Any, config: LoaderConfig, plan: EpochPlan, parts: LoaderParts
     ) -> None:
         began_ns = time.monotonic_ns()
+        # Python keeps up to 30 attributes of an object in less time and memory; torch has 19.
         self._config, self._plan, self._parts = config, plan, parts
-        self._loader = weakref.ref(loader)
-        self._is_inline = config.num_workers == 0
-        self._in_order = config.in_order
-        is_tracked = self._is_inline and (config.fetch.is_iterable or config.saves_dataset)
-        # Before the sampler is iterated, which may depend on the dataset's state.
-        self._local = LocalDataset(config, parts) if is_tracked else None
+        self._order, local = plan.newest, None
+        if not config.num_workers and (config.fetch.is_iterable or config.saves_dataset):
+            # Before the sampler is iterated, which may depend on the dataset's state.
+            local = LocalDataset(config, parts)
         resumed = parts.pop_resumed()
-        self._begin_by_torch(loader)
-        self._progress = plan.progress
-        if config.saves_dataset and not self._is_inline:
-            first = resumed or DatasetCheckpoints.at_beginning(
-                config.num_workers, int(self._base_seed)
-            )
-            self._base_seed = first.base_seed or self._base_seed
-            self._checkpoints = parts.checkpoints = first
-        try:
-            unwrapped(self._begin, loader, began_ns)
-        except BaseException:
-            if self._source is not None:
-                self.close()
-            raise
-
-    def _begin_by_torch(self, loader: Any) -> None:
-        """Initialize torch's base class, which reads the loader and draws the base seed.
-
-        The seed of a resumed epoch was drawn when the epoch first began. So torch's global
-        generator is set back afterwards: a user may have restored its state.
-        """
-        plan, config = self._plan, self._config
-        self._order = plan.newest
+        # The seed of a resumed epoch was drawn when the epoch first began. So torch's global
+        # generator is set back afterwards: a user may have restored its state.
         before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
         super().__init__(loader.as_torch_sees_it)
         if before is not None:
@@ -148,6 +126,22 @@ class BatchIterator(_BaseDataLoaderIter):
         if config.fetch.seed is not None:
             assert plan.epoch is not None
             self._base_seed = base_seed(config.fetch.seed, plan.epoch)
+        try:
+            if config.num_workers:
+                unwrapped(self._open_workers, loader, resumed)
+            else:
+                self._open_inline(local)
+            self._begin_record(loader, began_ns)
+            if config.num_workers:
+                # A second time, as torch does.
+                super()._reset(loader.as_torch_sees_it, first_iter=True)
+                unwrapped(self._draw_for, self._source.start)
+            else:
+                self._draw_for(self._source.start)
+        except BaseException:
+            if self._source is not None:
+                self.close()
+            raise
 
     @property
     def _index_sampler(self) -> Any:
@@ -160,51 +154,62 @@ class BatchIterator(_BaseDataLoaderIter):
 
     # Epochs ----------------------------------------------------------------------------------
 
-    def _begin(self, loader: Any, began_ns: int) -> None:
-        """Open the engine and begin the first epoch."""
-        config, pin = self._config, (self._pin_memory, self._pin_memory_device)
-        if self._is_inline:
-            if self._timeout != 0:
-                raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-            self._engine = InlineEngine(config, self._plan, self._parts, self._local, *pin)
-            self._source, end = self._engine, self._engine.end
-            if self._local is not None:
-                self._checkpoints = self._parts.checkpoints = self._local.checkpoints
-        else:
-            from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
+    def _open_inline(self, local: LocalDataset | None) -> None:
+        """Open the engine that makes batches on this thread."""
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        pin = self._pin_memory, self._pin_memory_device
+        engine = InlineEngine(self._config, self._plan, self._parts, local, *pin)
+        self._engine = self._source = engine
+        if local is not None:
+            self._checkpoints = self._parts.checkpoints = local.checkpoints
+        if engine.end is not do_nothing:
+            self._end_with_iterator(engine.end)
 
-            opened = self._opened = open_workers(
-                config,
-                self._parts,
-                base_seed=int(self._base_seed),
-                checkpoints=self._checkpoints,
-                pin=pin,
+    def _open_workers(self, loader: Any, resumed: DatasetCheckpoints | None) -> None:
+        """Start the workers, and open their engine."""
+        from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
+
+        config, parts = self._config, self._parts
+        if config.saves_dataset:
+            first = resumed or DatasetCheckpoints.at_beginning(
+                config.num_workers, int(self._base_seed)
             )
-            self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
-            self._adapter, end = opened.adapter, opened.end
-            if not opened.is_on_device:
-                _, self._transform = make_step(config)
-        # Ends the workers when the iterator is garbage, but not at the interpreter's exit. It must
-        # not hold the sampler, which may hold the loader and this iterator.
-        if end is not do_nothing:
-            self._finalizer = weakref.finalize(self, end)
-            self._finalizer.atexit = False
-        self._begin_record(loader, began_ns)
-        if not self._is_inline:
-            super()._reset(loader.as_torch_sees_it, first_iter=True)  # a second time, as torch does
-        self._draw_for(self._source.start)
+            self._base_seed = first.base_seed or self._base_seed
+            self._checkpoints = parts.checkpoints = first
+        opened = self._opened = open_workers(
+            config,
+            parts,
+            base_seed=int(self._base_seed),
+            checkpoints=self._checkpoints,
+            pin=(self._pin_memory, self._pin_memory_device),
+        )
+        self._engine, self._source, self._pool = opened.engine, opened.source, opened.pool
+        self._adapter, self._loader = opened.adapter, weakref.ref(loader)
+        if not opened.is_on_device:
+            _, self._transform = make_step(config)
+        self._end_with_iterator(opened.end)
+
+    def _end_with_iterator(self, end: Callable[[], object]) -> None:
+        """Call a function when the iterator is garbage, but not at the interpreter's exit.
+
+        The function must not hold the sampler, which may hold the loader and this iterator.
+        """
+        self._finalizer = weakref.finalize(self, end)
+        self._finalizer.atexit = False
 
     def _begin_record(self, loader: Any, began_ns: int) -> None:
+        is_inline = self._opened is None
         self._record = self._engine.record = Record(
             self._plan.epoch,
             self._config.kind,
             loader.num_workers,
             keeps_workers=self._persistent_workers,
-            in_order=self._in_order,
+            in_order=self._config.in_order,
             counts=self._engine.counts,
-            readings=None if self._pool is None else self._pool.readings,
+            readings=None if is_inline else self._pool.readings,
             # Without workers, the engine counts them in the record.
-            failed=None if self._is_inline else self._parts.failures,
+            failed=None if is_inline else self._parts.failures,
             begin_ns=began_ns,
         )
         self._parts.statistics.begin(self._record, self)
@@ -219,7 +224,8 @@ class BatchIterator(_BaseDataLoaderIter):
         takes_arrays = self._config.fetch.takes_arrays
         self._sampler_iter = self._plan.draw(self._sampler_iter, as_arrays=takes_arrays)
         self._progress = self._plan.progress
-        self._is_exhausted = self._is_replaced = False
+        if self._is_exhausted or self._is_replaced:
+            self._is_exhausted = self._is_replaced = False
         try:
             start(self._sampler_iter)
         except Instead:
@@ -342,7 +348,7 @@ class BatchIterator(_BaseDataLoaderIter):
     def _count(self, batch: Any, began_ns: int) -> None:
         """Count a delivered batch, and record how long its steps took."""
         source, record = self._source, self._record
-        nbytes = bytes_of(batch) if self._is_inline else 0
+        nbytes = bytes_of(batch) if self._opened is None else 0
         ended_ns = time.monotonic_ns()
         delivery = source.delivery
         times = delivery.times
@@ -353,7 +359,7 @@ class BatchIterator(_BaseDataLoaderIter):
             if delivery.datasets or self._adapter is not None:
                 self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
-        if progress.is_plain and self._in_order and self._checkpoints is None:
+        if progress.is_plain and self._record.in_order and self._checkpoints is None:
             progress.position = progress.start + (delivery.seq + 1) * progress.unit
         else:
             self._count_done(delivery)
@@ -361,7 +367,7 @@ class BatchIterator(_BaseDataLoaderIter):
     def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
         """Count what the states of datasets cost, and adapt the number of workers."""
         times: Any = delivery.times
-        busy_ns = sum((times if self._is_inline else times.work)[1:4])
+        busy_ns = sum((times if self._opened is None else times.work)[1:4])
         for update in delivery.datasets:
             self._parts.state_cost.add(update.checkpoint, busy_ns)
         if self._adapter is not None:
@@ -377,7 +383,7 @@ class BatchIterator(_BaseDataLoaderIter):
     def _count_done(self, delivery: Delivery) -> None:
         if self._checkpoints is not None:
             self._checkpoints.update(delivery.datasets)
-        if self._in_order:
+        if self._record.in_order:
             self._progress.done_until(delivery.seq)
         else:
             for each in (*delivery.left_out, delivery.seq):

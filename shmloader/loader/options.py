@@ -306,26 +306,29 @@ OPTIONS = {option.name: option for option in _TABLE}
 #: Their defaults.
 DEFAULTS = {option.name: option.default for option in _TABLE}
 
+_NAMES = frozenset(OPTIONS)
+
 
 def read_options(loader: Any) -> dict[str, Any]:
     """Check a loader's options as its attributes are now, and return their values.
 
     Returns:
-        The value of each option, as loaders use it, and under "devices" the devices of a step.
+        The values that are not the defaults, as loaders use them, and under "devices" the devices
+        of a step if there are any.
 
     Raises:
         TypeError: If an option is of a wrong type.
         ValueError: If it has a wrong value, needs what the loader does not have, or cannot be
             combined with another option.
     """
-    sharing, own, values = loader._sharing, loader.__dict__, DEFAULTS.copy()
-    # A loader has few options that are not the default, and may be made for a short epoch.
-    given = [name for name in OPTIONS if name in own and own[name] is not DEFAULTS[name]]
-    for name in given:
-        values[name] = OPTIONS[name].check(own[name])
-    for name in given:
-        if values[name] != DEFAULTS[name]:
-            OPTIONS[name].check_needs(loader)
+    sharing, own, values = loader._sharing, loader.__dict__, {}
+    if not _NAMES.isdisjoint(own):  # many loaders have none, and may be made for a short epoch
+        for name, default in DEFAULTS.items():
+            if name in own and own[name] is not default:
+                values[name] = OPTIONS[name].check(own[name])
+        for name, value in values.items():
+            if value != DEFAULTS[name]:
+                OPTIONS[name].check_needs(loader)
     if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
         _SCOPE.check_needs(loader)
         if loader._saves_dataset:
@@ -336,37 +339,41 @@ def read_options(loader: Any) -> dict[str, Any]:
             )
     if isinstance(loader.num_workers, AutoCount):
         _AUTO.check_needs(loader)
-    values["devices"] = (values["device"],)
     if sharing.devices is not None:
         values["devices"] = tuple(
             _device(device, f"devices[{number}]") for number, device in enumerate(sharing.devices)
         )
-    _check_pairs(loader, values)
+    elif "device" in values:
+        values["devices"] = (values["device"],)
+    context = loader.multiprocessing_context
+    if context is not None and not starts_processes(context):
+        raise ValueError(
+            "multiprocessing_context should start processes; thread_pool=True loads on threads"
+        )
+    if values:
+        _check_pairs(loader, values)
     return values
 
 
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
-    sharing, context, wrong = loader._sharing, loader.multiprocessing_context, ""
-    is_ours = values["seed"] is not None or values["sample_timeout"] is not None
-    if values["max_failures"] is not None and values["on_error"] == "raise":
+    sharing, wrong, get = loader._sharing, "", values.get
+    if get("max_failures") is not None and get("on_error", "raise") == "raise":
         wrong = (
             "max_failures counts samples that on_error='skip' leaves out or a function replaces; "
             "with on_error='raise' the first one raises"
         )
-    elif values["device_transform"] is not None and loader.device is sharing.devices is None:
+    elif get("device_transform") is not None and loader.device is sharing.devices is None:
         wrong = (
             "device_transform is called with the batch on the device and needs device=; on the "
             "CPU, transform in the dataset or collate_fn, where workers do it"
         )
-    elif values["seed"] is not None and loader.generator is not None and sharing.ranks is None:
+    elif get("seed") is not None and loader.generator is not None and sharing.ranks is None:
         wrong = (
             "seed is mutually exclusive with generator: seed= decides the order and all random "
             "numbers, which torch draws from generator="
         )
-    elif context is not None and not starts_processes(context):
-        wrong = "multiprocessing_context should start processes; thread_pool=True loads on threads"
-    elif is_ours and is_data_pipe(loader.dataset):
+    elif (get("seed", get("sample_timeout")) is not None) and is_data_pipe(loader.dataset):
         wrong = "seed and sample_timeout cannot be given for a data pipe, which torch itself loads"
     if wrong:
         raise ValueError(wrong)

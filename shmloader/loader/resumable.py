@@ -105,10 +105,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _sample_seed: int | None
     #: Without a seed, it is made when it is needed.
     _plan: EpochPlan | None = None
-    #: Numbers the plan's epochs.
-    _counter: EpochCounter
-    #: What the order of the next epoch was made from.
-    _sources: tuple[object, ...]
+    #: With a seed, numbers the plan's epochs.
+    _counter: EpochCounter | None = None
     _is_closed = False
     _has_warned_of_epoch = False
     #: Whether the dataset is told the numbers of epochs.
@@ -150,8 +148,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             plan = self._set_plan(EpochCounter())
         else:
             sources = self._order_sources()
-            if not all(map(operator.is_, sources, self._sources)):
-                plan.order, self._sources = self._make_order(), sources
+            if not all(map(operator.is_, sources, plan.sources)):
+                plan.order, plan.sources = self._make_order(), sources
         plan.generator = self.generator
         return plan
 
@@ -173,27 +171,25 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
         seed = self._sample_seed
         if seed is None:
-            # Keys that are added later would make the dict four times as large.
-            self.__dict__.update(_plan=None, _sources=(), _counter=None)
             return
         counter = EpochCounter()
         if sampler is None and batch_sampler is None:
             kind = _SEEDED.get(type(self.sampler))
             if kind is not None:
                 self._set_own_sampler(kind(self.sampler.data_source, seed, counter))  # type: ignore[attr-defined]
+        self._counter = counter
         self._set_plan(counter)  # now, since it records the epochs of the user's samplers
 
     def _set_plan(self, counter: EpochCounter) -> EpochPlan:
-        own = self.__dict__
-        own["_sources"], own["_counter"] = self._order_sources(), counter
-        own["_plan"] = plan = EpochPlan(self._make_order(), counter)
+        plan = self.__dict__["_plan"] = EpochPlan(self._make_order(), counter)
+        plan.sources = self._order_sources()
         return plan
 
     def _make_order(self) -> SeededOrder | SamplerOrder:
         """Return the order of the samplers that the loader has now."""
-        seed, batches = self._sample_seed, self._index_sampler
-        if seed is None or self._is_iterable:
-            return SamplerOrder(batches, is_iterable=self._is_iterable, seed=seed)
+        seed, batches, is_iterable = self._sample_seed, self._index_sampler, self._is_iterable
+        if seed is None or is_iterable:
+            return SamplerOrder(batches, is_iterable, seed)
         sampler, batch_size = self._batching()
         last_batch: LastBatch = "keep"
         if carries_over(batches):
@@ -544,7 +540,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan = self._plan
         if plan is None:
             return
-        before, self._sources = plan.order, self._order_sources()
+        before, plan.sources = plan.order, self._order_sources()
         order = plan.order = plan.newest = self._make_order()
         if isinstance(order, SeededOrder) and isinstance(before, SeededOrder):
             order.know_epochs_of(before)
@@ -555,7 +551,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         vars(other).update(self.__getstate__())
         plan = other._plan
         if plan is not None:
-            counter = other._counter = copy.copy(plan.counter)
+            counter = copy.copy(plan.counter)
+            if self._counter is not None:
+                other._counter = counter
             own = other._plan = copy.copy(plan)
             own.order, own.counter = copy.copy(plan.order), counter
             if isinstance(other.batch_sampler, RolloverBatchSampler):

@@ -277,6 +277,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             seed = self._sample_seed
             own = SeededShardSampler(self.dataset, seed, counter, shuffle=is_shuffled)
             self._set_own_sampler(own)
+        self._counter = counter
         self._set_plan(counter)
 
     def _order_sources(self) -> tuple[object, ...]:

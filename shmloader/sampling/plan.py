@@ -50,12 +50,13 @@ class EpochPlan:
             that is resumed, while an epoch begins.
         resumed: The loaded state with which the next epoch begins; None if there is none.
         generator: The loader's generator, which users may replace between epochs.
+        sources: What the loader has made the order from.
     """
 
     # A program may keep very many loaders.
     __slots__ = (
         "_was_persistent", "counter", "generator", "is_continued", "is_elsewhere", "newest",
-        "order", "resumed",
+        "order", "resumed", "sources",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class EpochPlan:
         self.is_continued = self.is_elsewhere = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None
+        self.sources: tuple[object, ...] = ()
         # Whether the run that was resumed here had persistent workers; None if none was resumed.
         self._was_persistent: bool | None = None
 

@@ -109,6 +109,13 @@ class Progress:
         return cls(state["position"], tuple(map(tuple, state.get("ahead", ()))), unit)
 
 
+# What stands for the newest epoch's iterator before there is one: before the first epoch, and while
+# an epoch begins.
+_NONE: Callable[[], Any] = lambda: None  # noqa: E731
+_NO_PROGRESS = Progress()  # never changed
+_BEGINNING = functools.partial(SimpleNamespace, is_closed=False)
+
+
 class EpochCounter:
     """Numbers the epochs of one loader. The loader shares it with the samplers that it made.
 
@@ -132,8 +139,8 @@ class EpochCounter:
         self.newest: int | None = None
         self.next = first
         self.is_named = False
-        self.progress = Progress()
-        self.iterator: Callable[[], Any] = lambda: None
+        self.progress = _NO_PROGRESS
+        self.iterator: Callable[[], Any] = _NONE
         # Numbers of the epochs whose orders the loader's samplers yield while the loader draws from
         # a sampler that wraps them; None at any other time.
         self._passes: Iterator[int] | None = None
@@ -204,4 +211,4 @@ class EpochCounter:
             progress: How far the epoch has come.
         """
         self.newest, self.next, self.is_named, self.progress = epoch, epoch + 1, False, progress
-        self.iterator = functools.partial(SimpleNamespace, is_closed=False)
+        self.iterator = _BEGINNING

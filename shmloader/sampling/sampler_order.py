@@ -21,6 +21,9 @@ from shmloader.sampling.sampler_state import (
 )
 from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few
 
+# Before the first epoch. Never changed.
+_NO_EPOCH = DrawnEpoch(Progress())
+
 
 class SamplerOrder:
     """The index batches of torch's samplers or the user's, or of an iterable dataset.
@@ -37,18 +40,18 @@ class SamplerOrder:
     """
 
     def __init__(
-        self, index_sampler: Any, *, is_iterable: bool = False, seed: int | None = None
+        self, index_sampler: Any, is_iterable: bool = False, seed: int | None = None
     ) -> None:
         self.index_sampler = index_sampler
         is_rollover = isinstance(index_sampler, RolloverBatchSampler)
         self.carry_over: CarryOver | None = index_sampler.carry_over if is_rollover else None
         self._is_iterable, self._seed = is_iterable, seed
-        self._epoch, self._number = DrawnEpoch(Progress()), 0
+        self._epoch, self._number = _NO_EPOCH, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
         carried = self.carry_over
-        own = {"_epoch": DrawnEpoch(Progress()), "_number": 0}
+        own = {"_epoch": _NO_EPOCH, "_number": 0}
         return {**self.__dict__, **own, "carry_over": None if carried is None else carried.copy()}
 
     def __len__(self) -> int:
@@ -176,7 +179,10 @@ class EpochDraw(Iterator[Any]):
         self._epoch, self._index_sampler, self._state = epoch, index_sampler, state
         self._drawing, self._carry_over = drawing, carry_over
         # Numbers of the batches, to which those that were delivered ahead of their turn belong.
-        self._position = epoch.progress.left_to_do(itertools.count(epoch.progress.start))
+        progress = epoch.progress
+        self._position: Iterator[int] = itertools.count(progress.start)
+        if progress.ahead:
+            self._position = progress.left_to_do(self._position)
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self

@@ -66,9 +66,7 @@ _NOTHING: dict[Any, Any] = {}
 def chain(index_sampler: object) -> list[Any]:
     """Return a sampler, its attribute ``sampler``, the ``sampler`` of that, and so on."""
     samplers: list[Any] = []
-    for _ in range(_LONGEST_CHAIN):
-        if index_sampler is None:
-            break
+    while index_sampler is not None and len(samplers) < _LONGEST_CHAIN:
         samplers.append(index_sampler)
         get: Any = getattr if type(index_sampler) in _TORCHS else probe
         index_sampler = get(index_sampler, "sampler", None)
@@ -170,7 +168,7 @@ class SamplerState:
                 draws = draws or (type(sampler) in _DRAWING and not sets_generators)
             elif isinstance(own, torch.Generator):
                 generators.append(own)
-        self._generators = list(dict.fromkeys(generators))
+        self._generators = list(dict.fromkeys(generators)) if generators else generators
         names: tuple[str, ...] = ("torch",) if draws else ()
         if not self._is_known:  # it may draw from any, also one with a state
             names, self._seeding = GLOBAL_GENERATORS, []

@@ -56,7 +56,7 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 # Our calls are shorter than torch's, which calls its profiler for each batch.
-@pytest.mark.parametrize(("use", "most"), [("an epoch", 2.2), ("the first batch", 2.8)])
+@pytest.mark.parametrize(("use", "most"), [("an epoch", 2.0), ("the first batch", 2.5)])
 def test_it_takes_little_more_calls_than_with_torch(use, most) -> None:
     theirs, ours = (
         calls_of(lambda loader=loader: USES[use](loader))
@@ -65,7 +65,7 @@ def test_it_takes_little_more_calls_than_with_torch(use, most) -> None:
     assert ours <= most * theirs
 
 
-@pytest.mark.parametrize(("use", "most"), [("an epoch", 2.7), ("the first batch", 3.7)])
+@pytest.mark.parametrize(("use", "most"), [("an epoch", 2.6), ("the first batch", 3.6)])
 def test_many_epochs_of_one_loader_take_few_calls_more_than_with_torch(use, most) -> None:
     loaders = make(torch.utils.data.DataLoader), make()
     for loader in loaders:
@@ -78,12 +78,15 @@ def test_many_epochs_of_one_loader_take_few_calls_more_than_with_torch(use, most
 
 
 @pytest.mark.slow
-def test_an_epoch_takes_at_most_twice_the_time_of_torchs() -> None:
+@pytest.mark.parametrize("use", ["making a loader", *USES])
+def test_it_takes_at_most_twice_the_time_of_torchs(use) -> None:
     def cost(kind: Any) -> float:
-        loaders = [make(kind) for _ in range(200)]
         began_s = time.thread_time()
-        for loader in loaders:
-            list(loader)
+        loaders = [make(kind) for _ in range(200)]
+        if use in USES:
+            began_s = time.thread_time()
+            for loader in loaders:
+                USES[use](loader)
         return time.thread_time() - began_s
 
     pairs = [(cost(torch.utils.data.DataLoader), cost(DataLoader)) for _ in range(12)]
@@ -95,7 +98,7 @@ def test_making_a_loader_takes_few_more_calls_than_with_torch() -> None:
     theirs, ours = (
         calls_of(lambda kind=kind: make(kind)) for kind in (torch.utils.data.DataLoader, DataLoader)
     )
-    assert ours <= 1.8 * theirs
+    assert ours <= 1.5 * theirs
 
 
 # In a fresh process: what other tests set in classes makes their instances larger.
