@@ -103,13 +103,8 @@ def test_a_copy_goes_on_with_the_next_epoch_and_a_named_one_comes_again(name):
     "kind", [tuple, np.float32, lambda numbers: torch.tensor(numbers, dtype=torch.bfloat16)]
 )
 def test_lengths_and_weights_of_any_kind_give_the_same(name, given, kind):
-    numbers = [5, 1, 3, 3, 8, 1]
-    if kind is not tuple:
-        numbers = (
-            np.array(numbers, kind) if kind is np.float32 else torch.tensor(numbers, dtype=kind)
-        )
-    cls = getattr(sampling, name)
-    assert list(cls(numbers, **given)) == list(cls([5, 1, 3, 3, 8, 1], **given))
+    cls, numbers = getattr(sampling, name), [5, 1, 3, 3, 8, 1]
+    assert list(cls(kind(numbers), **given)) == list(cls(numbers, **given))
 
 
 ARGUMENTS = {
