@@ -102,11 +102,9 @@ class StartEpoch(NamedTuple):
     """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer.
 
     Attributes:
-        epoch: Number of the epoch within the iterator.
         dataset_epoch: See :class:`Task`.
     """
 
-    epoch: int
     dataset_epoch: int | None = None
 
 
@@ -128,66 +126,27 @@ class Leave(NamedTuple):
 # From a worker to the main process ---------------------------------------------------------
 
 
-class BatchDone(NamedTuple):
-    """Worker → main: the batch lies in its slot.
-
-    Attributes:
-        seq: Number of the batch in its epoch.
-        epoch: Number of the epoch within the iterator.
-        slot_id: The task's slot.
-        used_bytes: How many bytes of the slot were written.
-        times: Fields of :class:`~shmloader.insight.measurements.WorkTimes`, by the worker's clock.
-        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
-            equals that of this worker's last batch. It is pickled by itself, because it may hold
-            keys that only the worker can unpickle.
-        checksum: Checksum of the used bytes, with SHMLOADER_DEBUG=1.
-        report: A :class:`~shmloader.batch.failures.SampleReport`; None if none is made.
-        snapshot: A pickled :class:`~shmloader.batch.dataset_state.Saved` of the dataset after this
-            batch, or where it lies, or why there is none; None if none was due.
-        fingerprint: Fingerprint of the batch, if the dataset is iterable.
-        state_ns: How long it took to take the snapshot, in nanoseconds.
-    """
-
-    seq: int
-    epoch: int
-    slot_id: int
-    used_bytes: int
-    times: tuple[int, ...]
-    layout: bytes | None = None
-    checksum: int | None = None
-    report: Any = None
-    snapshot: bytes | InSlot | Unsaved | None = None
-    fingerprint: int | None = None
-    state_ns: int = 0
-
-
-class BatchFailed(NamedTuple):
-    """Worker → main: there is no batch.
+class Answered(NamedTuple):
+    """Worker → main: the answer to a task, unless it is a plain batch.
 
     Attributes:
         seq: Number of the batch in its epoch.
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
         touched_bytes: How many bytes of the slot were written.
-        error: A :class:`~shmloader.batch.failures.RemoteError`; None if all samples failed and are
-            skipped.
-        report: See :class:`BatchDone`.
-        snapshot: See :class:`BatchDone`.
-        fingerprint: Fingerprint of the batch; None if the dataset is not iterable, or if reading
-            the samples failed.
-        is_final: Whether the dataset could not be resumed. Then the error does not take the place
-            of one batch: no batch follows.
+        answer: An ``Answer`` of :mod:`shmloader.pools.answers`. The content of a batch is None,
+            since it lies in the slot.
+        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
+            equals that of this worker's last batch. It is pickled by itself, because it may hold
+            keys that only the worker can unpickle.
     """
 
     seq: int
     epoch: int
     slot_id: int
     touched_bytes: int
-    error: Any
-    report: Any = None
-    snapshot: bytes | InSlot | Unsaved | None = None
-    fingerprint: int | None = None
-    is_final: bool = False
+    answer: Any
+    layout: bytes | None = None
 
 
 class StreamEnded(NamedTuple):
@@ -221,7 +180,7 @@ class Left(NamedTuple):
 
 
 ToWorker = Task | StartEpoch | ResumeStream | Leave
-FromWorker = InSlot | BatchDone | BatchFailed | StreamEnded | EpochStarted | Left
+FromWorker = InSlot | Answered | StreamEnded | EpochStarted | Left
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:

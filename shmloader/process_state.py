@@ -95,7 +95,7 @@ class ProcessState:
         self.threads = Threads()
         self.worker_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parent_death_pipes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.meetings: set[Any] = set()
+        self.meetings: weakref.WeakSet[Any] = weakref.WeakSet()
         self.nursery: Callable[[], Any] = lambda: None  # a weak reference
         self.imports_threads = False
         self.calls_on_host = 0

@@ -17,7 +17,7 @@ memory that batches take is bounded. Everything that users see is a thin layer o
                                      ── Task(seq, epoch, slot, indices) ──▶  samples = dataset[i] …
                                                                collate straight into the slot
                                                                describe it by a layout
-                                     ◀── BatchDone(seq, slot, layout) ─────
+                                     ◀── Answered(seq, slot, layout) ──────
                                      when seq is next: small fields are copied
                                      out; large ones are views of the slot,
     batch ◀───────────────────────── which is LENT

@@ -149,7 +149,6 @@ class Engine:
         watch: FailureWatch | None = None,
     ) -> None:
         self._pool, self._scheduler = pool, scheduler
-        self._waiter = pool.waiter
         # ``pool`` again, typed for calls that only a pool with slots has.
         self._slot_pool = cast("SlotPool", pool)
         self._memory: SlotMemory | None = pool.memory
@@ -174,7 +173,7 @@ class Engine:
     @property
     def is_waiting(self) -> bool:
         """Whether ``next_batch`` waits, or was left by an exception while it only waited."""
-        return self._waiter.is_waiting
+        return self._pool.is_waiting
 
     # Epochs ------------------------------------------------------------------------------
 
@@ -283,11 +282,11 @@ class Engine:
                 takes the place of one batch.
         """
         pool, scheduler, memory, own = self._pool, self._scheduler, self._memory, self._own
-        self._waiter.is_waiting = False
+        self._pool.is_waiting = False
         self.delivery = None
         self.draw_ns = 0
         self._looked_ns = time.monotonic_ns()
-        if self.is_closed or self._waiter.is_inherited:
+        if self.is_closed or self._pool.is_inherited:
             self.check_open()
         if memory is not None:
             while memory.ended:
@@ -675,7 +674,7 @@ class Engine:
 
     def check_process(self) -> None:
         """Raise an Instead with a ClosedLoaderError in a forked child."""
-        if self._waiter.is_inherited:
+        if self._pool.is_inherited:
             raise Instead(ClosedLoaderError("the iterator belongs to the process that made it"))
 
     def check_open(self) -> None:

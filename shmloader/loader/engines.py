@@ -26,7 +26,7 @@ from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import do_nothing
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
-from shmloader.memory.limits import MemoryAdmission, MemoryConfig
+from shmloader.memory.limits import MemoryConfig
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.executor import ExecutorPool
 from shmloader.pools.process import ProcessPool
@@ -34,7 +34,6 @@ from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.shared.counting import describe_many, estimate_objects
 from shmloader.tracebacks import warn_user
 
@@ -251,11 +250,9 @@ def _open_processes(
             )
         stack.callback(tasks.close)
         may_replace = config.may_replace_workers or config.worker_scope == "host"
-        workers = WorkerProcesses(starter, tasks, config.num_workers, may_replace=may_replace)
-        parts.nursery = workers.nursery
-        stack.callback(workers.close)
-        assert tasks.memory is not None
-        pool = ProcessPool(workers, tasks.arena, locker, MemoryAdmission(tasks.memory))
+        pool = ProcessPool(starter, tasks, config.num_workers, locker, may_replace=may_replace)
+        parts.nursery = pool.nursery
+        stack.callback(pool.end_workers)
         engine = _make_engine(
             pool,
             config,

@@ -35,7 +35,7 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
-from shmloader.memory.limits import MemoryAdmission, MemoryConfig
+from shmloader.memory.limits import MemoryConfig
 from shmloader.pipeline.config import StageConfig, call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
@@ -43,7 +43,6 @@ from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
-from shmloader.pools.worker_processes import WorkerProcesses
 
 # How long the workers of all stages, one stage after the other, may take to leave their ops before
 # they are killed, in seconds.
@@ -115,8 +114,7 @@ class ProcessExecutor(OwnThread):
         seed, names = int(torch.empty((), dtype=torch.int64).random_()), (stage.title,)
         starter = OwnWorkers(None, count, objects, tasks, seed, names)
         grace_s = _GRACE_S / executor_count
-        workers = WorkerProcesses(starter, tasks, count, may_replace=False, grace_s=grace_s)
-        pool = ProcessPool(workers, arena, locker, MemoryAdmission(memory))
+        pool = ProcessPool(starter, tasks, count, locker, may_replace=False, grace_s=grace_s)
         scheduler = Scheduler(count, window, lend_limit, in_order=False, has_queue=True)
         self.engine = Engine(pool, scheduler, timeout_s=0)
         self.engine.resume()

@@ -23,7 +23,7 @@ Every pool keeps these rules:
   thread. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
   ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
-  KeyboardInterrupt that arrives while the pool only waits (``waiter.is_waiting``) loses nothing.
+  KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
 * Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
   :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
   worker.
@@ -117,22 +117,6 @@ class Events(Protocol):
         """
 
 
-class Waiter(Protocol):
-    """What waits for the workers.
-
-    Attributes:
-        is_waiting: Whether :meth:`Pool.wait` waits, or was left by an exception while it waited. In
-            that state everything that was taken from a worker has been reported. The engine resets
-            it at the beginning of a call.
-    """
-
-    is_waiting: bool
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this is a forked child of the process that has the workers."""
-
-
 class Pool(Protocol):
     """Workers, numbered from 0. Their batches come in slots only in a :class:`SlotPool`.
 
@@ -141,19 +125,19 @@ class Pool(Protocol):
         readings: Memory and CPU time of the workers. Any thread may read them.
         has_queue: Whether the pool has one queue, from which an idle worker receives the oldest
             task. Otherwise the scheduler assigns each task to a worker.
+        is_waiting: Whether :meth:`wait` waits, or was left by an exception while it waited. In that
+            state everything that was taken from a worker has been reported. The engine resets it
+            at the beginning of a call.
     """
 
     counts: Counts
     readings: Readings
     has_queue: bool
+    is_waiting: bool
 
     @property
     def memory(self) -> SlotMemory | None:
         """The slots' memory, if batches come in slots."""
-
-    @property
-    def waiter(self) -> Waiter:
-        """The part of the pool that waits; the pool itself, or an object that it owns."""
 
     @property
     def is_inherited(self) -> bool:

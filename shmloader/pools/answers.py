@@ -4,17 +4,12 @@ The answer of a batch that lies in a slot carries the reader of its layout, sinc
 repeat a layout that is the same as that of its last batch.
 """
 
-import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.collator import bytes_of
 from shmloader.batch.failures import RemoteError, SampleReport
-from shmloader.batch.fetch import EmptyBatchError
-from shmloader.batch.maker import BatchMaker
-from shmloader.forked_child import end_if_forked
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
@@ -26,15 +21,16 @@ class Batch:
     """The answer with a ticket's batch.
 
     Attributes:
-        content: The reader of the batch's layout, if it lies in a slot; else the batch itself.
+        content: The reader of the batch's layout, if it lies in a slot (None in the message from
+            the worker); else the batch itself.
         lends: Whether the batch lies in a slot and has a part that is large enough to be lent.
         check: The number of bytes used of the slot, and their checksum; None if not checked.
         report: How many of its samples failed, and how; None if bad samples raise.
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
-            was due.
+            was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
         state_ns: How long it took to take the snapshot, in nanoseconds.
-        times: Times by the worker's clock; see :class:`~shmloader.messages.BatchDone`.
+        times: Times by the worker's clock; see :class:`~shmloader.insight.measurements.WorkTimes`.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
             arrays.
         looked_ns: When the engine began to look for answers, before it saw this one.
@@ -98,7 +94,8 @@ class Death:
     Attributes:
         pid: The worker's process id; 0 if it never started, ``UNKNOWN_PID`` for a task of an
             executor.
-        exit_code: The worker's exit code, negative for a signal; None if it is not known.
+        exit_code: The worker's exit code, negative for a signal; None if it is not known, for
+            instance since a SIGCHLD handler of the user's has reaped it.
         was_elsewhere: Whether the worker was loading a batch of another rank that shares it.
         because: Why the worker is gone or could not be started, if that is known; else "".
         reason: What the executor said of its lost task; "" if the worker is a process of ours.
@@ -112,30 +109,6 @@ class Death:
     because: str = ""
     reason: str = ""
     is_final: bool = False
-
-
-def make_answer(maker: BatchMaker, make: Callable[[], object], where: str) -> Answer:
-    """Make a batch as an ordinary object, and return the answer to its ticket.
-
-    An exception becomes a ``Failure``.
-
-    Args:
-        maker: Keeps the report on the samples and the times, since its timer was begun.
-        make: Makes the batch by the maker.
-        where: Where this runs, in words, for the texts of failures.
-    """
-    pid, batch, error = os.getpid(), None, None
-    try:
-        batch = make()
-    except EmptyBatchError:
-        return Empty(maker.pop_report())
-    except BaseException:  # noqa: BLE001 - it is the answer
-        end_if_forked(pid)
-        error = RemoteError.caught(where)
-    end_if_forked(pid)
-    if error is not None:
-        return Failure(error, report=maker.pop_report())
-    return Batch(batch, maker.pop_report(), maker.timer.read(), bytes_of(batch))
 
 
 Reader = FlatReader | PickledReader

@@ -27,14 +27,14 @@ from shmloader.messages import (
     INLINE_BYTES,
     STATE_HEAD,
     UNREAD,
-    BatchDone,
-    BatchFailed,
+    Answered,
     InSlot,
     Spilled,
     StreamEnded,
     Task,
     pack,
 )
+from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
@@ -148,26 +148,28 @@ class BatchServer:
         if self._config.snapshot_every:
             snapshot, error = self._save_state(error)
         report = dataset.pop_report() if self._has_report else None
+        answer: Answer
         if is_empty or error is not None:
-            touched_bytes = writer.touched_bytes
-            notes = report, snapshot, fingerprint, dataset.is_lost
-            return pack(BatchFailed(seq, epoch, slot_id, touched_bytes, error, *notes))
+            answer = (
+                Empty(report, snapshot)
+                if error is None
+                else Failure(error, report, snapshot, fingerprint, dataset.is_lost)
+            )
+            return pack(Answered(seq, epoch, slot_id, writer.touched_bytes, answer))
         check = None
         if self._admission is not None and self._admission.is_tight:
             _give_freed_memory_back()
         if self._is_debugging:
             self._arena.reach(slot, used_bytes)
-            check = checksum(slot, used_bytes)
-        extras = layout, check, report, snapshot, fingerprint
-        if extras == (None, None, None, None, None):
+            check = (used_bytes, checksum(slot, used_bytes))
+        if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
             return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
-        times = self._timer.read()
-        return pack(
-            BatchDone(seq, epoch, slot_id, used_bytes, times, *extras, state_ns=dataset.state_ns)
-        )
+        answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
+        answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
+        return pack(Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:
-        """Return the dataset's state after a batch, as in a :class:`BatchDone`, and the error."""
+        """Return the dataset's state after a batch, as in an answer, and the error."""
         try:
             return self.dataset.save(self._put_state), error
         except BaseException as caught:  # noqa: BLE001 - it is the answer

@@ -36,22 +36,20 @@ Guarantees:
 
 import concurrent.futures
 import functools
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
-from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import Caught, attempt, uninterruptible
+from shmloader.interruptions import Caught, attempt
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Death, Failure
 from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
+from shmloader.pools.objects import ObjectPool
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
 from shmloader.threads.wakeup import Wakeup
@@ -98,7 +96,7 @@ class _Sent:
         return AtWork(Phase.LOADING, self.epoch, self.seq, elapsed_s)
 
 
-class ExecutorPool:
+class ExecutorPool(ObjectPool):
     """Tasks on an executor. See :class:`~shmloader.pools.Pool` for what methods do and raise.
 
     Attributes:
@@ -115,7 +113,6 @@ class ExecutorPool:
     """
 
     has_queue = False
-    memory = None
 
     def __init__(
         self,
@@ -126,32 +123,17 @@ class ExecutorPool:
         numbers: Iterator[int],
         base_seed: int,
     ) -> None:
-        self.counts, self.readings = Counts(), Readings()
+        super().__init__()
         self.dataset_epoch: int | None = None
-        self.is_waiting = False
         self._submit_task = executor.submit
         self._check: Callable[[], None] | None = getattr(executor, "check", None)
         self._share: Callable[[Any], Any] | None = getattr(executor, "share", None)
         self._payload, self._numbers = payload, numbers
-        self._owner_pid = os.getpid()
         self._common = Common(loader, tuple(payload.handle), PROCESS.tasks.token, base_seed)
-        self._wakeup = Wakeup()
-        # Tasks that were sent and not answered, by seq.
-        self._tasks: dict[int, _Sent] = {}
         # The reference to the payload in the executor's store, sent with each task; None if the
         # payload is not there.
         self._reference: Any = None
         self._pids: dict[int, int] = {}
-
-    @property
-    def waiter(self) -> "ExecutorPool":
-        """The pool itself."""
-        return self
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this is a forked child, which does not own the tasks."""
-        return os.getpid() != self._owner_pid
 
     # Tasks -------------------------------------------------------------------------------
 
@@ -199,13 +181,6 @@ class ExecutorPool:
                 attempt(sent.future.cancel)  # the executor may be gone
         return [*dropped]
 
-    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
-        """Return True: all tasks were given up."""
-        return True
-
-    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
-        """Do nothing: executors do not load datasets with states."""
-
     # Events ------------------------------------------------------------------------------
 
     def poll(self, worker_id: int, events: Events) -> bool:  # noqa: ARG002 - of all workers
@@ -230,13 +205,6 @@ class ExecutorPool:
 
     def _has_done(self) -> bool:
         return any(sent.is_done for sent in self._tasks.copy().values())
-
-    def enable_wake(self) -> None:
-        """Do nothing: ``wake`` works from the beginning."""
-
-    def wake(self) -> None:
-        """Make the present or the next :meth:`wait` return. Called from any thread."""
-        self._wakeup.set()
 
     # Answers -----------------------------------------------------------------------------
 
@@ -283,11 +251,6 @@ class ExecutorPool:
 
     # Workers -----------------------------------------------------------------------------
 
-    @property
-    def processes(self) -> list[Any]:
-        """An empty list: the processes are the executor's."""
-        return []
-
     def pid(self, worker_id: int) -> int:
         """Return the process id, on its machine, of the process that answered last for a worker."""
         return self._pids.get(worker_id, UNKNOWN_PID)
@@ -296,18 +259,14 @@ class ExecutorPool:
         """Return which task a worker has."""
         for sent in self._tasks.copy().values():
             if sent.worker_id == worker_id and not sent.is_done:
-                return sent.describe()
+                at_work: AtWork = sent.describe()
+                return at_work
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at  # the executor's processes show no stack
 
     def replace(self, worker_id: int) -> None:
         """Do nothing: a worker is free at once."""
-
-    def end_workers(self) -> None:
-        """Cancel all tasks that have not started. May be called again, and from any thread."""
-        if not self.is_inherited:
-            uninterruptible(self._end)
 
     def _end(self) -> None:
         self.recall()

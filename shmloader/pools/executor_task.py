@@ -44,7 +44,8 @@ from shmloader.interruptions import Caught, attempt
 from shmloader.memory.collate import install
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter
-from shmloader.pools.answers import Answer, Batch, Empty, Failure, make_answer
+from shmloader.pools.answers import Answer, Batch, Empty, Failure
+from shmloader.pools.objects import make_answer
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.dataset_epoch import set_dataset_epoch

@@ -17,6 +17,7 @@ the worker ends, or, for a worker that the nursery has forked, when the nursery 
 import atexit
 import contextlib
 import fcntl
+import itertools
 import multiprocessing
 import os
 import select
@@ -27,6 +28,7 @@ from multiprocessing import popen_fork, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from shmloader.pools.descriptors import Descriptors, is_readable
 from shmloader.process_state import PROCESS
 
 #: Exit code of a process that would have started workers while it imported the main file.
@@ -91,32 +93,25 @@ def ignore_sigint() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def is_readable(fd: int, wait_s: float | None = 0.0) -> bool:
-    """Wait until a descriptor can be read. Of a process's descriptor: until the process has ended.
-
-    Args:
-        fd: The descriptor.
-        wait_s: Longest wait in seconds; None waits without a limit.
-    """
-    poll = select.poll()  # select.select() takes no descriptor above 1023
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(None if wait_s is None else max(0.0, wait_s) * 1000))
-
-
-def fork(run: Callable[[], NoReturn]) -> tuple[int, int]:
+def fork(run: Callable[[], NoReturn]) -> tuple[int, Descriptors]:
     """Fork a child that runs a function. Returns its process id, and a descriptor of it.
 
     Raises:
         OSError: If there are no descriptors or processes left.
     """
-    pid = os.fork()
-    if pid == 0:
-        run()
+    pids: list[int] = []
     try:
-        return pid, os.pidfd_open(pid)
-    except OSError:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        pids.extend(itertools.starmap(os.fork, [()]))  # in one call, as for descriptors
+        if pids == [0]:
+            try:
+                run()
+            finally:
+                os._exit(1)
+        return pids[0], Descriptors(map(os.pidfd_open, pids))
+    except BaseException:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         raise
 
 
@@ -152,14 +147,13 @@ class ForkedProcess(popen_fork.Popen):
     """What multiprocessing needs of a process that is forked here or in the nursery.
 
     Attributes:
-        sentinel: A descriptor of the process.
+        owned: A descriptor of the process.
+        sentinel: Its number.
 
     Args:
         process: The process of multiprocessing's.
         nursery: The nursery that forks it; None to fork it here.
     """
-
-    finalizer: "util.Finalize[Any]"
 
     def __init__(self, process: BaseProcess, nursery: Any = None) -> None:
         self._nursery = nursery
@@ -168,24 +162,27 @@ class ForkedProcess(popen_fork.Popen):
     def _launch(self, process: Any) -> None:
         del process._Popen  # which is not for the process itself
         if self._nursery is None:
-            self.pid, self.sentinel = fork(lambda: run_process(lambda: process))
+            self.pid, self.owned = fork(lambda: run_process(lambda: process))
         else:
-            self.pid, found = self._nursery.fork(process)
-            self.sentinel = found.pop()
-        self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
+            self.pid, self.owned = self._nursery.fork(process)
+        (self.sentinel,) = self.owned.numbers()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code; None while the process runs, and if its code is not known."""
-        is_open = self.returncode is None and self.finalizer.still_active()
+        is_open = self.returncode is None and bool(self.owned)
         if is_open and is_readable(self.sentinel, 0.0 if flag else None):
             reap = exit_code_of_child if self._nursery is None else self._nursery.exit_code
             self.returncode = reap(self.pid)
         return self.returncode
 
     def _send_signal(self, number: int) -> None:
-        if self.returncode is None and self.finalizer.still_active():
+        if self.returncode is None and self.owned:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.sentinel, number)
+
+    def close(self) -> None:
+        """Close the descriptor. May be called again."""
+        self.owned.close_all()
 
 
 class ParentDeathPipe:

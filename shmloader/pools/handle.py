@@ -7,13 +7,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.forking import ForkedProcess, is_readable
+from shmloader.pools.descriptors import Descriptors, is_readable
+from shmloader.pools.forking import ForkedProcess
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
@@ -43,23 +43,21 @@ class WorkerHandle:
         self,
         channel: socket.socket,
         process: BaseProcess | None = None,
-        shared: tuple[int, int, Callable[[int], int | None]] | None = None,
+        shared: tuple[int, Descriptors, Callable[[int], int | None]] | None = None,
     ) -> None:
         self.channel, self.is_lost = channel, False
         self.outbox: collections.deque[bytes] = collections.deque()
-        self._close: Callable[[], object] | None = None
         if shared is not None:
-            self.pid, self.pidfd, self._exit_code = shared
-            # Also when this object is garbage, since an interruption has lost it.
-            self._close = util.Finalize(self, os.close, (self.pidfd,))
-            return
-        assert process is not None
-        self.process, self.pid = process, process.pid or 0
-        popen = process._popen  # type: ignore[attr-defined]
-        if isinstance(popen, ForkedProcess):
-            self.pidfd, self._close = popen.sentinel, popen.close
+            self.pid, self._owned, self._exit_code = shared
         else:
-            self.pidfd = os.pidfd_open(self.pid)
+            assert process is not None
+            self.process, self.pid = process, process.pid or 0
+            popen = process._popen  # type: ignore[attr-defined]
+            if isinstance(popen, ForkedProcess):
+                self._owned = popen.owned
+            else:
+                self._owned = Descriptors(map(os.pidfd_open, [self.pid]))
+        (self.pidfd,) = self._owned.numbers()
 
     # Messages ----------------------------------------------------------------------------
 
@@ -123,12 +121,8 @@ class WorkerHandle:
 
     def close_pidfd(self) -> None:
         """Close the descriptor of the process. May be called again."""
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
-            if self._close is None:
-                os.close(pidfd)
-            else:
-                self._close()
+        self.pidfd = -1
+        self._owned.close_all()
 
     def reap(self, deadline: float) -> bool:
         """Wait for the worker's end, and reap it unless other ranks share it.

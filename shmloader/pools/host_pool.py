@@ -25,7 +25,6 @@ from shmloader.batch.payload import Payload
 from shmloader.batch.payload_digest import digests_of
 from shmloader.errors import WorkerDiedError
 from shmloader.host.meeting import Meeting
-from shmloader.interruptions import is_interruption
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
@@ -116,9 +115,7 @@ def open_host_pool(
         nursery = nursery or Nursery(meeting.detach())
         try:
             found = nursery.await_facts()
-        except ConnectionError as error:
-            if is_interruption(error):
-                raise
+        except ConnectionError:
             # The rank that should have started the nursery has failed with an error. This one
             # tries.
             continue
@@ -232,9 +229,9 @@ class SharedWorkers:
             with theirs:
                 for payload in self._payloads:
                     payload.send(ours)
-                pid, found = self.nursery.attach(Attach(worker_id), theirs.fileno())
+                pid, owned = self.nursery.attach(Attach(worker_id), theirs.fileno())
             ours.setblocking(False)
-            return WorkerHandle(ours, shared=(pid, found.pop(), self.nursery.exit_code))
+            return WorkerHandle(ours, shared=(pid, owned, self.nursery.exit_code))
         except BaseException as error:
             ours.close()
             if isinstance(error, ConnectionError | WorkerDiedError):

@@ -32,6 +32,7 @@ ends the threads of OpenBLAS, which expects forks, so they are counted after a f
 drivers have threads, so a program that uses a device when it is imported is among these.
 """
 
+import array
 import contextlib
 import errno
 import multiprocessing
@@ -46,7 +47,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import forkserver, spawn
+from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
@@ -54,10 +55,10 @@ from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
 from shmloader.interruptions import Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
+from shmloader.pools.descriptors import Descriptors, is_readable
 from shmloader.pools.forking import (
     NO_GUARD_EXIT,
     NO_GUARD_TEXT,
-    is_readable,
     name_of,
     refuse_during_import,
     sigint_blocked,
@@ -77,14 +78,7 @@ def _surroundings() -> tuple[object, ...]:
     folder = ""
     with contextlib.suppress(FileNotFoundError):
         folder = os.getcwd()  # noqa: PTH109 - compared only
-    executable = spawn.get_executable()
-    return dict(os.environ), folder, [*sys.path], [*sys.argv], executable, _preloaded()
-
-
-def _preloaded() -> list[str]:
-    """Return which modules the user has a fork server import. Only a private attribute shows it."""
-    server = getattr(forkserver, "_forkserver", None)
-    return [*getattr(server, "_preload_modules", ())]
+    return dict(os.environ), folder, [*sys.path], [*sys.argv], spawn.get_executable()
 
 
 def nursery_of_process() -> "Nursery":
@@ -118,7 +112,7 @@ def start_nursery(start: HostStart | None) -> "Nursery":
     process = multiprocessing.get_context("spawn").Process(
         target=serve,
         name=name_of("nursery"),
-        args=(theirs, _preloaded(), start),
+        args=(theirs, start),
     )
     nursery = Nursery(ours, process, is_own=start is None)
     with theirs, sigint_blocked(is_fresh=True), unimportable_main_hidden():
@@ -151,7 +145,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._channel, self._process = channel, process
         self._facts: Facts | None = None
-        self._forked: tuple[Report, _Descriptors] | None = None
+        self._forked: tuple[Report, Descriptors] | None = None
         self._codes: dict[int, int | None] = {}
         self._wanted_count: int | None = None
         channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
@@ -197,11 +191,8 @@ class Nursery:
         pid = self._process.pid
         raise WorkerDiedError(f"DataLoader worker (pid {pid}) {text}. {what}") from None
 
-    def fork(self, process: BaseProcess) -> tuple[int, list[int]]:
-        """Have a process of multiprocessing's forked.
-
-        Returns:
-            Its pid, and a list with a descriptor of it, from which the caller pops that.
+    def fork(self, process: BaseProcess) -> tuple[int, Descriptors]:
+        """Have a process of multiprocessing's forked. Returns its pid, and a descriptor of it.
 
         Raises:
             OSError: If there are no descriptors or processes left.
@@ -213,12 +204,12 @@ class Nursery:
         finally:
             payload.close()
 
-    def attach(self, message: object, descriptor: int) -> tuple[int, list[int]]:
+    def attach(self, message: object, descriptor: int) -> tuple[int, Descriptors]:
         """Send a rank's message with a descriptor. Returns and raises as :meth:`fork`."""
         data = pickle.dumps(message)
         return self._ask_for_worker(lambda channel: socket.send_fds(channel, [data], [descriptor]))
 
-    def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, list[int]]:
+    def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, Descriptors]:
         try:
             with self._lock:
                 if self._channel.fileno() < 0:
@@ -234,7 +225,7 @@ class Nursery:
             if isinstance(error, ConnectionError):
                 self._raise_end(error)
             raise
-        if not found:
+        if not found.numbers():
             raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
         return pid, found
 
@@ -271,7 +262,9 @@ class Nursery:
             raise ConnectionResetError("the nursery was closed")
         if not is_readable(self._channel.fileno(), wait_s):
             return False
-        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        received = Descriptors(map(self._channel.recvmsg, [RECEIVE_BYTES], [room]))
+        data = received[0][0]
         if not data:
             self.close()
             raise ConnectionResetError("the nursery has ended")
@@ -280,20 +273,12 @@ class Nursery:
             self.pid, self._facts = report.pid, report.value
             self._wanted_count = report.value.wanted_count
         elif report.kind == "forked":
-            self._forked = report, _Descriptors(descriptors)
+            self._forked = report, received
         elif report.kind == "wanted":
             self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True
-
-
-class _Descriptors(list[int]):
-    """Descriptors that have come. Those that an interruption keeps from being popped are closed."""
-
-    def __del__(self) -> None:
-        while self:
-            os.close(self.pop())
 
 
 def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None:

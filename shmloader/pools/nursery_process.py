@@ -8,7 +8,6 @@ iterator of any rank uses it.
 import contextlib
 import errno
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -16,7 +15,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,12 +23,12 @@ from shmloader.batch.payload import receive_payload
 from shmloader.host.meeting import Roll
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
+from shmloader.pools.descriptors import Descriptors, is_readable
 from shmloader.pools.forking import (
     ParentDeathPipe,
     exit_code_of_child,
     fork,
     ignore_sigint,
-    is_readable,
     name_of,
     run_process,
 )
@@ -140,19 +139,15 @@ class _Shared:
     users: list[int] = field(default_factory=list)
 
 
-def serve(channel: socket.socket, modules: Sequence[str], start: HostStart | None = None) -> None:
+def serve(channel: socket.socket, start: HostStart | None = None) -> None:
     """Fork workers until no client is left. The target of the nursery's process.
 
     Args:
         channel: The connection to the process that has started this one.
-        modules: Modules that the user has a fork server import.
         start: Describes the workers that ranks share; None for one process's own workers.
     """
     ignore_sigint()
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel may reap the workers
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     gc.freeze()
     _Server(start, handler).run(channel)
 
@@ -174,7 +169,8 @@ class _Server:
         self._child_handler = child_handler
         self._poll = select.poll()
         self._clients: dict[int, socket.socket] = {}
-        self._children: dict[int, int] = {}  # process ids by their descriptors
+        # Process ids, and what owns their descriptors, by the numbers of these.
+        self._children: dict[int, tuple[int, Descriptors]] = {}
         self._workers: dict[int, _Shared] = {}
         self._adapter: Adapter | None = None
         if start is None:
@@ -249,12 +245,13 @@ class _Server:
             sockets = [*self._clients.values(), *(one.channel for one in self._workers.values())]
             for one in sockets if self._start is None else [*sockets, self._start.listener]:
                 one.close()
-            for pidfd in self._children:
-                os.close(pidfd)
+            for _, owned in self._children.values():
+                owned.close_all()
             run()
 
-        pid, pidfd = fork(run_in_child)
-        self._children[pidfd] = pid
+        pid, owned = fork(run_in_child)
+        (pidfd,) = owned.numbers()
+        self._children[pidfd] = pid, owned
         self._poll.register(pidfd, select.POLLIN)
         return pid, pidfd
 
@@ -269,10 +266,10 @@ class _Server:
 
     def _reap(self, pidfd: int) -> None:
         """Reap a worker that has ended, and report its exit code."""
-        pid = self._children.pop(pidfd)
+        pid, owned = self._children.pop(pidfd)
         self._poll.unregister(pidfd)
         code = exit_code_of_child(pid)
-        os.close(pidfd)
+        owned.close_all()
         for worker in list(self._workers.values()):
             if worker.pid == pid:
                 self._workers.pop(worker.worker_id).channel.close()

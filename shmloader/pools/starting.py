@@ -23,13 +23,12 @@ import torch
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hidden
 from shmloader.faults import FAULTS
-from shmloader.interruptions import is_interruption
 from shmloader.memory.arena import Arena
 from shmloader.pools.batch_server import TaskConfig
+from shmloader.pools.descriptors import is_readable
 from shmloader.pools.forking import (
     ForkedProcess,
     ParentDeathPipe,
-    is_readable,
     name_of,
     refuse_during_import,
     sigint_blocked,
@@ -252,8 +251,6 @@ def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method
     try:
         return Payload(objects)
     except Exception as error:
-        if is_interruption(error):
-            raise
         receiver = f"worker processes that are started by {method!r}"
         explained = explain_unpicklable(
             error, find_unpicklable(objects, names), receiver, _OPEN_IN_WORKER

@@ -1,4 +1,6 @@
-"""The queue of tasks: one ``SOCK_SEQPACKET`` pair from which every idle worker receives.
+"""The queue of tasks, and how often to look for a message before sleeping.
+
+**The queue** is one ``SOCK_SEQPACKET`` pair from which every idle worker receives.
 
 The kernel is the dispatcher: a message goes to one worker, whole. The main process holds the
 receiving end as well, so it can take back what no worker has received.
@@ -13,10 +15,26 @@ and no other would be woken. So an idle worker looks into the queue every :data:
 (In a trial on two busy cores the queue took 54,000 tasks a second with 2 or 64 workers, and lost
 none of 80,000 in 347 kills. Waiting by ``poll`` would wake all idle workers for each message: 64 of
 them cost 381 µs of CPU a task instead of 21.)
+
+**Before sleeping.** To put a process to sleep and to wake it takes some ten microseconds of two
+processors, more in a virtual machine, and the next message often arrives sooner than that. So both
+ends of a socket look for a message a few times, and let other processes run in between, before they
+sleep. With two workers on two cores, this gives 1.15 to 1.2 times as many
+batches a second if a batch is 256 samples of 3×32×32 floats, and 1.04 to 1.07 times as many if it
+is 114 small tensors.
+
+A rank that shares workers looks less often. torchrun starts each rank in a separate session, the
+kernel divides the cores among sessions (sched(7), autogroup), and yielding gives the core only to
+processes of the same session. With 5 looks instead of 50, in four rounds in turns (AMD EPYC,
+2026-11-25), two such ranks on two cores take 78 µs of CPU for a small batch instead of 129, and
+four take 122 instead of 183. A process that does not share its workers would lose by fewer looks: a
+`TensorDataset` of a million rows (row K) gives 0.89 of the batches with 5 looks (0.85–0.94, four
+rounds, 2026-11-26).
 """
 
 import collections
 import errno
+import os
 import select
 import socket
 from multiprocessing import reduction
@@ -26,6 +44,19 @@ from shmloader.messages import RECEIVE_BYTES, seq_of_task
 
 #: How often an idle worker looks for tasks that nothing has woken it for, in seconds.
 LOOK_S = 1.0
+
+# How often to look for a message, which takes about 70 µs in all.
+LOOKS = 50
+# The same in a rank that shares workers.
+SHARED_LOOKS = 5
+
+
+def let_others_run() -> None:
+    """Let another process have this core, if one is ready to run."""
+    try:  # noqa: SIM105 - contextlib.suppress() would make three calls
+        os.sched_yield()
+    except PermissionError:  # a sandbox refuses it
+        pass
 
 
 class TaskQueue:

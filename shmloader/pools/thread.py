@@ -28,7 +28,6 @@ calls, may stay locked for ever in a child that is forked meanwhile, as with any
 
 import collections
 import functools
-import os
 import queue
 import sys
 import threading
@@ -42,7 +41,6 @@ from typing import Any
 import torch
 
 from shmloader.batch.arrays import Arrays
-from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.failures import OnError, RemoteError
@@ -50,10 +48,10 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
-from shmloader.insight.measurements import Counts, Readings, Usage, stalled_ns
-from shmloader.interruptions import uninterruptible
+from shmloader.insight.measurements import Usage, stalled_ns
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Failure, make_answer
+from shmloader.pools.answers import Answer, Failure
+from shmloader.pools.objects import ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads.background import BackgroundThread, is_exiting, may_wait_here
 from shmloader.threads.wakeup import Wakeup
@@ -133,12 +131,12 @@ class _Queues:
         is_closed: Whether the threads must not begin any more tasks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wakeup: Wakeup) -> None:
         # SimpleQueue is reentrant: a finalizer may call put() while this thread is inside put() or
         # get().
         self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.answers: collections.deque[tuple[_Task, int, Answer]] = collections.deque()
-        self.wakeup = Wakeup()
+        self.wakeup = wakeup
         self.is_closed = False
 
 
@@ -315,7 +313,7 @@ def _start(workers: list[_Worker]) -> None:
     torch.set_num_threads(thread_count)
 
 
-class ThreadPool:
+class ThreadPool(ObjectPool):
     """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
     Args:
@@ -326,7 +324,6 @@ class ThreadPool:
     """
 
     has_queue = True
-    memory = None
 
     def __init__(
         self,
@@ -338,13 +335,9 @@ class ThreadPool:
         Raises:
             RuntimeError: If no further thread can be started.
         """
+        super().__init__()
         self._config = config
-        self._pid = os.getpid()
-        self._queues = _Queues()
-        # Tasks that were sent and whose answers were not reported, by seq.
-        self._tasks: dict[int, _Task] = {}
-        self.is_waiting = False
-        self.counts, self.readings = Counts(), Readings()
+        self._queues = _Queues(self._wakeup)
         self._join_s = _JOIN_S
         self._workers = workers = [self._make_worker(number) for number in range(worker_count)]
         try:
@@ -357,16 +350,6 @@ class ThreadPool:
     def _make_worker(self, worker_id: int) -> _Worker:
         config = self._config()
         return _Worker(worker_id, self._queues, None if config is None else config.init_fn)
-
-    @property
-    def waiter(self) -> "ThreadPool":
-        """The pool itself."""
-        return self
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this is a forked child, where no thread runs."""
-        return os.getpid() != self._pid
 
     # Tasks -------------------------------------------------------------------------------
 
@@ -387,13 +370,6 @@ class ThreadPool:
         self._tasks.clear()
         self._queues.answers.clear()
         return [*dropped]
-
-    def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - nothing to tell
-        """Return True: the thread's task was dropped, so the thread may begin the next epoch's."""
-        return True
-
-    def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
-        """Do nothing: iterable datasets are not loaded by threads."""
 
     # Events ------------------------------------------------------------------------------
 
@@ -423,23 +399,11 @@ class ThreadPool:
         self.is_waiting = True
         # A wait that a signal handler has ended may have cleared the event.
         if not self._queues.answers:
-            self._queues.wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
+            self._wakeup.wait(None if timeout_s is None else max(0.0, timeout_s))
         self.is_waiting = False
         return self.poll(-1, events)
 
-    def enable_wake(self) -> None:
-        """Do nothing: ``wake`` works from the beginning."""
-
-    def wake(self) -> None:
-        """Make the present or the next :meth:`wait` return. Called from any thread."""
-        self._queues.wakeup.set()
-
     # Workers -----------------------------------------------------------------------------
-
-    @property
-    def processes(self) -> list[Any]:
-        """An empty list: the workers are threads."""
-        return []
 
     def pid(self, worker_id: int) -> None:
         """Return None: the workers are threads."""
@@ -463,11 +427,6 @@ class ThreadPool:
         if self._queues.is_closed:  # by another thread, meanwhile
             self._queues.tasks.put(None)
             raise ClosedLoaderError("the workers have been ended")
-
-    def end_workers(self) -> None:
-        """End the threads. May be called again, and from any thread."""
-        if not self.is_inherited:
-            uninterruptible(self._end)
 
     def close(self) -> None:
         """End the threads and drop all batches. May be called again, and from any thread."""

@@ -66,8 +66,7 @@ from shmloader.pools.status_page import (
     Phase,
     StatusPage,
 )
-from shmloader.pools.task_queue import LOOK_S, watch_queue
-from shmloader.pools.waker import LOOKS, let_others_run
+from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, watch_queue
 from shmloader.pools.worker_dataset import introduce
 
 

@@ -9,15 +9,14 @@ batches.
 Guarantees:
     * A send never blocks. What a socket refuses waits here, in order.
     * Everything that a worker sent before it died is received before its death is reported.
-    * ``close`` ends every worker within a bounded time, even a stopped or hung one, reaps it,
+    * ``end_workers`` ends every worker within a bounded time, even a stopped or hung one, reaps it,
       and leaves no descriptor. It only leaves workers that other ranks share. Called again, or in
       a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods, except those that say otherwise.
-
-The module is long because its one selector waits for messages, for deaths and for space to send.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -30,7 +29,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -38,9 +36,9 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
 from shmloader.interruptions import uninterruptible
+from shmloader.pools import Events
 from shmloader.pools.answers import Death
-from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.forking import is_readable
+from shmloader.pools.descriptors import Waker, is_readable
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
 from shmloader.pools.starting import raise_with_remedy
 from shmloader.pools.status_page import (
@@ -51,20 +49,13 @@ from shmloader.pools.status_page import (
     StatusPage,
     measure_memory,
 )
-from shmloader.pools.waker import LOOKS, SHARED_LOOKS, Waker, let_others_run
+from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, TaskQueue, let_others_run
 from shmloader.process_state import PROCESS
 from shmloader.threads.wakeup import SIGNAL_S
-
-# How long close() waits for a worker to end by itself: the worker may be loading a sample.
-_GRACE_S = 1.0
 
 # A worker receives in some microseconds. One that takes this long is stopped.
 _RECEIVING_S = 2.0
 _LOOK_S = 0.0002
-
-#: Pairs of a worker's number and its message, or None in place of a message if the worker is dead
-#: and reaped.
-Happened = list[tuple[int, bytes | None]]
 
 
 class WorkerProcesses:
@@ -74,18 +65,21 @@ class WorkerProcesses:
         readings: Memory and CPU time of the workers.
         is_inherited: Whether this is a forked child of the process that uses the workers.
         is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
-            state every message that was received from a worker has been returned.
+            state every message that was received from a worker has been reported.
         handles: The workers, by number.
         queue: The queue from which the workers receive their tasks; None if each task is sent to
-            one worker's socket. Closed with this object.
+            one worker's socket.
+        has_queue: Whether there is one.
+        nursery: The process that forks the workers; None if this process starts each of them.
 
     Args:
-        starter: Starts and ends the workers. This object owns it from now on.
-        tasks: How tasks are served.
+        starter: Starts and ends the workers. This object owns it from now on, with the queue.
+        queue: The queue.
         count: How many workers are started now; ``start`` starts the others.
         may_replace: Whether ``start`` will be called. If so, everything that starting a worker
             needs is kept.
-        grace_s: How long ``close`` waits for workers to end by themselves.
+        grace_s: How long ``end_workers`` waits for workers to end by themselves: they may be
+            loading a sample.
 
     Raises:
         Exception: What ``starter.open()`` and ``starter.start()`` raise.
@@ -94,14 +88,15 @@ class WorkerProcesses:
     def __init__(
         self,
         starter: Any,
-        tasks: TaskConfig,
+        queue: TaskQueue | None,
         count: int,
         *,
-        may_replace: bool = True,
-        grace_s: float = _GRACE_S,
+        may_replace: bool,
+        grace_s: float,
     ) -> None:
-        self._starter, self.queue, self._grace_s = starter, tasks.queue, grace_s
-        # How often :meth:`look` looks.
+        self._starter, self.queue, self._grace_s = starter, queue, grace_s
+        self.has_queue = queue is not None
+        # How often to look for messages before sleeping.
         self._looks = SHARED_LOOKS if starter.is_shared else LOOKS
         self._pid = os.getpid()
         self.handles: list[WorkerHandle] = []
@@ -116,7 +111,7 @@ class WorkerProcesses:
         # At the interpreter's exit multiprocessing waits for ever for a daemonic process that is
         # stopped. This finalizer runs first, regardless of the order of registration.
         self._at_exit = multiprocessing.util.Finalize(
-            None, _close_at_exit, args=(weakref.ref(self),), exitpriority=100
+            None, _end_at_exit, args=(weakref.ref(self),), exitpriority=100
         )
         # From here on another thread may fork a child, which then abandons this object.
         PROCESS.worker_groups.add(self)
@@ -128,28 +123,23 @@ class WorkerProcesses:
                 self._check_open()
                 self.handles.append(self._start_worker(worker_id))
         except BaseException as error:
-            self.close()
+            self.end_workers()
             if isinstance(error, OSError):
                 raise_with_remedy(error)
             raise
+        self.nursery = starter.nursery
         self.readings.open(functools.partial(_read_usage, weakref.ref(self)))
         if not may_replace:
             starter.finish()
 
     @property
-    def status_page(self) -> StatusPage:
-        """The page on which the workers show this process what they are doing."""
+    def _page(self) -> StatusPage:
         page: StatusPage = self._starter.page
         return page
 
     @property
-    def nursery(self) -> Any:
-        """The process that forks the workers; None if this process starts each of them."""
-        return self._starter.nursery
-
-    @property
     def processes(self) -> list[BaseProcess]:
-        """The worker processes that this process has started, by number."""
+        """The worker processes by number; empty if this process has not started them."""
         return [worker.process for worker in self.handles if worker.process is not None]
 
     # Start -------------------------------------------------------------------------------
@@ -162,14 +152,7 @@ class WorkerProcesses:
         return worker
 
     def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, after ``retire``, or in place of a lost one.
-
-        Raises:
-            OSError: If there are no descriptors or processes left.
-            RuntimeError: If torch's random generator is locked in each worker that is forked, or
-                if the process that owns shared workers has ended.
-            ClosedLoaderError: If another thread closes this meanwhile.
-        """
+        """Start a worker for the first time, after it was retired, or in place of a dead one."""
         for old in self.handles[worker_id : worker_id + 1]:
             old.channel.close()
             old.close_pidfd()
@@ -190,11 +173,12 @@ class WorkerProcesses:
         if self._is_closed:
             raise ClosedLoaderError("the workers have been ended") from cause
 
-    def kill(self, worker_id: int) -> None:
-        """Kill a worker. ``wait`` will report its death."""
+    def kill(self, worker_id: int, seq: int = 0) -> bool:  # noqa: ARG002 - whatever it loads by now
+        """Kill a worker that takes too long for a sample."""
         worker = self.handles[worker_id]
         if not worker.is_lost:
             worker.send_signal(signal.SIGKILL)
+        return True
 
     def retire(self, worker_id: int) -> None:
         """End or leave an idle worker. ``start`` can start it again."""
@@ -216,27 +200,29 @@ class WorkerProcesses:
 
     # Messages ----------------------------------------------------------------------------
 
-    def send(self, worker_id: int, data: bytes) -> None:
+    @abc.abstractmethod
+    def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
+        """Report the contents of a worker's message."""
+
+    def recall(self) -> list[int]:
+        """Take back the tasks that no worker has received."""
+        return [] if self.queue is None else self.queue.recall()
+
+    def _send(self, worker_id: int, data: bytes) -> None:
         """Send a message to a worker, without blocking. A message to a dead worker is dropped."""
         worker = self.handles[worker_id]
         if not worker.send(data):
             self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
 
-    def put(self, data: bytes) -> None:
-        """Send a task to the queue, without blocking."""
-        assert self.queue is not None
-        if not self.queue.send(data):
-            self._poll.register(self.queue.sender, select.POLLOUT)
-
     def enable_wake(self) -> None:
-        """Enable :meth:`wake`. Called before another thread uses this."""
+        """Enable :meth:`wake`."""
         self._waker = Waker()
         self._poll.register(self._waker.fd, select.POLLIN)
 
     def wake(self) -> None:
         """Make the present or the next ``wait`` return. Called from any thread.
 
-        Does nothing after ``close``.
+        Does nothing after ``end_workers``.
         """
         waker = self._waker
         self._is_woken = True
@@ -244,51 +230,42 @@ class WorkerProcesses:
         if waker is not None and self.is_waiting:
             waker.wake()
 
-    def look(self) -> Happened:
-        """Return what has come or is about to come, as :meth:`wait` does. Never sleeps."""
+    def _look(self, events: Events) -> bool:
+        """Report what has come or is about to come, as :meth:`wait` does. Never sleeps."""
         for _ in range(self._looks):
             if self._is_closed:
                 break
-            if events := self._poll.poll(0):
-                return self._receive(events, self._waker)
+            if ready := self._poll.poll(0):
+                return self._report(ready, self._waker, events)
             let_others_run()
-        return []
+        return False
 
-    def wait(self, timeout_s: float | None) -> Happened:
-        """Wait until something happens.
-
-        Args:
-            timeout_s: Longest wait in seconds; None waits without a limit.
-
-        Returns:
-            What has happened. Empty after the timeout, and sometimes earlier, so that signal
-            handlers can run.
-        """
+    def wait(self, timeout_s: float | None, events: Events) -> bool:
+        """Wait until something happens, and report it."""
         waker = self._waker  # this reference keeps it open
         if self._is_closed:
-            return []
+            return False
         self.is_waiting = True
         left_s = SIGNAL_S if timeout_s is None else min(timeout_s, SIGNAL_S)
         if self._is_woken:
             left_s = 0
-        events = self._poll.poll(max(0, math.ceil(left_s * 1000)))
+        ready = self._poll.poll(max(0, math.ceil(left_s * 1000)))
         self.is_waiting = self._is_woken = False
         if self._has_been_closed():  # by another thread, meanwhile
             if self._is_exiting and threading.current_thread().daemon:
                 # The interpreter exits. A daemon thread must not return to its caller any more.
                 threading.Event().wait()
-            return []
-        return self._receive(events, waker)
+            return False
+        return self._report(ready, waker, events)
 
     def _has_been_closed(self) -> bool:
         return self._is_closed
 
-    def _receive(self, events: list[tuple[int, int]], waker: Waker | None) -> Happened:
-        """Receive a message from each worker that has sent one, and then the news of deaths."""
-        happened: Happened = []
-        deaths: Happened = []
+    def _report(self, ready: list[tuple[int, int]], waker: Waker | None, events: Events) -> bool:
+        """Report a message of each worker that has sent one, and then deaths."""
+        has_any, dead = False, []
         queue = self.queue
-        for fd, event in events:
+        for fd, event in ready:
             worker_id = self._by_fd.get(fd)
             if worker_id is None:
                 if waker is not None and fd == waker.fd:
@@ -297,44 +274,52 @@ class WorkerProcesses:
                     if queue.flush():
                         self._poll.unregister(fd)
                 elif fd in self._by_pidfd:  # else it was lost meanwhile
-                    deaths.extend(self._reap(self._by_pidfd[fd]))
+                    dead.append(self._by_pidfd[fd])
                 continue
             worker = self.handles[worker_id]
-            if not worker.is_lost:
-                if event & select.POLLOUT and worker.flush():
-                    self._poll.modify(worker.channel, select.POLLIN)
-                data = worker.receive()
-                if data is not None:
-                    happened.append((worker_id, data))
-                elif event & (select.POLLHUP | select.POLLERR):
-                    # The socket is closed. An event of the process will soon say why.
-                    self._poll.unregister(worker.channel)
-        return happened + deaths
+            if event & select.POLLOUT and worker.flush():
+                self._poll.modify(worker.channel, select.POLLIN)
+            data = worker.receive()
+            if data is not None:
+                self._receive(worker_id, data, events)
+                has_any = True
+            elif event & (select.POLLHUP | select.POLLERR):
+                # The socket is closed. An event of the process will soon say why.
+                self._poll.unregister(worker.channel)
+        for worker_id in dead:
+            worker = self.handles[worker_id]
+            self._receive_all(worker_id, events)
+            self._lose(worker)
+            worker.reap(time.monotonic() + KILL_S)
+        for worker_id in dead:
+            self._report_death(worker_id, events)
+        return has_any or bool(dead)
 
-    def _reap(self, worker_id: int) -> Iterator[tuple[int, bytes | None]]:
-        """Yield a dead worker's last messages, reap it, and yield None for its loss."""
+    def _receive_all(self, worker_id: int, events: Events) -> None:
         worker = self.handles[worker_id]
-        while (data := worker.receive()) is not None:
-            yield worker_id, data
-        self._lose(worker)
-        worker.reap(time.monotonic() + KILL_S)
-        yield worker_id, None
+        while not worker.is_lost and (data := worker.receive()) is not None:
+            self._receive(worker_id, data, events)
 
-    def receive_all(self) -> Happened:
-        """Return all messages that living workers have sent."""
-        happened: Happened = []
-        for worker_id, worker in enumerate(self.handles):
-            while not worker.is_lost and (data := worker.receive()) is not None:
-                happened.append((worker_id, data))
-        return happened
+    def _report_death(self, worker_id: int, events: Events) -> None:
+        worker, starter, held = self.handles[worker_id], self._starter, set[int]()
+        recalled = self.recall()
+        if self.queue is not None:
+            held = self._held()
+            for other in range(len(self.handles)):
+                self._receive_all(other, events)
+        was_at = self.was_at(worker_id)
+        # One that was idle for this rank was loading a batch of another one, or was ended outside.
+        was_elsewhere = starter.is_shared and was_at.phase is Phase.IDLE
+        death = Death(worker.pid, worker.exit_code, was_elsewhere, starter.lost)
+        events.lost(worker_id, death, was_at, recalled, held)
 
-    def held(self) -> set[int]:
+    def _held(self) -> set[int]:
         """Return the numbers of the tasks that living workers have received from the queue.
 
         Called when the queue is empty. Waits for workers that may be receiving. One that does not
         leave that state, since it is stopped, is killed.
         """
-        held, page = set(), self.status_page
+        held, page = set(), self._page
         for worker_id, worker in enumerate(self.handles):
             deadline = time.monotonic() + _RECEIVING_S
             while not worker.is_lost and (found := page.held(worker_id)) == RECEIVING:
@@ -354,23 +339,13 @@ class WorkerProcesses:
         """Return the process id of a worker."""
         return self.handles[worker_id].pid
 
-    def death(self, worker_id: int) -> Death:
-        """Return how a lost worker ended.
-
-        Its exit code is not known if, for instance, a SIGCHLD handler of the user's has reaped it.
-        """
-        worker, starter = self.handles[worker_id], self._starter
-        # One that was idle for this rank was loading a batch of another one, or was ended outside.
-        was_elsewhere = starter.is_shared and self.was_at(worker_id).phase is Phase.IDLE
-        return Death(worker.pid, worker.exit_code, was_elsewhere, starter.lost)
-
     def was_at(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, or was doing when it died, without its stack."""
-        return self.status_page.read(worker_id)
+        return self._page.read(worker_id)
 
     def ask(self, worker_id: int) -> AtWork:
         """Return what a worker is doing, with its stack. Takes up to a third of a second."""
-        return self.status_page.ask(worker_id, self.pid(worker_id))
+        return self._page.ask(worker_id, self.pid(worker_id))
 
     def usage(self, *, thoroughly: bool) -> list[Usage]:
         """Return the memory and time that each worker, with those it replaced, has used.
@@ -385,7 +360,7 @@ class WorkerProcesses:
         """
         used = []
         for worker_id, worker in enumerate(self.handles):
-            usage = self.status_page.usage(worker_id, worker.pid)
+            usage = self._page.usage(worker_id, worker.pid)
             if thoroughly and not worker.is_lost:
                 pss_bytes = measure_memory(worker.pid) or usage.pss_bytes
                 usage = dataclasses.replace(usage, pss_bytes=pss_bytes)
@@ -394,7 +369,7 @@ class WorkerProcesses:
 
     # End ---------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def end_workers(self) -> None:
         """End the workers, or stop using them. May be called again, and from any thread."""
         if self._is_closed:
             return
@@ -404,14 +379,13 @@ class WorkerProcesses:
             uninterruptible(self._end_all)
 
     def _end_all(self) -> None:
-        """End everything. :meth:`close` runs it again if a signal handler interrupts it."""
-        # Set here, not in close(): an interruption between the two would leak the workers.
+        """End everything. :meth:`end_workers` runs it again if a signal handler interrupts it."""
+        # Set here, not in end_workers(): an interruption between the two would leak the workers.
         self._is_closed = True
         self._at_exit.cancel()
         # After a Ctrl-C, the second try does not wait for busy workers.
         grace_s, self._grace_s = self._grace_s, 0.0
-        if self.queue is not None:
-            self.queue.recall()  # a worker that is busy begins no further task
+        self.recall()  # a worker that is busy begins no further task
         for worker in self.handles:
             worker.hang_up()
         if FAULTS is not None:
@@ -460,10 +434,10 @@ def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> 
         return None
 
 
-def _close_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
+def _end_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
     group = reference()
     if group is not None:
         group._is_exiting = True
         if FAULTS is not None:
             FAULTS.reach("main.exit")
-        group.close()
+        group.end_workers()

@@ -182,7 +182,7 @@ def test_a_client_that_another_thread_closes_ends_the_wait(cluster, client) -> N
     iterator = iter(loader)
 
     def close() -> None:
-        wait_until(lambda: iterator._pool.waiter.is_waiting, TOLD_S)
+        wait_until(lambda: iterator._pool.is_waiting, TOLD_S)
         client.close()
 
     closing = threading.Thread(target=close)

@@ -30,10 +30,6 @@ class CallingPool:
         self.processes: list[Any] = []
 
     @property
-    def waiter(self) -> "CallingPool":
-        return self
-
-    @property
     def is_inherited(self) -> bool:
         return os.getpid() != self._pid
 

@@ -75,10 +75,6 @@ class ScriptedPool:
         self.sent_hung: dict[int, dict[int, str]] = {}
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
 
-    @property
-    def waiter(self) -> ScriptedPool:
-        return self
-
     # What the test says --------------------------------------------------------------------
 
     def answer(self, worker_id: int, seq: int | None = None, answer: Answer | None = None) -> None:

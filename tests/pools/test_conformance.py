@@ -43,7 +43,6 @@ from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.pools.worker_processes import WorkerProcesses
 from shmloader.threads.background import all_parked
 from tests.pools.calling import CallingPool
 from tests.pools.scripted import next_of
@@ -64,8 +63,7 @@ def processes(
     tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), queue)
     objects = Calls(make, 1 << 20), None, as_it_is, "raise"
     starter = OwnWorkers(None, worker_count, objects, tasks, base_seed=1)
-    workers = WorkerProcesses(starter, tasks, worker_count)
-    return started(ProcessPool(workers, tasks.arena), worker_count)
+    return started(ProcessPool(starter, tasks, worker_count), worker_count)
 
 
 def queued(make: Callable[[Any], Any], worker_count: int) -> Pool:
@@ -87,8 +85,7 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     POOLS_OF_HOST.append(pool)
     tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), TaskQueue())
     starter = SharedWorkers(pool, (as_it_is, "raise"), tasks)
-    workers = WorkerProcesses(starter, tasks, worker_count)
-    return started(ProcessPool(workers, tasks.arena), worker_count)
+    return started(ProcessPool(starter, tasks, worker_count), worker_count)
 
 
 def fork_nursery(start: HostStart) -> Nursery:
@@ -97,7 +94,7 @@ def fork_nursery(start: HostStart) -> Nursery:
 
     def run() -> None:
         ours.close()
-        serve(theirs, (), start)
+        serve(theirs, start)
 
     with theirs, all_parked():
         process = multiprocessing.get_context("fork").Process(target=run)
@@ -268,7 +265,7 @@ class Told:
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Any) -> None:
         self.threads.add(threading.get_ident())
         assert seq not in self.answers, "each task is answered once"
-        assert not self.pool.waiter.is_waiting, "what is interrupted from now on may be lost"
+        assert not self.pool.is_waiting, "what is interrupted from now on may be lost"
         taker = worker_id if self.pool.has_queue else None
         ticket = self.scheduler.answered(seq, epoch, answer, taker=taker)
         assert ticket.worker_id == worker_id
@@ -359,7 +356,7 @@ def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
         pool.enable_wake()
         wake = threading.Thread(
             target=lambda: (
-                before or wait_until(lambda: pool.waiter.is_waiting),
+                before or wait_until(lambda: pool.is_waiting),
                 pool.wake(),
             )
         )
@@ -433,7 +430,7 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
         told = Told(pool)
 
         def press() -> None:
-            wait_until(lambda: pool.waiter.is_waiting)
+            wait_until(lambda: pool.is_waiting)
             signal.pthread_kill(main, signal.SIGINT)
 
         thread = threading.Thread(target=press)
@@ -441,7 +438,7 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
         with pytest.raises(KeyboardInterrupt):
             wait_until(lambda: pool.wait(60, told))
         thread.join()
-        assert pool.waiter.is_waiting
+        assert pool.is_waiting
         told.send(*range(3))
         told.take_all(3)
 
@@ -459,7 +456,7 @@ def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apar
             gate.open()
             wait_until(lambda: pool.was_at(0).phase is Phase.IDLE)
             outcome = interrupt(functools.partial(pool.wait, 60, told), nth, Preempted)
-            if pool.waiter.is_waiting:  # otherwise an engine gives up
+            if pool.is_waiting:  # otherwise an engine gives up
                 while_waiting += 1
                 began = time.monotonic()
                 assert pool.wait(60, told), outcome.where

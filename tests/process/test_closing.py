@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
-from shmloader.pools import starting, worker_processes
+from shmloader.pools import starting
 from shmloader.pools import thread as thread_pool
 from shmloader.process_state import PROCESS
 from shmloader.threads import background
@@ -211,7 +211,7 @@ def test_a_closed_loader_that_is_kept_does_not_take_descriptors_from_new_workers
     first = DataLoader(Calls(large, 8), num_workers=4)
     batches = iter(first)
     next(batches)
-    pool = batches._pool._workers
+    pool = batches._pool
     numbers_before = {worker.pidfd for worker in pool.handles}
     first.close()
     held: list[int] = []
@@ -366,12 +366,12 @@ def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what, monkeypatch
     loader.close()
 
 
-def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets(monkeypatch) -> None:
-    monkeypatch.setattr(worker_processes, "_GRACE_S", 30)  # until they are told by a signal
+def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets() -> None:
     gate = Gate()
     loader = DataLoader(Calls(large, 12), num_workers=2)
     batches = iter(loader)
     next(batches)
+    batches._pool._grace_s = 30  # until they are told by a signal
     pid = os.fork()
     if pid == 0:
         try:

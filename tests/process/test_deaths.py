@@ -218,13 +218,13 @@ def test_a_death_that_was_seen_before_the_epoch_was_left_does_not_hang_the_next_
 
     loader = DataLoader(Calls(sample, 6), num_workers=1, collate_fn=only, persistent_workers=True)
     batches = iter(loader)
-    pool = batches._pool._workers
+    pool = batches._pool
     wait = pool.wait
 
-    def wait_after_the_end(timeout_s: float | None) -> Any:
+    def wait_after_the_end(*arguments: Any) -> Any:
         gate.open()
         wait_for_end(pool.pid(0))
-        return wait(timeout_s)
+        return wait(*arguments)
 
     pool.wait = wait_after_the_end
     assert next(batches) == 0  # the death is seen together with this answer

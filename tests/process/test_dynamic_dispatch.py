@@ -112,7 +112,7 @@ def test_workers_go_on_while_the_user_does_not_ask(in_order) -> None:
 def test_an_idle_worker_finds_a_task_for_which_another_was_woken(monkeypatch) -> None:
     monkeypatch.setattr(program, "watch_queue", lambda *_: None)  # no wake-up reaches these workers
     batches = iter(make(int, 20, timeout=30))
-    page = batches._pool._workers.status_page
+    page = batches._pool._page
     for index in range(20):
         if index == 1:
             wait_until(lambda: all(page.held(worker) == NO_TASK for worker in range(2)))

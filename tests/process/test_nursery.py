@@ -225,7 +225,7 @@ class World:
             "lives": parent.is_alive(), "of": parent.name,
             "method": multiprocessing.get_start_method(),
             "stdin": sys.stdin.read(), "handlers": handlers(), "forked": os.getppid() != parent.pid,
-            "is small": private_mib() < 18, "colorsys": "colorsys" in sys.modules,
+            "is small": private_mib() < 18,
         }}
 
 def handlers():
@@ -268,16 +268,6 @@ def test_workers_have_what_those_of_torch_have_and_share_the_rest(tmp_path, meth
     assert len(lines) == 2, done.err
     for line in lines:
         assert eval(line) == kinds
-
-
-def test_it_imports_what_the_user_has_a_fork_server_import(tmp_path) -> None:
-    done = run_world(
-        tmp_path,
-        "multiprocessing.set_forkserver_preload(['colorsys', 'no_such_module'])\n"
-        "    print(world(shmloader.DataLoader, 'forkserver')['colorsys'])",
-    )
-    assert done.out == "True\n", done.err
-    done.assert_quiet()
 
 
 def test_where_the_program_starts_threads_spawn_starts_each_worker_afresh(tmp_path) -> None:

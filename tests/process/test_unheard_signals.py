@@ -44,7 +44,7 @@ class Told(BaseException):
 
 
 def processes(batches) -> Unheard:
-    workers = batches._pool._workers
+    workers = batches._pool
     workers._poll = unheard = Unheard(workers._poll, "poll")
     return unheard
 

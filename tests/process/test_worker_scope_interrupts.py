@@ -14,7 +14,7 @@ import pytest
 
 from shmloader import ClosedLoaderError
 from shmloader.process_state import PROCESS
-from tests.process.bytecodes import KINDS, Outcome, interrupt
+from tests.process.bytecodes import KINDS, PACKAGE, Outcome, interrupt
 from tests.process.host_loaders import contents, expected, has_ended, loader, owner_of, pids
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
@@ -29,6 +29,10 @@ PLACES = 12
 
 #: How long a rank may take for all of it on a busy machine.
 TRIALS_S = 160
+
+
+#: Where descriptors are received and opened.
+ATTACHING = tuple(f"{PACKAGE}/pools/{name}.py" for name in ("nursery", "handle", "host_pool"))
 
 
 def try_all(trial: Callable[[int, type[BaseException]], Outcome], places: int = PLACES) -> int:
@@ -152,7 +156,8 @@ class Descriptors:
             raise AssertionError(text) from None
 
 
-def test_while_a_rank_meets_the_owner_that_another_has_started(run):
+@pytest.mark.parametrize("files", [(PACKAGE,), ATTACHING], ids=["anywhere", "where it attaches"])
+def test_while_a_rank_meets_the_owner_that_another_has_started(run, files):
     own = expected(1)[0]
 
     def trials(owner: int) -> int:
@@ -160,7 +165,7 @@ def test_while_a_rank_meets_the_owner_that_another_has_started(run):
 
         def trial(nth: int, kind: type[BaseException]) -> Outcome:
             one = rank_that_joins()
-            outcome = interrupt(functools.partial(begin, one), nth, kind)
+            outcome = interrupt(functools.partial(begin, one), nth, kind, files)
             assert read_all(one) == own, outcome.where
             assert owner_of(one) == owner
             one.close()

@@ -13,8 +13,7 @@ from shmloader.messages import (
     RECEIVE_BYTES,
     TASK,
     TASK_HEAD,
-    BatchDone,
-    BatchFailed,
+    Answered,
     EpochStarted,
     FromWorker,
     InSlot,
@@ -33,8 +32,8 @@ from shmloader.messages import (
     seq_of_task,
     unpack,
 )
+from shmloader.pools.answers import Empty, Failure
 
-TIMES = (10**18, 1, 2, 3, 64)
 ERROR = RemoteError.of(ValueError("no"), "here")
 MESSAGES = [
     Task(1, 0, 2, 10**6, None, Spilled(0, 10**6)),
@@ -42,11 +41,9 @@ MESSAGES = [
     StartEpoch(4),
     ResumeStream(b"checkpoint"),
     Leave(),
-    BatchDone(1, 2, 3, 640, TIMES, b"layout", 0xFFFFFFFF, SampleReport(2, 1), b"state", 5),
+    Answered(1, 2, 3, 640, Empty(SampleReport(2, 2), b"state"), b"layout"),
     InSlot(3, Spilled(640, 10**6)),
-    BatchDone(1, 2, 3, 640, TIMES, snapshot=Unsaved("why")),
-    BatchFailed(1, 2, 3, 20_064, ERROR, is_final=True),
-    BatchFailed(1, 2, 3, 0, None, SampleReport(2, 2), b"state"),
+    Answered(1, 2, 3, 20_064, Failure(ERROR, snapshot=Unsaved("why"), is_final=True)),
     StreamEnded(1, 2, b"beginning"),
     EpochStarted(b"beginning"),
     Left(),

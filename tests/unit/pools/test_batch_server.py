@@ -16,11 +16,12 @@ from shmloader.messages import (
     DONE_HEAD,
     STATE_HEAD,
     UNREAD,
-    BatchDone,
+    Answered,
     InSlot,
     Task,
     unpack,
 )  # fmt: skip
+from shmloader.pools.answers import Batch
 from shmloader.pools.batch_server import BatchServer, TaskConfig
 from tests.unit.memory.support import MIB
 
@@ -61,7 +62,8 @@ class Bench:
         data = self.server.serve(task)
         if data[0] == DONE:
             _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
-            answer = BatchDone(seq, epoch, slot_id, used_bytes, times)
+            batch = Batch(None, None, times, used_bytes)
+            answer = Answered(seq, epoch, slot_id, used_bytes, batch)
         else:
             answer = unpack(data)
         assert (answer.seq, answer.epoch, answer.slot_id) == (5, 1, 0)
@@ -100,16 +102,16 @@ def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):
 
     answer = bench.serve(fill_and_fail)
     assert answer.touched_bytes == 100_032
-    assert len(str(answer.error.rebuilt("note"))) > 250_000
+    assert len(str(answer.answer.error.rebuilt("note"))) > 250_000
     assert bench.serve(ValueError("short")).touched_bytes == 0
 
 
 def test_a_batch_carries_a_checksum_only_when_debugging(make_bench):
-    assert make_bench().serve([torch.arange(3)]).checksum is None
+    assert make_bench().serve([torch.arange(3)]).answer.check is None
     bench = make_bench(is_debugging=True)
     answer = bench.serve([torch.arange(3)])
-    assert answer.checksum == zlib.crc32(bench.slot.memory[: answer.used_bytes])
-    assert answer.used_bytes == 64
+    assert answer.answer.check == (64, zlib.crc32(bench.slot.memory[:64]))
+    assert answer.touched_bytes == answer.answer.nbytes == 64
 
 
 def test_a_long_answer_lies_in_the_slot_if_it_fits_there(make_bench):
@@ -140,11 +142,11 @@ class Stateful:
 def test_a_state_lies_in_the_slot_for_states_once_the_last_one_is_read(make_bench):
     bench = make_bench(dataset=Stateful(3 * MIB), state_slots=1)
     states = bench.arena.slots[1]
-    assert bench.serve([torch.arange(3)]).snapshot.slot_id == 1
+    assert bench.serve([torch.arange(3)]).answer.snapshot.slot_id == 1
     assert STATE_HEAD.unpack_from(states.memory) == (UNREAD,)
-    assert bench.serve([torch.arange(3)]).snapshot.slot_id == 0
+    assert bench.serve([torch.arange(3)]).answer.snapshot.slot_id == 0
     STATE_HEAD.pack_into(states.memory, 0, 0)
-    snapshot = bench.serve([torch.arange(3)]).snapshot
+    snapshot = bench.serve([torch.arange(3)]).answer.snapshot
     slot_id, (offset, nbytes) = snapshot
     assert slot_id == 1
     assert pickle.loads(states.memory[offset : offset + nbytes])[2] == bytes(3 * MIB)
@@ -154,7 +156,7 @@ def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench):
     for state_slots in (0, 1):
         bench = make_bench(dataset=Stateful(9 * MIB), state_slots=state_slots)
         answer = bench.serve([torch.arange(3)])
-        assert pickle.loads(answer.snapshot)[2] == bytes(9 * MIB)
+        assert pickle.loads(answer.answer.snapshot)[2] == bytes(9 * MIB)
 
 
 def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):
@@ -162,6 +164,6 @@ def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):
     numbers = list(range(200_000))
     bench.dataset.state_dict = lambda: numbers
     answer = bench.serve([torch.arange(3)])
-    slot_id, (offset, nbytes) = answer.snapshot
+    slot_id, (offset, nbytes) = answer.answer.snapshot
     assert (slot_id, offset) == (0, 64)
     assert pickle.loads(bench.slot.memory[offset : offset + nbytes])[2] == numbers

@@ -6,6 +6,7 @@ import os
 import socket
 from types import SimpleNamespace
 
+from shmloader.pools.descriptors import Descriptors
 from shmloader.pools.handle import WorkerHandle
 
 
@@ -13,7 +14,8 @@ def test_no_message_overtakes_those_that_the_socket_did_not_take() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.setblocking(False)
-    worker = WorkerHandle(ours, shared=(0, os.pidfd_open(os.getpid()), SimpleNamespace))
+    owned = Descriptors(map(os.pidfd_open, [os.getpid()]))
+    worker = WorkerHandle(ours, shared=(0, owned, SimpleNamespace))
     received: collections.deque[int] = collections.deque()
 
     def receive() -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 from mmap import PAGESIZE
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ import torch
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena
-from shmloader.messages import unpack
+from shmloader.messages import RECEIVE_BYTES, unpack
+from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
+from shmloader.pools.task_queue import TaskQueue
 
 MIB = 1 << 20
 
@@ -178,34 +181,24 @@ class Unpickled(NamedTuple):
     hung: object = None
 
 
-class Channels:
-    """Notes what is sent."""
-
-    readings = queue = None
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, worker_id, data):
-        self.sent.append(unpack(data))
-
-
 def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
-    locker, channels = Locker(), Channels()
+    locker, queue = Locker(), TaskQueue()
     arena = Arena.create(64 * MIB, 1)
-    pool = ProcessPool(channels, arena, locker)
+    starter = MagicMock(is_shared=False, nursery=None)
+    pool = ProcessPool(starter, TaskConfig(None, arena, queue), 0, locker)
     fill(pool.memory, 0, 1000)
     pool.memory.lock(0)
     locker.fails = True
     indices = bytes(range(256)) * 4096
     assert pool.send(Unpickled(indices), 0) is None
     assert len(locker.kept) == 1
-    (task,) = channels.sent
+    with queue.pop_receiver() as receiver:
+        task = unpack(receiver.recv(RECEIVE_BYTES))
     where = task.indices
     found = arena.slots[0].memory[where.offset : where.offset + where.nbytes]
     assert pickle.loads(found) == indices
     assert task.touched_bytes == where.nbytes
-    pool.memory.close()
+    pool.close()
 
 
 def test_where_address_space_is_short_slots_without_views_are_unmapped(memory, monkeypatch):
