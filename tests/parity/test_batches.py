@@ -16,7 +16,6 @@ from tests.parity.compare import (
     Failure,
     assert_private_tensors,
     assert_same,
-    nodes,
     run_both,
     run_ours,
     run_torch,
@@ -35,6 +34,7 @@ from tests.parity.objects import (
     floats,
     with_grad,
 )
+from tests.parity.ways import THREE, Case, tried
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -95,28 +95,22 @@ def test_a_batch_can_be(cases: list[str]) -> None:
     assert len(batches) == 5 * len(cases)
 
 
-IN_PLAIN_PROCESS = ["nested containers", "a tensor that requires grad", "overlapping arrays"]
+def whole(case: str) -> Case:
+    """Alone, in-process and in a persistent worker."""
+    make = lambda: {"dataset": Made(WHOLE[case], 5), "collate_fn": only}  # noqa: E731
+    return Case(make, ["in-process", "two persistent workers"], 15, walk={"epochs": 3})
 
 
-@pytest.mark.parametrize("case", IN_PLAIN_PROCESS)
-def test_in_process_a_batch_can_be(case: str) -> None:
-    assert run_both(lambda: {"dataset": Made(WHOLE[case], 5), "collate_fn": only}, epochs=1)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "case", ["nested containers", "a dataclass", "an object", "a nested tensor"]
-)
-def test_a_batch_of_a_persistent_worker_can_be(case: str) -> None:
-    assert run_both(
-        lambda: {
-            "dataset": Made(WHOLE[case], 5),
-            "collate_fn": only,
-            "num_workers": 1,
-            "persistent_workers": True,
-        },
-        epochs=3,
-    )
+test_in_process_and_in_a_persistent_worker_a_batch_can_be = tried(
+    4,
+    {
+        case: whole(case)
+        for case in (
+            "nested containers", "a tensor that requires grad", "overlapping arrays",
+            "a dataclass", "an object", "a nested tensor",
+        )
+    },
+)  # fmt: skip
 
 
 # torch's own unpickling of quantized tensors warns of torch's own storages.
@@ -230,20 +224,19 @@ def test_samples_that_torch_collates_in_process_only(case: str) -> None:
             assert_same(step.value, expected)
 
 
+def failures(loader: Any) -> list[Failure]:
+    return [step.value for step in walk(loader, epochs=1) if step.event == "error"]
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}], ids=["in-process", "one"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_default_collate_refuses_in_torchs_words(case: str, way: dict[str, Any]) -> None:
-    def drive(loader: Any) -> list[Failure]:
-        steps = walk(loader, epochs=1)
-        return [step.value for step in steps if step.event == "error"]
-
     def make() -> dict[str, Any]:
         return {"dataset": Made(REFUSED[case], 4), "batch_size": 2, **way}
 
-    theirs, ours = run_torch(make, drive), run_ours(make, drive)
+    theirs, ours = run_torch(make, failures), run_ours(make, failures)
     assert len(theirs) == 2 or case == "missing keys"
-    assert len(ours) == len(theirs)
     for mine, torchs in zip(ours, theirs, strict=True):
         assert mine.kind is torchs.kind
         assert torchs.text.splitlines()[0] in mine.text
@@ -253,26 +246,16 @@ def test_default_collate_refuses_in_torchs_words(case: str, way: dict[str, Any])
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", REFUSED_IN_OTHER_WORDS)
 def test_ragged_samples_are_a_runtime_error(case: str) -> None:
-    def drive(loader: Any) -> list[Failure]:
-        steps = walk(loader, epochs=1)
-        return [step.value for step in steps if step.event == "error"]
-
     def make(workers: int) -> dict[str, Any]:
         dataset = Made(REFUSED_IN_OTHER_WORDS[case], 4)
         return {"dataset": dataset, "batch_size": 2, "num_workers": workers}
 
-    theirs = run_torch(lambda: make(0), drive)
-    ours = run_ours(lambda: make(0), drive)
-    assert [failure.kind for failure in ours] == [RuntimeError] * 2
-    for mine, torchs in zip(ours, theirs, strict=True):
-        assert mine.text == torchs.text
-    in_worker = run_ours(lambda: make(1), drive)
-    assert len(in_worker) == 2
-    for number, failure in enumerate(in_worker):
-        assert failure.kind is RuntimeError
-        assert failure.text.startswith("Caught RuntimeError in DataLoader worker process 0."), (
-            number
-        )
+    ours = run_ours(lambda: make(0), failures)
+    assert ours == run_torch(lambda: make(0), failures)
+    in_worker = run_ours(lambda: make(1), failures)
+    assert [failure.kind for failure in ours + in_worker] == [RuntimeError] * 4
+    for failure in in_worker:
+        assert failure.text.startswith("Caught RuntimeError in DataLoader worker process 0.")
 
 
 def test_samples_that_require_grad_fail_clearly_or_come_right() -> None:
@@ -303,15 +286,17 @@ def collate_parts(samples: list[Any]) -> list[Any]:
     return [xs, xs[:, 1], default_collate(samples), large, large[0], large.numpy().sum()]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("collate", [collate_by_default, collate_parts])
-@pytest.mark.parametrize(
-    "way",
-    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
-    ids=["in-process", "two", "two persistent"],
+test_a_users_collate_may_call_default_collate = tried(
+    2,
+    {
+        collate.__name__: Case(
+            lambda collate=collate: {"dataset": range(7), "batch_size": 3, "collate_fn": collate},
+            THREE,
+            6,
+        )
+        for collate in (collate_by_default, collate_parts)
+    },
 )
-def test_a_users_collate_may_call_default_collate(way: dict[str, Any], collate: Any) -> None:
-    assert run_both(lambda: {"dataset": range(7), "batch_size": 3, "collate_fn": collate, **way})
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -383,13 +368,3 @@ def test_default_collated_batches_may_change_in_size_by_much() -> None:
         epochs=2,
     )
     assert [batch["x"].shape[1] for batch in batches] == sizes * 2
-
-
-def test_a_batch_of_a_thousand_samples_of_every_kind() -> None:
-    def sample(n: int) -> dict[str, Any]:
-        return {"x": floats(4, start=n), "a": np.full(3, n), "s": str(n), "t": (n, n / 2, [n > 3])}
-
-    batches = run_both(
-        lambda: {"dataset": Made(sample, 1000), "batch_size": 600, "num_workers": 1}, epochs=1
-    )
-    assert len(list(nodes(batches[0]))) > 5

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -54,19 +53,6 @@ def test_lambdas_closures_and_local_classes_reach_workers_started_by(method: str
         ],
     )
     assert offset == [100.0]
-
-
-def test_a_result_of_a_local_class_comes_back_from_a_forkserver_worker() -> None:
-    steps = run_ours(
-        lambda: {
-            "dataset": Made(lambda n: {"n": n, "t": floats(3, start=n)}, 3),
-            "collate_fn": lambda samples: samples[0],
-            "num_workers": 1,
-            "multiprocessing_context": "forkserver",
-        },
-        epochs=1,
-    )
-    assert [step.event for step in steps] == ["iter", "batch", "batch", "batch", "end"]
 
 
 class Unpicklable:
@@ -123,22 +109,6 @@ def test_a_batch_that_cannot_be_unpickled_raises_and_the_epoch_goes_on() -> None
     assert "cannot be rebuilt" in steps[2].value.text
 
 
-def test_an_index_that_cannot_be_pickled_raises() -> None:
-    done = outcome(
-        lambda: run_ours(
-            lambda: {
-                "dataset": Made(lambda key: 1, 2),
-                "batch_size": None,
-                "sampler": [threading.Lock()],
-                "num_workers": 1,
-            },
-            epochs=1,
-        )
-    )
-    if done.failure is None:
-        assert [step.event for step in done.value if step.event == "error"]
-
-
 def test_a_tensor_of_indices_starts_no_thread() -> None:
     before = set(threading.enumerate())
     loader = DataLoader(Squares(), sampler=torch.tensor([3, 1, 2]), num_workers=1)
@@ -162,15 +132,6 @@ def test_thousands_of_tensors_are_kept_without_a_descriptor_each() -> None:
         drive,
     )
     assert grown < 100
-
-
-def test_ragged_samples_name_the_shapes_in_a_worker_as_in_process() -> None:
-    steps = run_ours(
-        lambda: {"dataset": Made(lambda n: floats(n + 1), 2), "batch_size": 2, "num_workers": 1},
-        epochs=1,
-    )
-    assert steps[1].value.kind is RuntimeError
-    assert "stack expects each tensor to be equal size" in steps[1].value.text
 
 
 class Nested(Dataset):
@@ -208,11 +169,3 @@ def test_a_loader_in_a_worker_raises_as_with_torch(dataset: Any) -> None:
         assert in_a_worker(outer, DataLoader) == "[[0, 1]]"
     if isinstance(dataset, list):
         assert in_a_worker(DataLoader, DataLoader, num_workers=1, thread_pool=True) == "[[0, 1]]"
-
-
-def test_read_only_arrays_are_collated_as_in_process() -> None:
-    def sample(n: int) -> np.ndarray:
-        return np.full((2, 2), n, dtype=np.float32)
-
-    ours = run_ours(lambda: {"dataset": Made(sample, 4), "batch_size": 2, "num_workers": 1}, list)
-    assert_same(ours, list(TorchLoader(Made(sample, 4), batch_size=2)))

@@ -246,26 +246,6 @@ def test_workers_that_have_delivered_nothing_begin_from_the_dataset_of_the_saved
         assert read(other) == expected
 
 
-@pytest.mark.parametrize("every", [0, None])
-def test_no_state_is_asked_for_where_the_user_wants_none(every):
-    class Asked(Counting):
-        def state_dict(self):
-            raise AssertionError("asked")
-
-    loader = shmloader.DataLoader(Asked(), 4, snapshot_every_n_steps=every)
-    loader.load_state_dict(loader.state_dict())
-
-
-def test_a_state_that_cannot_be_taken_is_told_when_it_is_asked_for():
-    class Broken(Counting):
-        def state_dict(self):
-            raise KeyError("no state today")
-
-    loader = shmloader.DataLoader(Broken(), 4, snapshot_every_n_steps=1)
-    with pytest.raises(RuntimeError, match="no state today"):
-        loader.state_dict()
-
-
 # The generators of a dataset's own state ------------------------------------------------
 
 

@@ -154,24 +154,6 @@ def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_a_record_of_another_campaign_is_left_alone(record_module, tmp_path):
-    path = tmp_path / "runs.jsonl"
-    record_module.Record(path, {"torch": "2.13.0", "workers": 2})
-    before = path.read_text()
-    with pytest.raises(SystemExit, match=r"another campaign \(workers differ\)"):
-        record_module.Record(path, {"torch": "2.13.0", "workers": 4})
-    assert path.read_text() == before
-
-
-def test_what_has_failed_twice_is_hopeless(record_module, tmp_path):
-    record = record_module.Record(tmp_path / "runs.jsonl", {})
-    for round_ in range(2):
-        assert not record.is_hopeless("A", "grain")
-        record.add(made_up(record_module, "grain", round_, error="no end after 120 s"))
-    assert record.is_hopeless("A", "grain")
-    assert not record.is_hopeless("B", "grain")
-
-
 # ---------------------------------------------------------------- fresh processes
 
 
@@ -219,9 +201,3 @@ def test_what_an_end_brings_forth_before_the_reason_hides_nothing(fresh, tmp_pat
         "sys.exit('this is why')\n"
     )
     assert fresh.try_anew(str(program), [], 60.0) == "exit code 1: this is why"
-
-
-def test_a_run_gives_what_it_prints_last(fresh, tmp_path):
-    program = tmp_path / "works.py"
-    program.write_text("print('by the way')\nprint('{\"x\": 1}')\n")
-    assert fresh.try_anew(str(program), [], 60.0) == {"x": 1}

@@ -87,12 +87,6 @@ def test_a_goal_is_judged_by_the_epochs_after_the_first(device, goal, change, ra
     assert goals[goal].verdict == verdict
 
 
-def test_what_was_not_measured_is_not_judged(device):
-    assert {goal.verdict for goal in device.judge({}, {})} == {"not measured"}
-    unavailable = {"bandwidth, GB/s": [{"KiB": 39_424, "registered": "no driver", "pinned": 50.0}]}
-    assert device.judge({}, unavailable)[COPIES].verdict == "not measured"
-
-
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
@@ -149,16 +143,6 @@ def test_a_step_that_fails_is_on_the_page_with_its_last_line(gpu, tmp_path):
     assert "device: unknown" in page
 
 
-def test_the_page_is_a_section_of_another_page_one_heading_deeper(gpu):
-    failed = {name: {"failure": "told"} for name in ("probe", "tests", "benchmark")}
-    found = {"machine": {"commit": "abc"}, **failed}
-    lines, page = gpu.section_of(found), gpu.page_of(found).rstrip().splitlines()
-    for ours, line in zip(lines, page, strict=True):
-        assert ours == (f"#{line}" if line.startswith("#") else line)
-    assert lines[0] == "## The device path on a GPU"
-    assert "### Tests" in lines
-
-
 class Clock:
     """An accelerator whose events are at given times, in ms; its work is done on the CPU."""
 
@@ -192,10 +176,3 @@ def test_idle_time_is_between_the_end_of_a_step_and_the_start_of_the_next(device
     assert steps.idle_share() == pytest.approx(20 / 60)
     assert steps.step_ms() == 10
     assert steps.late_ms() == 35  # from the second step's end to the third one's
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.96, "0.96"), (14.84, "14.8"), (999.4, "999"), (1360.7, "1,361")]
-)
-def test_figures_have_three_digits_and_no_exponent(device, value, text):
-    assert device.three_digits(value) == text

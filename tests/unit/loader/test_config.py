@@ -93,20 +93,6 @@ def test_a_batch_keeps_its_size_where_other_ranks_count_on_it() -> None:
     assert not config_of(on_error="skip").fetch.keep_size
 
 
-@pytest.mark.parametrize(
-    ("options", "takes"),
-    [
-        ({}, True),
-        ({"on_error": "skip"}, False),
-        ({"collate_fn": list}, False),
-        ({"batch_size": None}, False),
-    ],
-    ids=str,
-)
-def test_arrays_are_gathered_only_if_no_code_of_the_user_would_run(options, takes) -> None:
-    assert DataLoader(DATA, **options)._config().fetch.takes_arrays is takes
-
-
 def test_states_of_the_dataset_are_taken_where_they_are_saved() -> None:
     class Stateful(torch.utils.data.Dataset):
         def __len__(self) -> int:

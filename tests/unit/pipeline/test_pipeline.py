@@ -572,9 +572,3 @@ def test_an_iterator_as_source_is_good_for_one_epoch(source):
     assert list(pipeline) == list(range(5))
     with pytest.raises(RuntimeError, match="iterator"):
         iter(pipeline)
-
-
-def test_an_ended_iterator_stays_ended():
-    items = iter(chain(range(1)))
-    assert list(items) == [0]
-    assert list(items) == []

@@ -24,14 +24,6 @@ def _batch() -> dict[str, Any]:
     }
 
 
-def test_a_batch_arrives_as_it_was() -> None:
-    batch = unpack_batch(*pack_batch(_batch(), by_value=False))
-    assert_same(batch, _batch())
-    assert batch["image"].untyped_storage().data_ptr() == (
-        batch["part of it"].untyped_storage().data_ptr()
-    )
-
-
 def test_arrays_that_come_are_not_copied_again() -> None:
     body, order, arrays, starts = pack_batch(torch.zeros(100_000), by_value=False)
     batch: Any = unpack_batch(body, order, arrays, starts)
@@ -59,8 +51,3 @@ def test_what_the_next_batch_overwrites_is_not_sent() -> None:
     packed = pack_batch(kept, by_value=False)
     kept += 1
     assert_same(unpack_batch(*packed), torch.zeros(3))
-
-
-def test_the_part_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(TypeError, match=r"batch\['f'\] is a builtins.function|batch\['f'\]"):
-        pack_batch({"f": lambda: 0}, by_value=False)

@@ -97,23 +97,6 @@ def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
     os.close(writing)
 
 
-def test_a_worker_that_is_gone_has_no_stack(status_page):
-    child = Child(status_page, 0, sleeps_here)
-    child.end()
-    assert status_page.ask(0, child.pid).stack == ""
-
-
-def test_lines_do_not_touch_each_other(status_page):
-    children = [Child(status_page, worker_id, sleeps_here) for worker_id in (4, 5, 6)]
-    try:
-        status_page.clear(5)
-        assert [status_page.read(worker_id).seq for worker_id in (4, 5, 6)] == [41, 0, 41]
-        assert status_page.read(5).phase is Phase.STARTING
-    finally:
-        for child in children:
-            child.end()
-
-
 def written(status_page, *seconds: float) -> tuple[float, float | None]:
     """Run a worker by a made-up clock, which also gives its CPU time and its memory.
 
