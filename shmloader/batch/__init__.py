@@ -8,7 +8,7 @@ cannot be pickled.
 
 ``sample_rng`` seeds random number generators.
 ``failures`` carries exceptions and failed samples to the main process.
-``dataset_state`` and ``fingerprint`` make the checkpoints of datasets (``checkpoint``).
+``dataset_state`` saves the states of datasets, of which checkpoints are made (``checkpoint``).
 
 ``payload`` carries the dataset and the functions to a worker or to a process of an executor.
 ``payload_digest`` tells whether ranks would send the same.

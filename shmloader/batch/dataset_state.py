@@ -18,7 +18,7 @@ import cloudpickle
 from shmloader.batch.payload import main_is_importable
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.messages import Unsaved
-from shmloader.sampling.own_state import ask_state, has_state_methods
+from shmloader.sampling.hooks import ask_state, has_state_methods
 
 _T = TypeVar("_T")
 

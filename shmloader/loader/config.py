@@ -19,7 +19,7 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
-from shmloader.sampling.dataset_epoch import DatasetEpoch
+from shmloader.sampling.hooks import DatasetEpoch
 from shmloader.sampling.ranks import Ranks
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these

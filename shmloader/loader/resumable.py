@@ -24,14 +24,12 @@ from shmloader.loader.states import check_facts, check_state, sealed
 from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
-from shmloader.sampling import dataset_epoch
-from shmloader.sampling.own_state import has_state_methods
+from shmloader.sampling.hooks import has_state_methods, told_datasets, told_of_epochs
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
 from shmloader.sampling.rollover import RolloverBatchSampler, carries_over
 from shmloader.sampling.sampler_order import SamplerOrder
-from shmloader.sampling.sampler_state import told_of_epochs
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.seeded_samplers import (
     SeededRandomSampler,
@@ -294,7 +292,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan.set_epoch(epoch)
         self._parts.dataset_epoch.is_named = True
         sampler = plan.order.index_sampler
-        is_told = told_of_epochs(sampler) is not None or dataset_epoch.told_datasets(self.dataset)
+        is_told = told_of_epochs(sampler) is not None or told_datasets(self.dataset)
         if not (is_told or self._sample_seed is not None or self._has_warned_of_epoch):
             self._has_warned_of_epoch = True
             warn_user(
@@ -326,7 +324,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
                 loaded = DatasetCheckpoints.load(plan.resumed["datasets"], self.num_workers)
                 self._parts.resumed_checkpoints = loaded
         plan.begin(draws_seed=draws_seed)
-        if self._passes_epochs and dataset_epoch.told_datasets(self.dataset):
+        if self._passes_epochs and told_datasets(self.dataset):
             parts = self._parts
             has_workers = not draws_seed or parts.host_pool is not None
             has_workers = has_workers and self.num_workers > 0 and not self.thread_pool

@@ -33,7 +33,7 @@ from shmloader.pipeline.source import (
 from shmloader.pipeline.stages import END, Checkpoint, Raised
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
-from shmloader.sampling.own_state import has_own_state
+from shmloader.sampling.hooks import has_own_state
 
 
 class Pipeline:

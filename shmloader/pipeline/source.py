@@ -17,7 +17,7 @@ from typing import Any
 from shmloader.grammar import described_type
 from shmloader.pipeline.config import PipelineConfig, Source
 from shmloader.pipeline.stages import Checkpoint
-from shmloader.sampling.own_state import has_own_state
+from shmloader.sampling.hooks import has_own_state
 
 _VERSION = 2
 

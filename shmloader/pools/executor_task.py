@@ -48,7 +48,7 @@ from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.objects import make_answer
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
-from shmloader.sampling.dataset_epoch import set_dataset_epoch
+from shmloader.sampling.hooks import set_dataset_epoch
 from shmloader.sampling.rng import GlobalState
 
 #: The most loaders whose datasets a process keeps.

@@ -31,7 +31,7 @@ from shmloader.batch.sample_watch import SampleWatch
 from shmloader.memory.collate import is_plain
 from shmloader.memory.writer import SlotWriter
 from shmloader.messages import Unsaved
-from shmloader.sampling.dataset_epoch import set_dataset_epoch
+from shmloader.sampling.hooks import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state
 
 _T = TypeVar("_T")

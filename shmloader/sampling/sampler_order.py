@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
@@ -16,7 +17,6 @@ from shmloader.sampling.sampler_state import (
     DrawnEpoch,
     SamplerState,
     describe,
-    set_epoch_of,
     size_of_batches,
 )
 from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few

@@ -32,8 +32,8 @@ from torch.utils.data import (
 
 from shmloader.interruptions import probe
 from shmloader.messages import Unsaved
+from shmloader.sampling.hooks import ask_state, has_own_state
 from shmloader.sampling.indices import as_list
-from shmloader.sampling.own_state import ask_state, has_own_state
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rng import (
@@ -90,30 +90,6 @@ def is_known(sampler: object) -> bool:
 def size_of_batches(index_sampler: object) -> int | None:
     """Return the batch size of torch's or our batch samplers; None for any other."""
     return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
-
-
-# Epochs ----------------------------------------------------------------------------------
-
-
-def told_of_epochs(sampler: object) -> Any:
-    """Return a sampler, or the sampler in a batch sampler, that has ``set_epoch``; else None."""
-    for each in (sampler, probe(sampler, "sampler")):
-        if callable(probe(each, "set_epoch")):
-            return each
-    return None
-
-
-def set_epoch_of(sampler: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a sampler, or of the sampler in a batch sampler, if there is one."""
-    told = told_of_epochs(sampler)
-    if told is not None:
-        told.set_epoch(epoch)
-
-
-def epoch_of(sampler: object) -> int | None:
-    """Return the ``epoch`` of a sampler that is told of epochs; None if it is no whole number."""
-    epoch = probe(told_of_epochs(sampler), "epoch")
-    return epoch if type(epoch) is int and epoch >= 0 else None
 
 
 # States ----------------------------------------------------------------------------------

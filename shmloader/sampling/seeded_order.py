@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from shmloader.interruptions import probe
+from shmloader.sampling.hooks import epoch_of, set_epoch_of
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.ranks import Ranks
@@ -20,8 +21,6 @@ from shmloader.sampling.sampler_state import (
     DrawnEpoch,
     SamplerState,
     describe,
-    epoch_of,
-    set_epoch_of,
     size_of_batches,
 )
 from shmloader.sampling.steps import (

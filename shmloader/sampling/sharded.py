@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from shmloader.interruptions import probe
 from shmloader.sampling.checks import whole_number
+from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.ranks import divides_for_ranks, resolve_ranks
 from shmloader.sampling.rng import RngState
-from shmloader.sampling.sampler_state import set_epoch_of
 from shmloader.sampling.samplers import EpochSampler
 from shmloader.sampling.steps import Cut, DrawnSteps, iterate
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shmloader.sampling.indices import IndexArray
-from shmloader.sampling.permutation import Permutation
+from shmloader.sampling.indices import IndexArray, Permutation
 from shmloader.sampling.rng import RngState
 
 #: What happens to items that do not fill the last global step: "keep" makes a shorter step of them,

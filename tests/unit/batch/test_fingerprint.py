@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.batch.fingerprint import fingerprint, fingerprint_of
+from shmloader.batch.stream import fingerprint, fingerprint_of
 
 LARGE = torch.arange(300_000, dtype=torch.int32).reshape(3, 100, 1000)
 Pair = collections.namedtuple("Pair", "image label")

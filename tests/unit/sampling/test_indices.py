@@ -8,9 +8,9 @@ import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader.batch.failures import describe_indices
+from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, without_position
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.sampler_state import set_epoch_of
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut
 

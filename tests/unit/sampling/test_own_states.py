@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader
-from shmloader.sampling.own_state import has_own_state, has_state_methods
+from shmloader.sampling.hooks import has_own_state, has_state_methods
 
 
 class Given:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.sampling import permutation
-from shmloader.sampling.permutation import Permutation
+from shmloader.sampling import indices
+from shmloader.sampling.indices import Permutation
 
 KNOWN_SORTED = [7, 3, 1, 2, 6, 8, 0, 5, 4, 9]
 KNOWN_COMPUTED = [271114896, 865706976, 416857383, 665275945, 45467214]
@@ -28,7 +28,7 @@ def whole(length: int, *key: int) -> list[int]:
 def way(request, monkeypatch) -> str:
     """Both ways of making it, whatever the length."""
     if request.param == "computed":
-        monkeypatch.setattr(permutation, "_SORTED", 1)
+        monkeypatch.setattr(indices, "_SORTED", 1)
     return request.param
 
 
@@ -38,8 +38,8 @@ def test_each_number_comes_once(way, length) -> None:
 
 
 def test_long_orders_are_computed_and_short_ones_sorted() -> None:
-    assert Permutation(permutation._SORTED)._order is not None
-    length = permutation._SORTED + 1
+    assert Permutation(indices._SORTED)._order is not None
+    length = indices._SORTED + 1
     assert Permutation(length)._order is None
     assert sorted(whole(length, 1)) == list(range(length))
 
@@ -99,7 +99,7 @@ def test_every_process_and_machine_has_this_order() -> None:
     assert whole(10, 0, 0) == KNOWN_SORTED
     assert Permutation(10**9, 0, 0).at(np.arange(5)).tolist() == KNOWN_COMPUTED
     program = (
-        "from shmloader.sampling.permutation import Permutation; import numpy;"
+        "from shmloader.sampling.indices import Permutation; import numpy;"
         "print(Permutation(10, 0, 0).at(numpy.arange(10)).tolist())"
     )
     done = subprocess.run(

@@ -1,0 +1,198 @@
+"""Optional methods of users' datasets and samplers: states of their own, and epochs' numbers.
+
+**States.** torch's loader asks no object for its state. Asking must therefore never break an epoch:
+a state that cannot be taken becomes an :class:`~shmloader.messages.Unsaved`, which the loader's
+``state_dict()`` raises.
+
+**Epochs.** torch's loader passes datasets no numbers of epochs, and its users call
+``dataset.set_epoch()`` themselves, which workers that persist do not see. So a loader tells the
+dataset in its own process when an epoch begins, before workers get a copy, and sends the number to
+workers that have theirs already. A number that the user has set in the dataset is kept, unless
+``set_epoch()`` of the loader was called as well.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import ChainDataset, ConcatDataset, Subset
+
+from shmloader.interruptions import is_interruption, probe
+from shmloader.messages import Unsaved
+from shmloader.tracebacks import warn_user
+
+_T = TypeVar("_T")
+
+_MISSING = object()
+
+# How much of an error's text is kept. It has to fit into a message.
+_CAUSE_CHARACTERS = 1000
+
+# States -----------------------------------------------------------------------------------
+
+
+def has_own_state(thing: object) -> bool:
+    """Whether an object has ``state_dict()`` and ``load_state_dict()`` for where it is.
+
+    Methods of these names that need other arguments belong to another protocol: litdata's and
+    MosaicML's ``StreamingDataset`` have such a ``state_dict``. The state of a ``torch.nn.Module``
+    is its weights.
+    """
+    return has_state_methods(thing) and not isinstance(thing, torch.nn.Module)
+
+
+def has_state_methods(thing: object) -> bool:
+    """Whether an object has ``state_dict()`` and ``load_state_dict()``, also if it is a module."""
+    load = probe(thing, "load_state_dict")
+    if not callable(load):
+        return False
+    save = probe(thing, "state_dict")
+    return callable(save) and _takes(save, 0) and _takes(load, 1)
+
+
+def ask_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy) -> _T | Unsaved:
+    """Ask an object for its state.
+
+    Args:
+        thing: An object that has state methods.
+        remedy: A sentence that says what the user can do if the state cannot be taken.
+        keep: Copies or pickles the state.
+
+    Returns:
+        What ``keep`` returned; ``Unsaved`` if the state cannot be taken, copied or pickled.
+    """
+    try:
+        if probe(thing, "shmloader_asks_for_a_name_that_nothing_has") is not None:
+            cause = "it has an attribute of any name, so its state_dict() may be no method for this"
+        else:
+            return keep(thing.state_dict())
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS]
+    return Unsaved(f"the state of {type(thing).__name__} cannot be saved: {cause}. {remedy}")
+
+
+def _takes(method: Callable[..., object], count: int) -> bool:
+    """Whether a method can be called with this number of positional arguments, and no others."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # as for some methods of extension modules
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+# Epochs of samplers -----------------------------------------------------------------------
+
+
+def told_of_epochs(sampler: object) -> Any:
+    """Return a sampler, or the sampler in a batch sampler, that has ``set_epoch``; else None."""
+    for each in (sampler, probe(sampler, "sampler")):
+        if callable(probe(each, "set_epoch")):
+            return each
+    return None
+
+
+def set_epoch_of(sampler: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a sampler, or of the sampler in a batch sampler, if there is one."""
+    told = told_of_epochs(sampler)
+    if told is not None:
+        told.set_epoch(epoch)
+
+
+def epoch_of(sampler: object) -> int | None:
+    """Return the ``epoch`` of a sampler that is told of epochs; None if it is no whole number."""
+    epoch = probe(told_of_epochs(sampler), "epoch")
+    return epoch if type(epoch) is int and epoch >= 0 else None
+
+
+# Epochs of datasets -----------------------------------------------------------------------
+
+
+def set_dataset_epoch(dataset: object, epoch: int) -> None:
+    """Call ``set_epoch()`` of a dataset, or of those that a dataset of torch's wraps."""
+    for each in told_datasets(dataset):
+        with contextlib.suppress(NotImplementedError):  # a base class's stub
+            each.set_epoch(epoch)
+
+
+def told_datasets(dataset: object) -> list[Any]:
+    """Return what has ``set_epoch()``: a dataset, or those that a dataset of torch's wraps."""
+    if callable(probe(dataset, "set_epoch")):
+        return [dataset]
+    if type(dataset) is Subset:
+        return told_datasets(dataset.dataset)
+    if type(dataset) in (ConcatDataset, ChainDataset):
+        return [found for each in probe(dataset, "datasets", ()) for found in told_datasets(each)]
+    return []
+
+
+class DatasetEpoch:
+    """Decides which number the dataset of one loader is told. Used on the user's thread.
+
+    Attributes:
+        told: The number that the dataset was told for the newest epoch; None if it was told none.
+        is_named: Whether ``set_epoch()`` of the loader was called. Then the loader's numbers count.
+    """
+
+    __slots__ = ("_has_warned", "_is_users", "_left", "is_named", "told")
+
+    def __init__(self) -> None:
+        self.told: int | None = None
+        self.is_named = False
+        self._is_users = self._has_warned = False
+        # What the dataset was like after it was told; a mark as _mark_of() returns it.
+        self._left: object = None
+
+    def begin(self, dataset: object, epoch: int, *, has_workers: bool) -> None:
+        """Tell the dataset the number of an epoch that begins, unless the user sets its numbers.
+
+        Args:
+            dataset: The loader's dataset.
+            epoch: Number of the epoch.
+            has_workers: Whether workers have copies of the dataset already.
+        """
+        self.told = None
+        told = told_datasets(dataset)
+        if not told:
+            return
+        if self.is_named or not self._is_left_to_user(told[0], epoch, has_workers=has_workers):
+            set_dataset_epoch(dataset, epoch)
+            self.told = epoch
+        self._left = _mark_of(told[0])
+
+    def _is_left_to_user(self, dataset: object, epoch: int, *, has_workers: bool) -> bool:
+        """Whether the dataset is not told, since the user sets its epochs, or may have done so."""
+        mark = _mark_of(dataset)
+        if self._left is None:
+            if not isinstance(mark, int):
+                return not epoch  # the first epoch is the one that the dataset is at
+            was_set = mark > 0 and mark not in (epoch - 1, epoch)
+        else:
+            was_set = mark != self._left
+        self._is_users |= was_set and mark != epoch
+        if was_set and has_workers and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"set_epoch() of the {type(dataset).__name__} was called, or the dataset was "
+                "changed, while workers have copies of it, which do not see that. Call set_epoch() "
+                "of the loader instead: it passes the number to the dataset, here and in all "
+                "workers."
+            )
+        return self._is_users
+
+
+def _mark_of(dataset: object) -> object:
+    """Return the dataset's ``epoch``, -1 for None; without one, what shows that one was set."""
+    for name in ("epoch", "_epoch"):
+        epoch = probe(dataset, name, _MISSING)
+        if epoch is None or type(epoch) is int:
+            return -1 if epoch is None else epoch
+    return [(name, id(value)) for name, value in probe(dataset, "__dict__", {}).items()]
