@@ -115,7 +115,8 @@ class StandIn(DataLoader[Any]):
         plan = self._set_plan(EpochCounter())
         plan.generator, plan.counter.next = self.generator, vars(loader).get(_EPOCH, 0)
         if isinstance(plan.order, SeededOrder):
-            plan.order.expect_epoch(plan.counter.next)
+            # A sampler that counts epochs by itself is at this one; any other is at the one before.
+            plan.order.known_epochs = max(0, plan.counter.next - 1), plan.counter.next
 
     def begin(self, loader: Any, iterator: Any) -> Any:
         """Begin an epoch of the loader, and return its iterator.

@@ -10,6 +10,7 @@ cannot be pickled.
 ``failures`` carries exceptions and failed samples to the main process.
 ``dataset_state`` saves the states of datasets, of which checkpoints are made (``checkpoint``).
 
-``payload`` carries the dataset and the functions to a worker or to a process of an executor.
+``payload`` carries the dataset and the functions to a worker, and ``portable_payload`` to a process
+of an executor.
 ``payload_digest`` tells whether ranks would send the same.
 """

@@ -541,7 +541,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         before, plan.sources = plan.order, self._order_sources()
         order = plan.order = plan.newest = self._make_order()
         if isinstance(order, SeededOrder) and isinstance(before, SeededOrder):
-            order.know_epochs_of(before)
+            order.known_epochs = before.known_epochs
 
     def __copy__(self) -> Self:
         """Return a copy with a plan and samplers of its own. No epoch runs in it."""

@@ -30,9 +30,10 @@ from shmloader.sampling.steps import (
     Order,
     OrderSteps,
     Steps,
-    is_sharded,
+    check_step,
     iterate,
     restart_if_exhausted,
+    sample_count,
     too_few,
 )
 
@@ -49,6 +50,8 @@ class SeededOrder(Sampler[list[Any]]):
     Attributes:
         epoch: Number of the epoch that is iterated next.
         carry_over: What the next epoch begins with.
+        known_epochs: The epochs that the user's sampler may have without other code having set one:
+            those that the loader has set, and the next one, if the sampler counts by itself.
 
     Args:
         batch_size: Samples in a batch. None if each step is a whole item: a batch of the user's
@@ -101,8 +104,7 @@ class SeededOrder(Sampler[list[Any]]):
         self._device_count, self._may_shard = device_count, may_shard
         self._is_positioned, self._counter = is_positioned, counter
         self.carry_over = CarryOver() if carry_over is None else carry_over
-        # The epochs that the user's sampler may have without other code having set one.
-        self._known_epochs: tuple[int | None, ...] = (epoch_of(items),)
+        self.known_epochs: tuple[int | None, ...] = (epoch_of(items),)
         # The epoch that other code had set there before the newest epoch was set.
         self._named: int | None = None
         self._forget_epoch()
@@ -133,11 +135,7 @@ class SeededOrder(Sampler[list[Any]]):
         return self
 
     def __len__(self) -> int:
-        """Return the number of steps of the running epoch, or of the next one.
-
-        Raises:
-            TypeError: If the user's sampler has no length.
-        """
+        """Return the number of steps of the running epoch, or of the next one."""
         # An epoch that continues on other ranks may begin within one of their steps.
         progress = self._epoch.progress
         offset = progress.start % progress.unit
@@ -180,7 +178,7 @@ class SeededOrder(Sampler[list[Any]]):
         """
         self._forget_epoch()
         self.epoch, self._epoch = epoch, DrawnEpoch(progress, saved)
-        self._known_epochs, self._named = (epoch_of(self._items),), None
+        self.known_epochs, self._named = (epoch_of(self._items),), None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
@@ -198,13 +196,9 @@ class SeededOrder(Sampler[list[Any]]):
         *,
         as_arrays: bool,
     ) -> Iterator[Any]:
-        """Return ``drawing``; its steps are arrays if ``as_arrays`` and the order allow it.
+        """Return ``drawing``, the newest iterator of this order; see :meth:`SamplerOrder.draw`.
 
-        Args:
-            drawing: The newest iterator of this order.
-            generator: Not used.
-            as_arrays: Whether steps may be ranges or arrays instead of lists. That applies only to
-                an order of the dataset's indices without shards.
+        Its steps are ranges or arrays if ``as_arrays``, for the dataset's indices without shards.
         """
         steps, epoch = self._steps, self._epoch
         if steps is not None and steps.position > epoch.progress.position * self._size:
@@ -237,8 +231,8 @@ class SeededOrder(Sampler[list[Any]]):
             self.carry_over.samples,
             start=start,
             rng_state=RngState(self._seed, epoch),
-            weigh=_sample_count if self._batch_size is None and self._may_shard else _one,
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
+            **({"weigh": sample_count} if self._batch_size is None and self._may_shard else {}),
         )
 
     def _begin_items(self, epoch: int) -> Iterator[Any]:
@@ -254,7 +248,7 @@ class SeededOrder(Sampler[list[Any]]):
         self.dump()  # before anything is drawn
         with contextlib.nullcontext() if self._counter is None else self._counter.telling():
             set_epoch_of(self._items, epoch)
-        self._known_epochs = epoch, epoch + 1  # which it counts by itself
+        self.known_epochs = epoch, epoch + 1  # which it counts by itself
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -284,7 +278,7 @@ class SeededOrder(Sampler[list[Any]]):
         if size is None:
             (step,) = items
             if self._may_shard:
-                _check_step(step, number, self._device_count)
+                check_step(step, number, self._device_count)
             return step
         if self._num_shards:
             return [items[at : at + size] for at in range(0, len(items), size)]
@@ -298,19 +292,7 @@ class SeededOrder(Sampler[list[Any]]):
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
         """Ignore an epoch that other code set in the sampler before: the loader's was set later."""
-        self._known_epochs, self._named = (epoch_of(self._items),), None
-
-    def expect_epoch(self, epoch: int) -> None:
-        """Make :meth:`named_epoch` ignore this epoch and the one before it in the user's sampler.
-
-        For an order that is made after earlier epochs of the sampler: a sampler that counts epochs
-        by itself has reached ``epoch`` by now, and any other still has the last one that was set.
-        """
-        self._known_epochs = max(0, epoch - 1), epoch
-
-    def know_epochs_of(self, other: "SeededOrder") -> None:
-        """Ignore those epochs of the user's sampler that another order of it ignores."""
-        self._known_epochs = other._known_epochs
+        self.known_epochs, self._named = (epoch_of(self._items),), None
 
     def named_epoch(self) -> int | None:
         """Return the epoch that other code has set in the user's sampler; None if it set none.
@@ -319,14 +301,11 @@ class SeededOrder(Sampler[list[Any]]):
         count as set by other code.
         """
         now = epoch_of(self._items)
-        return self._named if now in (None, *self._known_epochs) else now
+        return self._named if now in (None, *self.known_epochs) else now
 
     # States ------------------------------------------------------------------------------
 
-    def state(
-        self,
-        generator: torch.Generator | None = None,  # noqa: ARG002 - the seed decides
-    ) -> SamplerState:
+    def state(self, _: torch.Generator | None = None) -> SamplerState:
         """Return an object that takes and restores states of the next epoch."""
         return SamplerState(self._items, self.carry_over)
 
@@ -362,11 +341,7 @@ class SeededOrder(Sampler[list[Any]]):
         }
 
     def check_progress(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a position after an epoch's end, or a state of other ranks alone.
-
-        Args:
-            state: A state of the loader.
-        """
+        """Raise ValueError for a position after an epoch's end, or a state of other ranks alone."""
         cut, saved = self.cut, state.get("rank")
         if saved is not None and list(saved) != [cut.rank, cut.world_size]:
             rank, world_size = saved
@@ -420,30 +395,3 @@ class SeededOrder(Sampler[list[Any]]):
         steps = self._steps
         is_last = steps is not None and steps.repeats[0] == position * self._size
         return steps.repeats[1] if steps is not None and is_last else 0
-
-
-def _one(_: object) -> int:
-    return 1
-
-
-def _sample_count(step: Any) -> int:
-    return sum(map(len, step)) if is_sharded(step) else len(step)
-
-
-def _check_step(step: Any, number: int, device_count: int) -> None:
-    """Raise ValueError where a step of the user's batch sampler cannot be loaded as it is."""
-    shards = step if is_sharded(step) else [step]
-    is_wrong = any(isinstance(each, Sized) and not len(each) for each in shards)
-    if is_sharded(step):
-        is_wrong |= any(is_sharded(each) or not isinstance(each, Sized) for each in shards)
-        is_wrong |= 0 < device_count < len(step)
-    else:
-        is_wrong |= device_count > 0
-    if is_wrong:
-        wanted = "a list of indices, or of lists of indices"
-        if device_count:
-            wanted = f"a list of at most {device_count} lists of indices, one for each device"
-        raise ValueError(
-            f"step {number} of the batch sampler should be {wanted}, none of them empty, but is "
-            f"{step!r}"
-        )

@@ -26,14 +26,17 @@ _BLOCK = 8192
 class SeededSampler(Sampler[int]):
     """The base class: a sampler whose epochs are numbered as those of its loader.
 
-    Attributes:
-        epochs: The counter that numbers the loader's epochs.
+    Args:
+        data_source: The dataset; its length may grow.
         seed: The loader's seed.
+        epochs: The counter that numbers the loader's epochs.
     """
 
-    epochs: EpochCounter
-    seed: int
     data_source: Sized
+
+    def __init__(self, data_source: Sized, seed: int, epochs: EpochCounter) -> None:
+        super().__init__(data_source)  # type: ignore[call-arg] # that of one of torch's samplers
+        self.seed, self.epochs = seed, epochs
 
     @property
     def epoch(self) -> int:
@@ -55,18 +58,7 @@ class SeededSampler(Sampler[int]):
 
 
 class SeededRandomSampler(SeededSampler, RandomSampler):
-    """The order of a loader with ``shuffle=True``.
-
-    Args:
-        data_source: The dataset; its length may grow.
-        seed: The loader's seed.
-        epochs: The counter that numbers the loader's epochs.
-    """
-
-    def __init__(self, data_source: Sized, seed: int, epochs: EpochCounter) -> None:
-        super().__init__(data_source)
-        self.seed = seed
-        self.epochs = epochs
+    """The order of a loader with ``shuffle=True``."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""
@@ -78,18 +70,7 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
 
 
 class SeededSequentialSampler(SeededSampler, SequentialSampler):
-    """The order of a loader without ``shuffle``: the same in all epochs.
-
-    Args:
-        data_source: The dataset; its length may grow.
-        seed: The loader's seed, on which the samples' random numbers depend.
-        epochs: The counter that numbers the loader's epochs.
-    """
-
-    def __init__(self, data_source: Sized, seed: int, epochs: EpochCounter) -> None:
-        super().__init__(data_source)
-        self.seed = seed
-        self.epochs = epochs
+    """The order of a loader without ``shuffle``: the same in all epochs."""
 
 
 class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignore[override]

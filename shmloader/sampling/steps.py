@@ -7,7 +7,7 @@ sequence for any number of ranks, as long as the global step has the same length
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
 from typing import Any, Literal
@@ -286,6 +286,30 @@ def is_sharded(step: object) -> bool:
     if not isinstance(step, list | tuple) or not step:
         return False
     return isinstance(step[0], list | tuple)
+
+
+def sample_count(step: Any) -> int:
+    """Return the number of samples of a step: a batch, or a list of the shards' batches."""
+    return sum(map(len, step)) if is_sharded(step) else len(step)
+
+
+def check_step(step: Any, number: int, device_count: int) -> None:
+    """Raise ValueError where a step of the user's batch sampler cannot be loaded as it is."""
+    shards = step if is_sharded(step) else [step]
+    is_wrong = any(isinstance(each, Sized) and not len(each) for each in shards)
+    if is_sharded(step):
+        is_wrong |= any(is_sharded(each) or not isinstance(each, Sized) for each in shards)
+        is_wrong |= 0 < device_count < len(step)
+    else:
+        is_wrong |= device_count > 0
+    if is_wrong:
+        wanted = "a list of indices, or of lists of indices"
+        if device_count:
+            wanted = f"a list of at most {device_count} lists of indices, one for each device"
+        raise ValueError(
+            f"step {number} of the batch sampler should be {wanted}, none of them empty, but is "
+            f"{step!r}"
+        )
 
 
 # Users' samplers --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.payload import PortablePayload
+from shmloader.batch.portable_payload import PortablePayload
 from shmloader.pools.executor import ExecutorPool
 
 
