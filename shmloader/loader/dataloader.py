@@ -308,21 +308,10 @@ class DataLoader(ResumableLoader[_T_co]):
     ) -> None:
         # In the order of the table.
         options = (
-            shm_size,
-            worker_restarts,
-            device,
-            device_transform,
-            device_prefetch,
-            on_error,
-            max_failures,
-            last_batch,
-            thread_pool,
-            seed,
-            snapshot_every_n_steps,
-            fetch_concurrency,
-            sample_timeout,
-            executor,
-        )
+            shm_size, worker_restarts, device, device_transform, device_prefetch, on_error,
+            max_failures, last_batch, thread_pool, seed, snapshot_every_n_steps, fetch_concurrency,
+            sample_timeout, executor,
+        )  # fmt: skip
         is_own = type(self) is not DataLoader  # whose class may have attributes of these names
         if is_own or any(map(operator.is_not, options, DEFAULTS.values())):
             # Now, since torch's constructor calls check_worker_number_rationality(), and past the
@@ -345,24 +334,11 @@ class DataLoader(ResumableLoader[_T_co]):
                 )
             drop_last = drop_last or (last_batch == "discard" and batch_sampler is None)
         super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
+            pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
+            prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, in_order=in_order,
+        )  # fmt: skip
         values = read_options(self)
         if "seed" in values:
             self._sample_seed = self.__dict__["seed"] = values["seed"]
@@ -480,11 +456,12 @@ class DataLoader(ResumableLoader[_T_co]):
 
     def _options_of_ours(self) -> list[str]:
         """Return the names of the arguments that torch's own workers cannot do."""
-        values, sharing = read_options(self), self._sharing
-        given = [name for name, default in DEFAULTS.items() if values.get(name, default) != default]
-        if sharing.ranks is not None:
-            given.insert(0, "ShardedDataLoader")
-        return [name for name in given if name != "snapshot_every_n_steps"]  # changes nothing there
+        changes_nothing = {
+            "devices",
+            "snapshot_every_n_steps",
+        }  # on a system without workers of ours
+        given = [name for name in read_options(self) if name not in changes_nothing]
+        return given if self._sharing.ranks is None else ["ShardedDataLoader", *given]
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.

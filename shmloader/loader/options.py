@@ -325,10 +325,11 @@ def read_options(loader: Any) -> dict[str, Any]:
     if not _NAMES.isdisjoint(own):  # many loaders have none, and may be made for a short epoch
         for name, default in DEFAULTS.items():
             if name in own and own[name] is not default:
-                values[name] = OPTIONS[name].check(own[name])
-        for name, value in values.items():
-            if value != DEFAULTS[name]:
-                OPTIONS[name].check_needs(loader)
+                value = OPTIONS[name].check(own[name])
+                if value != default:
+                    values[name] = value
+        for name in values:
+            OPTIONS[name].check_needs(loader)
     if sharing.scope != "rank" and _SCOPE.check(sharing.scope) == "host":
         _SCOPE.check_needs(loader)
         if loader._saves_dataset:
