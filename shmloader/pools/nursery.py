@@ -119,6 +119,8 @@ def start_nursery(start: HostStart | None) -> "Nursery":
         process.start()
     # At this process's exit, multiprocessing would wait for it.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    # Nothing more comes through its two pipes.
+    process._popen.close()  # type: ignore[attr-defined]
     return nursery
 
 
@@ -180,8 +182,7 @@ class Nursery:
         """Raise an error that says how the nursery has ended."""
         if self._process is None:
             raise error
-        self._process.join(_END_S)
-        code = self._process.exitcode
+        code = _await_end(self._process)
         text = f"exited unexpectedly with exit code {code}"
         if code is not None and code < 0:
             text = f"is killed by signal: {signal.strsignal(-code)}"
@@ -281,6 +282,15 @@ class Nursery:
         return True
 
 
+def _await_end(process: Any) -> int | None:
+    """Wait for a nursery's end, and reap it. Returns its exit code; None if it is not known."""
+    with contextlib.suppress(ProcessLookupError):  # other code has reaped it
+        owned = Descriptors(map(os.pidfd_open, [process.pid]))
+        is_readable(owned[0], _END_S)
+    code: int | None = process.exitcode
+    return code
+
+
 def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None:
     """Leave a nursery, and wait for its end if this process has started it and is the last client.
 
@@ -299,7 +309,7 @@ def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None
                 has_ended = has_ended and pickle.loads(data).kind != "left"
         channel.close()
         if has_ended:
-            process.join(_END_S)
+            _await_end(process)
 
     if os.getpid() == pid:
         uninterruptible(leave)

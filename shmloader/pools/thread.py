@@ -24,6 +24,8 @@ These threads do not pause while the process forks elsewhere. They run the user'
 be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
 hold no lock of ours that a child would use. But a lock of the user's code, or of a library that it
 calls, may stay locked for ever in a child that is forked meanwhile, as with any thread.
+
+The module is long because threads and pool share the rules by which both end.
 """
 
 import collections

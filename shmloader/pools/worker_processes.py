@@ -14,6 +14,8 @@ Guarantees:
       a forked child, it ends no process.
 
 Assumes that one thread at a time calls the methods, except those that say otherwise.
+
+The module is long because its one selector waits for messages, for deaths and for space to send.
 """
 
 import abc

@@ -32,7 +32,7 @@ TRIALS_S = 160
 
 
 #: Where descriptors are received and opened.
-ATTACHING = tuple(f"{PACKAGE}/pools/{name}.py" for name in ("nursery", "handle", "host_pool"))
+ATTACHING = tuple(f"{PACKAGE}/pools/{name}.py" for name in ("nursery", "handle"))
 
 
 def try_all(trial: Callable[[int, type[BaseException]], Outcome], places: int = PLACES) -> int:
