@@ -109,8 +109,10 @@ class ProcessPool(WorkerProcesses):
         else:
             told = NO_EPOCH if told is None else told
             data = TASK_HEAD.pack(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + body
-        if self.queue is None:
-            self._send(ticket.worker_id, data)
+        if self.queue is None:  # as _send() does, in one call fewer
+            worker = self.handles[ticket.worker_id]
+            if not worker.send(data):
+                self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
         elif not self.queue.send(data):
             self._poll.register(self.queue.sender, select.POLLOUT)
         if FAULTS is not None:
