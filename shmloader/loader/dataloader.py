@@ -456,10 +456,7 @@ class DataLoader(ResumableLoader[_T_co]):
 
     def _options_of_ours(self) -> list[str]:
         """Return the names of the arguments that torch's own workers cannot do."""
-        changes_nothing = {
-            "devices",
-            "snapshot_every_n_steps",
-        }  # on a system without workers of ours
+        changes_nothing = {"devices", "snapshot_every_n_steps"}
         given = [name for name in read_options(self) if name not in changes_nothing]
         return given if self._sharing.ranks is None else ["ShardedDataLoader", *given]
 

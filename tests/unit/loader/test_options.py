@@ -1,5 +1,6 @@
 """Arguments that torch's loader does not have: their values, needs and exclusions."""
 
+import inspect
 import mmap
 import operator
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +127,12 @@ def test_shares_are_equal_and_stay_under_the_cap(shm_bytes, slot_count):
 def test_what_does_not_fit_together_is_named(options, text):
     with pytest.raises(ValueError, match=text):
         DataLoader(**{"dataset": [1], **options})
+
+
+def test_the_table_and_the_constructor_have_one_order() -> None:
+    parameters = inspect.signature(DataLoader).parameters
+    assert list(parameters)[-len(OPTIONS) :] == list(OPTIONS)
+    assert {name: parameters[name].default for name in OPTIONS} == DEFAULTS
 
 
 def test_an_option_that_is_set_later_is_checked_when_an_epoch_begins():
