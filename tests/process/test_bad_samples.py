@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import re
@@ -20,9 +21,9 @@ from tests.process.support import Bad, Calls, Gate, Numbers, Streams, Switch
 
 pytestmark = pytest.mark.timeout(40)
 
-# How samples are loaded: the number of workers, or by two threads.
+# How samples are loaded: the number of workers; by threads; or by several coroutines of a worker.
 BOTH = pytest.mark.parametrize("workers", [0, 2])
-ALL = pytest.mark.parametrize("workers", [0, 2, "threads"])
+ALL = pytest.mark.parametrize("workers", [0, 2, "threads", "coroutines"])
 
 
 class Lists(Numbers):
@@ -33,6 +34,20 @@ class Lists(Numbers):
         return [Numbers.__getitem__(self, index) + mark for index in indices]
 
     __getitem__ = None
+
+
+class Awaited:
+    """A dataset whose samples are coroutines."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0)
+        return self.dataset[index]
 
 
 def failing(*bad: int, make: Any = Bad, length: int = 10) -> Calls:
@@ -50,6 +65,8 @@ def load(dataset: Any, workers: int | str = 2, **options: Any) -> DataLoader:
     options = {"batch_size": 4, "collate_fn": list, "on_error": "skip", **options}
     if workers == "threads":
         return DataLoader(dataset, num_workers=2, thread_pool=True, **options)
+    if workers == "coroutines":
+        return DataLoader(Awaited(dataset), num_workers=2, fetch_concurrency=3, **options)
     return DataLoader(dataset, num_workers=workers, **options)
 
 
@@ -73,7 +90,7 @@ def listed(loader: DataLoader) -> list[Any]:
 # ---------------------------------------------------------------- skipping
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 @ALL
 @pytest.mark.parametrize(
     ("bad", "batches"),
@@ -190,7 +207,7 @@ def test_an_epoch_counts_in_tickets_whether_they_gave_a_batch_or_not(workers):
 # ---------------------------------------------------------------- replacing
 
 
-@BOTH
+@ALL
 def test_a_function_gives_a_sample_in_its_place(workers):
     def instead(index: int, error: Exception) -> tuple[Any, ...]:
         assert type(error) is Bad
@@ -372,7 +389,7 @@ def test_an_error_in_the_list_has_one_line_and_its_traceback_beside_it(workers):
     assert first == "Traceback (most recent call last):"
     assert frame.endswith("in __getitem__")  # the dataset's, not the loader's
     assert last.endswith("Bad: no 2")
-    who = {0: "This process", 2: "Worker 0 (pid N)"}.get(workers, f"Worker thread {worker}")
+    who = {0: "This process", "threads": f"Worker thread {worker}"}.get(workers, "Worker 0 (pid N)")
     note = re.sub("pid [0-9]+", "pid N", failed.error.__notes__[0])
     assert note == f"{who} was loading index 2 of batch 0."
     assert failed.error.__traceback__ is None
@@ -470,7 +487,7 @@ def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):
 
 
 @pytest.mark.sampled(2)
-@BOTH
+@ALL
 @pytest.mark.parametrize(("on_error", "left"), [("skip", [3, 3]), (lambda *_: -1, [4, 4])])
 def test_more_failures_than_max_failures_end_the_iterator(workers, on_error, left):
     loader = load(Numbers(16, 1, 6, 8, 13), workers, max_failures=2, on_error=on_error)

@@ -51,20 +51,11 @@ class Interrupted(Slow):
 def make_interrupted():
     return shmloader.DataLoader(Interrupted(), batch_size=4)
 
-def make_sharded():
-    return shmloader.ShardedDataLoader(Slow(), batch_size=4)
-
-def make_list():
-    return []
-
 def make_nothing():
     return 7
 
 def make_once():
     yield from [torch.zeros(4)] * 3
-
-def make_with_one(argument):
-    return []
 
 def make_and_raise():
     raise ValueError("of mine\\nand more")
@@ -78,7 +69,6 @@ def here(tmp_path, monkeypatch) -> Path:
     """A directory with a module of loaders, as a user has it."""
     (tmp_path / "loaders_of_mine.py").write_text(LOADERS)
     (tmp_path / "broken.py").write_text("def make(:")
-    (tmp_path / "imports.py").write_text("import absent")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("loaders_of_mine", None)
@@ -97,37 +87,20 @@ def run(*arguments: str) -> int:
     [
         ((), "the following arguments are required: COMMAND"),
         (("bench", "loaders_of_mine"), "is not of the form pkg.module:make_loader"),
-        (
-            ("bench", "no_such_module:make"),
-            "No module named 'no_such_module'",
-        ),
+        (("bench", "no_such_module:make"), "No module named 'no_such_module'"),
         (("bench", "loaders_of_mine:nobody"), "has no attribute 'nobody'"),
         (("bench", "loaders_of_mine:number"), "'int' object is not callable"),
         (("bench", "loaders_of_mine:make_nothing"), "returned an int, which is not a loader"),
-        (("bench", "loaders_of_mine:make_list"), "the loader returns no batch"),
-        (("bench", "loaders_of_mine:make_with_one"), "missing 1 required positional argument"),
         (
             ("bench", "loaders_of_mine:make_and_raise"),
             "loaders_of_mine:make_and_raise raised ValueError: of mine",
         ),
         (("bench", "broken:make"), "broken:make raised SyntaxError: "),
         (
-            ("bench", "imports:make"),
-            "imports:make raised ModuleNotFoundError: No module named 'absent'",
-        ),
-        (
             ("bench", "loaders_of_mine:make_in_process", "--vs", "torch"),
             "should return a shmloader.DataLoader, but returned a DataLoader",
         ),
-        (
-            ("bench", "loaders_of_mine:make_once", "--vs", "torch"),
-            "make_once() should return a shmloader.DataLoader, but returned a generator",
-        ),
         (("bench", "loaders_of_mine:make", "--step-ms", "-1"), "invalid duration value: '-1'"),
-        (
-            ("bench", "loaders_of_mine:make_sharded", "--vs", "torch"),
-            "should return a shmloader.DataLoader, but returned a ShardedDataLoader",
-        ),
         (("report", "no.json"), "no.json"),
     ],
 )

@@ -463,19 +463,52 @@ def test_a_graph_may_be_captured_while_the_loader_works(late: LateDevice, option
 # A device that fails ---------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("end", ["close", "garbage", "ask again"])
-def test_a_device_that_fails_is_told_once_and_closes_quietly(late, slots, end) -> None:
-    loader = make(100)
+def large_sample(index: int) -> torch.Tensor:
+    return torch.full((1_500_000,), index, dtype=torch.int32)
+
+
+def two_devices() -> ShardedDataLoader:
+    devices = ["late:0", "late:1"]
+    return ShardedDataLoader(Calls(sample, 400), 2, devices=devices, num_workers=2, shuffle=False)
+
+
+def pipeline() -> object:
+    builder = PipelineBuilder().add_source(range(100)).pipe(sample, executor="process")
+    return builder.transfer("late").add_sink(2).build()
+
+
+# What makes the loader, how many copies on which device still work, and what is told.
+FAILING = {
+    "a device": (lambda: make(100), (20,), r"late:0 takes no more batches.*late error 700"),
+    "while batches are ready": (lambda: make(8, device_prefetch=4), (-1,), "late:0 takes no more"),
+    "one of two": (two_devices, (8, 1), "late:1 takes no more batches"),
+    "of a pipeline": (pipeline, (10,), "late:0 takes no more batches"),
+    # Blocks of a size of their own: torch keeps those that other tests have freed.
+    "for which it pins": (
+        lambda: DataLoader(Calls(large_sample, 24), 2, num_workers=2, pin_memory=True),
+        (-1,),
+        "late error 700",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ["close", "garbage"])
+@pytest.mark.parametrize("what", FAILING)
+def test_a_device_that_fails_is_told_once_and_closes_quietly(late, slots, what, end) -> None:
+    build, copies, text = FAILING[what]
+    loader = build()
     batches = iter(loader)
-    late.fail_after(20)
-    with pytest.raises(RuntimeError, match=r"late:0 takes no more batches.*late error 700"):
-        collections.deque(batches, maxlen=0)
-    if end == "ask again":
-        with pytest.raises(RuntimeError, match="closed"):
+    kept = [next(batches)]
+    if what == "while batches are ready":
+        wait_until(lambda: late.count("late copies") == 5)
+    late.fail_after(*copies)
+    with pytest.raises(RuntimeError, match=text):
+        kept.extend(batches)
+    if what not in ("of a pipeline", "for which it pins"):
+        with pytest.raises(ClosedLoaderError):
             next(batches)
-    elif end == "close":
-        loader.close()
+    if end == "close":
+        (loader.stop if what == "of a pipeline" else loader.close)()
     del batches, loader
     gc.collect()
     assert slots.maps() == {}
@@ -490,60 +523,6 @@ def test_a_device_that_fails_while_batches_are_ready_closes_quietly(late, slots)
     del batches
     assert slots.maps() == {}
     assert multiprocessing.active_children() == []
-
-
-def test_a_device_that_fails_is_told_where_a_ready_batch_is_handed_over(late, slots) -> None:
-    batches = iter(make(8, device_prefetch=4))
-    next(batches)
-    wait_until(lambda: late.count("late copies") == 5)
-    late.fail_after(-1)
-    with pytest.raises(RuntimeError, match=r"late:0 takes no more batches.*late error 700"):
-        next(batches)
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
-    gc.collect()
-    assert slots.maps() == {}
-
-
-def large_sample(index: int) -> torch.Tensor:
-    return torch.full((1_500_000,), index, dtype=torch.int32)
-
-
-def test_pinning_for_a_device_that_fails_says_so_and_closes_quietly(late, slots) -> None:
-    # Blocks of a size of their own: torch keeps those that other tests have freed.
-    samples = Calls(large_sample, 24)
-    loader = DataLoader(samples, 2, num_workers=2, pin_memory=True)
-    batches = iter(loader)
-    kept = [next(batches)]
-    late.fail_after(-1)
-    with pytest.raises(RuntimeError, match="late error 700"):
-        kept.extend(batches)  # which needs further pinned memory
-    loader.close()
-    gc.collect()
-    assert slots.maps() == {}
-
-
-def test_one_of_two_devices_that_fails_is_named(late, slots) -> None:
-    loader = ShardedDataLoader(
-        Calls(sample, 400), 2, devices=["late:0", "late:1"], num_workers=2, shuffle=False
-    )
-    late.fail_after(8, device=1)
-    with pytest.raises(RuntimeError, match="late:1 takes no more batches"):
-        collections.deque(loader, maxlen=0)
-    loader.close()
-    gc.collect()
-    assert slots.maps() == {}
-
-
-def test_a_pipeline_whose_device_fails_says_so_and_stops_quietly(late, slots) -> None:
-    builder = PipelineBuilder().add_source(range(100))
-    pipeline = builder.pipe(sample, executor="process").transfer("late").add_sink(2).build()
-    late.fail_after(10)
-    with pytest.raises(RuntimeError, match="late:0 takes no more batches"):
-        collections.deque(pipeline, maxlen=0)
-    pipeline.stop()
-    gc.collect()
-    assert slots.maps() == {}
 
 
 class Box(collections.abc.MutableMapping):

@@ -359,9 +359,3 @@ def test_shards_of_a_step_are_explained_too():
     error = raised_by(ShardedDataLoader(Calls(ragged, 8), batch_size=4, num_shards=2))
     text = "of shape [4, 2] for index 0; a float32 Tensor of shape [3, 2] for indices 1 to 3. Give"
     assert text in whole_text(error)
-
-
-# ---------------------------------------------------------------- a late batch
-
-
-# ---------------------------------------------------------------- a batch that cannot be sent

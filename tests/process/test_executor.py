@@ -180,53 +180,42 @@ def test_what_samples_free_serves_the_next_ones_though_the_executor_wants_it_giv
     assert max(faults[1:]) < 100, faults  # 8 MiB are 2048 pages
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"collate_fn": collate_into},
-        {"collate_fn": ragged, "batch_size": 3},
-        {"batch_size": None},
-        {"shuffle": True, "drop_last": True},
-        {"pin_memory": False, "prefetch_factor": 2},
-        {"persistent_workers": True},
-        {"fetch_concurrency": 2, "collate_fn": lambda samples: [one["index"] for one in samples]},
-    ],
-    ids=lambda options: ",".join(options) or "plain",
-)
-def test_batches_are_those_of_local_workers_to_the_bit(pool, options) -> None:
-    given = {"batch_size": 4, "seed": 11, **options}
-    with (
-        DataLoader(Mixed(), num_workers=2, **given) as local,
-        DataLoader(Mixed(), num_workers=4, executor=pool, **given) as there,
-    ):
+ROWS = torch.arange(120).reshape(30, 4)
+
+SAME: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "collated into empty()": {"collate_fn": collate_into},
+    "ragged": {"collate_fn": ragged, "batch_size": 3},
+    "no batching": {"batch_size": None},
+    "shuffled": {"shuffle": True, "drop_last": True},
+    "two in flight": {"pin_memory": False, "prefetch_factor": 2},
+    "persistent": {"persistent_workers": True},
+    "several at once": {
+        "fetch_concurrency": 2, "collate_fn": lambda samples: [one["index"] for one in samples],
+    },
+    "pinned": {"pin_memory": True},
+    "a device": {"device": "late"},
+    "a tensor": {"dataset": ROWS},
+    "an array": {"dataset": ROWS.numpy()},
+    "tensors": {"dataset": torch.utils.data.TensorDataset(ROWS)},
+    "a list": {"dataset": list(range(30))},
+    "a rank": {"num_shards": 2, "rank": 1, "world_size": 2, "shuffle": True},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("what", SAME)
+def test_batches_are_those_of_local_workers_to_the_bit(pool, what) -> None:
+    given = {"dataset": Mixed(), "batch_size": 4, "seed": 11, **SAME[what]}
+    kind = ShardedDataLoader if "rank" in given else DataLoader
+    with kind(num_workers=2, **given) as local, kind(num_workers=4, executor=pool, **given) as far:
         for _ in range(2):
-            assert_same(list(there), list(local))
-
-
-@pytest.mark.parametrize("options", [{"pin_memory": True}, {"device": "late"}], ids=str)
-def test_batches_are_pinned_and_reach_a_device(late, pool, options) -> None:
-    given = {"batch_size": 4, "seed": 11, **options}
-    local = list(map(to_host, DataLoader(Mixed(), num_workers=2, **given)))
-    batches = list(DataLoader(Mixed(), num_workers=4, executor=pool, **given))
-    assert_same(list(map(to_host, batches)), local)
-    assert batches[0]["image"].is_pinned() or batches[0]["image"].device.type == "late"
-
-
-def test_arrays_and_lists_come_as_from_local_workers(pool) -> None:
-    rows = torch.arange(120).reshape(30, 4)
-    for dataset in (rows, rows.numpy(), torch.utils.data.TensorDataset(rows), list(range(30))):
-        local = list(DataLoader(dataset, 4, num_workers=2))
-        assert_same(list(DataLoader(dataset, 4, num_workers=2, executor=pool)), local)
-
-
-def test_a_sharded_loader_gives_its_steps(pool) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "num_shards": 2, "shuffle": True, "num_workers": 2}
-    for rank in range(2):
-        given = {**options, "rank": rank, "world_size": 2}
-        local = list(ShardedDataLoader(Mixed(), **given))
-        there = ShardedDataLoader(Mixed(), executor=pool, **given)
-        assert_same(list(there), local)
+            batches = list(far)
+            assert_same(to_host(batches), to_host(list(local)))
+    if what == "pinned":
+        assert batches[0]["image"].is_pinned()
+    if what == "a device":
+        assert batches[0]["image"].device.type == "late"
 
 
 def test_a_state_goes_from_local_workers_to_the_executor_and_back(pool) -> None:

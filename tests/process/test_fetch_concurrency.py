@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import shmloader
-from shmloader import DataLoader, ShardedDataLoader, TooManyFailures
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.batch import concurrent_fetcher
 from tests.process.support import Bad
 
@@ -134,24 +134,6 @@ def test_the_first_failure_in_order_is_raised_and_the_next_batch_comes(workers, 
         with pytest.raises(Bad, match="no 2"):
             next(items)
         assert next(items).tolist() == [index * index for index in range(8, 16)]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", [Squares, AsyncSquares])
-def test_bad_samples_are_left_out_or_replaced_and_counted(workers, kind):
-    options = {"batch_size": 4, "fetch_concurrency": 3, **workers}
-    with DataLoader(kind(10, 0, 2, 9), on_error="skip", **options) as loader:
-        assert [batch.tolist() for batch in loader] == [[1, 9], [16, 25, 36, 49], [64]]
-        assert [failed.index for failed in loader.failures] == [0, 2, 9]
-        assert type(loader.failures[0].error) is Bad
-    with DataLoader(kind(6, 0, 2), on_error=lambda index, error: -index - 1, **options) as loader:
-        assert [batch.tolist() for batch in loader] == [[-1, 1, -3, 9], [16, 25]]
-    with (
-        DataLoader(kind(8, 0, 2), on_error="skip", max_failures=1, **options) as loader,
-        pytest.raises(TooManyFailures),
-    ):
-        list(loader)
 
 
 class Drawing(Dataset):

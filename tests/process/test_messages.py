@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from tests.parity.compare import assert_same
 from tests.process.support import Calls, only
 
 pytestmark = pytest.mark.timeout(40)
@@ -34,66 +35,49 @@ def events(loader: DataLoader, most: int = 50) -> list[Any]:
     raise AssertionError(f"no end after {most}: {seen}")
 
 
-def test_a_batch_of_very_many_indices() -> None:
-    loader = DataLoader(Calls(lambda n: n, 300_000), batch_size=100_000, num_workers=2)
-    for place, batch in enumerate(loader):
-        assert torch.equal(batch, torch.arange(place * 100_000, (place + 1) * 100_000))
+KEYS = [1, True, 1.0]
 
-
-def test_long_keys() -> None:
-    keys = [str(n) * 200_000 for n in range(10)]
-    loader = DataLoader(
-        Calls(lambda key: (key[0], len(key)), 10), sampler=keys, batch_size=5, num_workers=2,
-        collate_fn=list,
-    )  # fmt: skip
-    assert list(loader) == [[(str(n), 200_000) for n in five] for five in (range(5), range(5, 10))]
-
-
-def test_very_many_small_keys_in_flight_wait_for_their_socket() -> None:
-    keys = [f"{n} " + "x" * 2000 for n in range(500)]
-    loader = DataLoader(
-        Calls(lambda key: int(key.split()[0]), 500), sampler=keys, batch_size=None, num_workers=2,
-        prefetch_factor=100, persistent_workers=True,
-    )  # fmt: skip
-    for _ in range(2):
-        assert list(loader) == list(range(500))
-    loader.close()
-
-
-def test_large_bodies_of_objects() -> None:
-    text = "0123456789" * 500_000
-    loader = DataLoader(
-        Calls(lambda n: {"text": text + str(n), "list": list(range(n * 1000))}, 8),
-        num_workers=2, collate_fn=only,
-    )  # fmt: skip
-    for n, batch in enumerate(loader):
-        assert batch == {"text": text + str(n), "list": list(range(n * 1000))}
-
-
-def test_bodies_of_one_length_and_other_content_are_not_taken_for_each_other() -> None:
-    loader = DataLoader(
-        Calls(lambda n: [str(n % 10) * 100_000, str(n % 10) * 3], 40), num_workers=2,
-        collate_fn=only,
-    )  # fmt: skip
-    assert [batch[0][0] + batch[1] for batch in loader] == [str(n % 10) * 4 for n in range(40)]
-
-
-def test_keys_that_are_equal_and_not_the_same_keep_their_types() -> None:
-    keys = [1, True, 1.0]
-    loader = DataLoader(
-        Calls(lambda n: {keys[n % 3]: torch.tensor(n)}, 9), batch_size=1, num_workers=1
-    )
-    assert [type(next(iter(batch))) for batch in loader] == [int, bool, float] * 3
-
-
-def test_a_layout_of_thousands_of_fields() -> None:
-    loader = DataLoader(
+ODD: dict[str, tuple[Calls, dict[str, Any]]] = {
+    "very many indices": (Calls(int, 300_000), {"batch_size": 100_000}),
+    "long keys": (
+        Calls(lambda key: (key[0], len(key)), 10),
+        {"sampler": [str(n) * 200_000 for n in range(10)], "batch_size": 5, "collate_fn": list},
+    ),
+    # Which wait for their socket.
+    "very many small keys in flight": (
+        Calls(lambda key: int(key.split()[0]), 500),
+        {"sampler": [f"{n} " + "x" * 2000 for n in range(500)], "prefetch_factor": 100},
+    ),
+    "large bodies of objects": (
+        Calls(lambda n: {"text": "0123456789" * 500_000 + str(n), "list": [*range(n * 1000)]}, 8),
+        {"collate_fn": only},
+    ),
+    "bodies of one length and other content": (
+        Calls(lambda n: [str(n % 10) * 100_000, str(n % 10) * 3], 40), {"collate_fn": only},
+    ),
+    "keys that are equal and not the same": (
+        Calls(lambda n: {KEYS[n % 3]: torch.tensor(n)}, 9), {"batch_size": 1, "num_workers": 1},
+    ),
+    "thousands of fields": (
         Calls(lambda n: {f"field {k}": torch.tensor(n + k) for k in range(3000)}, 6),
-        batch_size=2, num_workers=2,
-    )  # fmt: skip
-    for place, batch in enumerate(loader):
-        assert len(batch) == 3000
-        assert batch["field 2999"].tolist() == [2999 + 2 * place, 3000 + 2 * place]
+        {"batch_size": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_things_arrive_as_they_are(what) -> None:
+    dataset, options = ODD[what]
+    here = {
+        name: options[name] for name in options if name not in ("prefetch_factor", "num_workers")
+    }
+    expected = list(DataLoader(dataset, **here))
+    with DataLoader(dataset, persistent_workers=True, **{"num_workers": 2, **options}) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert_same(batches, expected)
+    if "not the same" in what:
+        assert [type(next(iter(batch))) for batch in batches] == [int, bool, float] * 3
 
 
 # ---------------------------------------------------------------- exceptions

@@ -584,6 +584,3 @@ def test_the_thread_has_a_name_for_the_system_and_ends_with_the_loader(kind) -> 
     assert stage_threads() == []
     with pytest.raises(ClosedLoaderError):
         next(batches)
-
-
-# Without an accelerator ------------------------------------------------------------------

@@ -309,9 +309,6 @@ def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(per
     assert found == ["OSError OSError: no connection for 7"] * 3
 
 
-# Bad samples -------------------------------------------------------------------------------
-
-
 # Time --------------------------------------------------------------------------------------
 
 

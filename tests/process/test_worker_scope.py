@@ -164,57 +164,43 @@ def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, leaver):
-    """Also the one that has started the workers' owner."""
-    told, gone = tmp_path / "told", tmp_path / "gone"
-
-    def leaves() -> Any:
-        one = loader()
-        next(iter(one))
-        told.touch()
-        one.close()
-        return owner_of(one) if one._parts.host_pool else None
-
-    def stays() -> Any:
-        wait_until(told.exists, LONG_S)
-        with loader() as one:
-            iterator = iter(one)
-            first = next(iterator)
-            wait_until(gone.exists, LONG_S)
-            return contents([first, *iterator])
-
-    started = {leaver: run.start(leaves, leaver), 1 - leaver: run.start(stays, 1 - leaver)}
-    started[leaver].result()
-    started[leaver].end()
-    gone.touch()
-    assert started[1 - leaver].result() == expected(1 - leaver)[0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_stopped_costs_the_others_nothing(run, tmp_path, victim, number):
-    gone = tmp_path / "gone"
+@pytest.mark.parametrize("how", ["closes", signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_leaves_early_costs_the_others_nothing(run, tmp_path, victim, how):
+    """Also the one that has started the workers' owner."""
+    begun, gone = tmp_path / "begun", tmp_path / "gone"
 
     def ends() -> Any:
-        iterator = iter(loader())
-        next(iterator)
-        os.kill(os.getpid(), number)
+        one = loader()
+        next(iter(one))
+        begun.touch()
+        if how == "closes":
+            wait_until(gone.exists, LONG_S)
+            one.close()
+        else:
+            os.kill(os.getpid(), how)
 
     def stays() -> Any:
+        wait_until(begun.exists, LONG_S)
         with loader() as one:
             iterator = iter(one)
             first = next(iterator)
+            if how == "closes":
+                gone.touch()
             wait_until(gone.exists, LONG_S)
             return contents([first, *iterator])
 
     one, other = run.start(ends, victim), run.start(stays, 1 - victim)
-    state = psutil.Process(one.process.pid)
-    wait_until(lambda: state.status() in {"zombie", "stopped"}, LONG_S)
-    gone.touch()
+    if how == "closes":
+        one.result()
+        one.end()
+    else:
+        state = psutil.Process(one.process.pid)
+        wait_until(lambda: state.status() in {"zombie", "stopped"}, LONG_S)
+        gone.touch()
     assert other.result() == expected(1 - victim)[0]
-    one.process.kill()
+    if how != "closes":
+        one.process.kill()
 
 
 @pytest.mark.slow
