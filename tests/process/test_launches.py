@@ -180,6 +180,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_of_ranks_that_several_shells_start_each_builds(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(PROGRAM)
     variables = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=tmp_path.name)
@@ -286,6 +287,7 @@ print(digests_of(Data(), None))
 """
 
 
+@pytest.mark.slow
 def test_hash_randomisation_makes_no_difference() -> None:
     found = [
         subprocess.run(

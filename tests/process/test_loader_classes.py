@@ -97,6 +97,7 @@ MAKES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_several_epochs_are_as_with_torch(make, ours, workers):
     loader = make(TorchLoader, workers)
@@ -167,6 +168,7 @@ def test_an_endless_iterator_is_resumed(make, seed, workers):
     other.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dataset", [Numbers(LENGTH), torch.arange(LENGTH)], ids=["ints", "tensor"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_position_is_restored_by_iterators_that_a_toolkit_has_changed(

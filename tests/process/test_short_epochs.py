@@ -123,6 +123,7 @@ print((kept(21) - kept(1)) / 20)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("epochs", "most"), [(1, 4 * 1024), (40, 12 * 1024)])
 def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
