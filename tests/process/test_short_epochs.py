@@ -78,7 +78,7 @@ def test_many_epochs_of_one_loader_take_few_calls_more_than_with_torch(use, most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["making a loader", *USES])
+@pytest.mark.parametrize("use", ["making a loader", "an epoch"])
 def test_it_takes_at_most_twice_the_time_of_torchs(use) -> None:
     def cost(kind: Any) -> float:
         began_s = time.thread_time()
