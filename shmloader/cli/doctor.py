@@ -170,7 +170,7 @@ def _diagnose(loader: Any) -> tuple[str, dict[str, _Row], list[Problem]]:
     meaning += "share_on_host(build) once for all ranks of a host."
     rows = {"dataset": (value, meaning if objects >= _MANY_OBJECTS else "")}
     if not is_threaded:
-        rows["pickle"] = _pickle(roots, array_bytes + object_bytes, found)
+        rows["pickle"] = _pickle(roots, found)
     batch_bytes, rows["batch"] = _make_batch(loader, found)
     workers, methods = loader.num_workers or 2, multiprocessing.get_all_start_methods()
     config = loader._config() if isinstance(loader, DataLoader) and loader.num_workers else None
@@ -222,11 +222,8 @@ def _memory_of(value: Any) -> tuple[int, int]:
     return 0, 0
 
 
-def _pickle(roots: Sequence[Part], nbytes: int, found: list[Problem]) -> _Row:
+def _pickle(roots: Sequence[Part], found: list[Problem]) -> _Row:
     """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
-    free = free_memory(Path("/"))
-    if free is not None and nbytes > free.nbytes // 2:  # the pickle would take as much again
-        return "not tried: there is too little free memory for a copy of the dataset", ""
     values = tuple(root.value for root in roots)
     began_s = time.monotonic()
     try:

@@ -133,7 +133,6 @@ class Engine:
         sample_timeout_s: Longest time for a sample in seconds, for a pool whose workers can be
             replaced; None for no limit.
         base_seed: The base seed of the workers, if checkpoints of their datasets are kept.
-        is_seeded: Whether each sample has random number generators of its own.
         watch: Counts bad samples; None if their errors are raised.
     """
 
@@ -145,7 +144,6 @@ class Engine:
         timeout_s: float,
         sample_timeout_s: float | None = None,
         base_seed: int | None = None,
-        is_seeded: bool = False,
         watch: FailureWatch | None = None,
     ) -> None:
         self._pool, self._scheduler = pool, scheduler
@@ -153,7 +151,7 @@ class Engine:
         self._slot_pool = cast("SlotPool", pool)
         self._memory: SlotMemory | None = pool.memory
         self._timeout_s, self._sample_timeout_s = timeout_s, sample_timeout_s
-        self._base_seed, self._is_seeded = base_seed, is_seeded
+        self._base_seed = base_seed
         self._watch = watch
         self.counts = pool.counts
         self.delivery: Delivery | None = None
@@ -582,7 +580,6 @@ class Engine:
                     worker.death if isinstance(worker.death, Death) else None,
                     worker.unfinished,
                     None if scheduler.beginnings is None else worker.checkpoint,
-                    is_seeded=self._is_seeded,
                     hang=worker.hang,
                 )
                 _log.warning("%s", text)

@@ -170,11 +170,6 @@ class WorkerTable(list[Worker]):
         """The number of present workers. May be read from any thread."""
         return sum(worker.state is not GONE and worker.state is not LEAVING for worker in self)
 
-    def move(self, worker_id: int, new: WorkerState) -> None:
-        """Change a worker's state."""
-        worker = self[worker_id]
-        worker.state = new
-
     def next_leaving(self) -> Worker | None:
         """Make a running worker that is not wanted LEAVING, and return it; None if there is none.
 

@@ -326,7 +326,7 @@ class Scheduler:
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
         is_thread = not self._has_slots
         if is_thread:
-            self.workers.move(worker_id, LOST)
+            self.workers[worker_id].state = LOST
             self.is_workers_due = True
         if ticket is not None and ticket.is_awaited:
             ticket.hung = {**(ticket.hung or {}), sample: text}
@@ -374,13 +374,13 @@ class Scheduler:
             or death.was_elsewhere
             or (not death.is_final and self._may_restart([] if death.reason else culprits))
         ):
-            self.workers.move(worker_id, GONE if worker.state is LEAVING else LOST)
+            worker.state = GONE if worker.state is LEAVING else LOST
             worker.unfinished = [ticket.seq for ticket in lost if not ticket.is_dropped]
             self._drop(ticket for ticket in lost if ticket.is_dropped)
             if self._has_queue:
                 self.recalled(worker.unfinished)
         else:
-            self.workers.move(worker_id, DEAD)
+            worker.state = DEAD
             if self._has_queue and not lost:
                 if self.unsent:
                     lost = [self.unsent.popleft()]
@@ -407,7 +407,7 @@ class Scheduler:
         tickets of the lost one.
         """
         worker = self.workers[worker_id]
-        self.workers.move(worker_id, RUNNING)
+        worker.state = RUNNING
         worker.death, worker.hang = None, ""
         worker.has_left_epoch = True
         if not self._has_queue:
@@ -418,7 +418,7 @@ class Scheduler:
 
     def worker_left(self, worker_id: int) -> None:
         """Record that a LEAVING worker has answered its last ticket, and has been ended."""
-        self.workers.move(worker_id, GONE)
+        self.workers[worker_id].state = GONE
         self.is_workers_due = True
 
     def workers_wanted(self, count: int) -> None:

@@ -109,7 +109,6 @@ def describe_restart(
     seqs: list[int],
     checkpoint: Checkpoint | None,
     *,
-    is_seeded: bool = False,
     hang: str = "",
 ) -> str:
     """Return the log message for a worker that was replaced.
@@ -119,7 +118,6 @@ def describe_restart(
         death: How it ended; None if it is a thread.
         seqs: The batches that it had not finished.
         checkpoint: Where its dataset is resumed, if it is iterable or has a state.
-        is_seeded: Whether each sample has random number generators of its own.
         hang: Says that it was ended since a sample took too long; "" if it ended by itself.
     """
     again = ", ".join(map(str, seqs))
@@ -136,8 +134,6 @@ def describe_restart(
         skipped = counted(checkpoint.skip, "batch", "batches")
         skipping = f", skipping {skipped} already delivered" if checkpoint.skip else ""
         text += f" Its dataset resumes from its {start}{skipping}."
-    if not (is_seeded or (checkpoint is not None and checkpoint.snapshot is None)):
-        text += " Its random number generators start over."
     return text
 
 

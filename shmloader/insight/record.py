@@ -42,12 +42,6 @@ class Record:
         calls: The sums of earlier calls (None before any), and the later calls.
     """
 
-    # A program may keep very many loaders.
-    __slots__ = (
-        "_at_start", "_final", "_first_ns", "_keeps_workers", "_sources", "calls", "epoch",
-        "failures", "in_order", "is_over", "kind", "most_calls", "worker_count",
-    )  # fmt: skip
-
     def __init__(
         self,
         epoch: int | None,

@@ -145,7 +145,6 @@ def _make_engine(
         timeout_s=config.timeout,
         sample_timeout_s=config.sample_timeout,
         base_seed=None if checkpoints is None else checkpoints.base_seed,
-        is_seeded=config.fetch.seed is not None,
         watch=config.watch_failures(parts),
     )
 

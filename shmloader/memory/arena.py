@@ -14,6 +14,8 @@ Guarantees:
 Address space is not as cheap as file length: it may be limited (``ulimit -v``), and after
 ``mlockall(MCL_FUTURE)`` the kernel gives every new mapping all its pages at once. So a process maps
 only as much of a slot as its batches need, and a little more.
+
+The module is long because it documents what the kernel is asked for; half of it is code.
 """
 
 import ctypes
@@ -231,11 +233,6 @@ class Slot:
         kept: A mapping or lease of it that a device or a forked child may read for ever, so that
             the slot's pages must stay; None for none.
     """
-
-    __slots__ = (
-        "address", "kept", "lease", "mapping", "memory", "nbytes", "slot_id", "touched_bytes",
-        "views",
-    )  # fmt: skip
 
     def __init__(self, slot_id: int) -> None:
         self.slot_id = slot_id

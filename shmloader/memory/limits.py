@@ -172,12 +172,9 @@ def _limits(root: Path, groups: tuple[ControlGroup, ...]) -> Iterator[Free]:
 
 
 def describe_address_space() -> str:
-    """Return the limit on this process's address space, and its use, in words."""
+    """Return the limit on this process's address space, in words."""
     soft = soft_limit(resource.RLIMIT_AS)
-    limit = "no limit" if soft is None else size(soft)
-    pages = _read(Path("/proc/self/statm")).partition(" ")[0]
-    used = f"; {size(int(pages) * mmap.PAGESIZE)} are used" if pages.isdecimal() else ""
-    return f"{limit} (`ulimit -v`{used})"
+    return f"{'no limit' if soft is None else size(soft)} (`ulimit -v`)"
 
 
 def _read(path: Path) -> str:
@@ -206,19 +203,14 @@ def why_unsupported() -> str | None:
 
     Each system call is tried, since a sandbox may refuse any of them, with any error.
     """
-    call, needs = "", "it needs Linux 5.3 or newer"
+    call = ""
     with contextlib.ExitStack() as stack:
         try:
             for call in _tried(stack):  # noqa: B007 - it is read below
                 pass
-        except AttributeError:
-            return f"{call} is missing in this Python: {needs}"
-        except OSError as error:
-            if error.errno == errno.ENOSYS:
-                sandbox = "and a sandbox that allows it"
-                return f"{call} is missing ({error.strerror}): {needs}, {sandbox}"
-            # What is used up is reported when it is needed.
-            return None if error.errno in _USED_UP else f"{call} is refused ({error.strerror})"
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", None) not in _USED_UP:  # reported when it is needed
+                return f"{call} fails ({error}): it needs Linux 5.3, and a sandbox that allows it"
     return None
 
 

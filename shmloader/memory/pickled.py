@@ -8,6 +8,8 @@ beside that of :func:`reduce_data`, and in whether small buffers stay in the pic
 
 A batch that is pickled lies in its slot: :func:`write_batch` writes it in the worker, and a
 :class:`PickledReader` builds it. Data that lies in the slot already is only referred to.
+
+The module is long because each kind of data has a function that reduces it, and one that rebuilds.
 """
 
 import copyreg

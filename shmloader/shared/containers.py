@@ -15,7 +15,7 @@ import reprlib
 import zlib
 from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -173,10 +173,6 @@ class SharedList(Sequence[_T]):
     def __len__(self) -> int:
         return len(self._range)
 
-    @overload
-    def __getitem__(self, index: int) -> _T: ...
-    @overload
-    def __getitem__(self, index: slice) -> "SharedList[_T]": ...
     def __getitem__(self, index: Any) -> Any:
         number = self._range[index]
         if type(number) is range:
@@ -197,17 +193,9 @@ class SharedList(Sequence[_T]):
         return f"SharedList({reprlib.repr(list(self[:_SHOWN]))}, {len(self)} items)"
 
 
-class KeyIndex(NamedTuple):
-    """Where the index of a dict's keys lies in its segment: two tables of int64.
-
-    Attributes:
-        codes: Offset of the keys' codes, sorted.
-        numbers: Offset of the numbers of the same keys (their positions in the dict), in the same
-            order.
-    """
-
-    codes: int
-    numbers: int
+#: Where the index of a dict's keys lies in its segment: the offsets of two tables of int64. The
+#: first has the keys' codes, sorted, and the second the positions of the same keys in the dict.
+KeyIndex = tuple[int, int]
 
 
 def code_of(key: Any) -> int | None:
@@ -238,7 +226,7 @@ def write_index(keys: Iterable[object], writer: SegmentWriter) -> KeyIndex | Non
         return None
     whole = np.array(codes, dtype=np.int64)
     order = np.argsort(whole, kind="stable").astype(np.int64, copy=False)
-    return KeyIndex(writer.append(whole[order]), writer.append(order))
+    return writer.append(whole[order]), writer.append(order)
 
 
 class _Items(ItemsView[_K, _V]):
@@ -299,7 +287,8 @@ class SharedDict(Mapping[_K, _V]):
         number = self._find(key)
         if number < 0:
             raise KeyError(key)
-        return self._values[number]
+        value: _V = self._values[number]
+        return value
 
     def __contains__(self, key: object) -> bool:
         return self._find(key) >= 0

@@ -139,7 +139,11 @@ class BackgroundThread:
                     multiprocessing.util.Finalize(None, _park_for_good, exitpriority=110)
             try:
                 self._wait_for_go()
-                self._work_and_close()
+                try:
+                    self.work()
+                finally:
+                    if self._closer.setdefault("is", "the caller") == "the thread":
+                        self.close_what_it_uses()
             finally:
                 self._park()
                 with threads.lock:
@@ -148,13 +152,6 @@ class BackgroundThread:
                 self.depart()
         finally:
             self._end.set()
-
-    def _work_and_close(self) -> None:
-        try:
-            self.work()
-        finally:
-            if self._closer.setdefault("is", "the caller") == "the thread":
-                self.close_what_it_uses()
 
     # Parking ---------------------------------------------------------------------------------
 

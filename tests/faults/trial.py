@@ -639,7 +639,6 @@ class Trial:
                 self.log[0],
                 f"DataLoader worker (pid {victim}) {self._end_in_words()}",
                 "A new process replaces worker 1",
-                "Its random number generators start over.",
             )
 
     def _judge_failed(self, victim: int) -> None:

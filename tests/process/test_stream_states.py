@@ -382,7 +382,7 @@ class Dies(Saved):
 @pytest.mark.parametrize(
     ("every", "text", "made_again"),
     [
-        (1, "resumes from its state after 3 batches. ", 2),
+        (1, "resumes from its state after 3 batches.", 2),
         (
             2,
             "resumes from its state after 2 batches, skipping 1 batch already delivered.",

@@ -70,12 +70,12 @@ RUNNING, LEAVING, GONE, LOST, _ = WorkerState
 def test_the_last_workers_leave_and_the_first_that_is_missing_is_started():
     """By their numbers alone, so that tables of several ranks agree."""
     table = WorkerTable(5, 4)
-    table.move(2, LOST)
+    table[2].state = LOST
     table.wanted_count = 2
     assert [table.next_leaving(), table.next_leaving()] == [table[3], None]
     assert [worker.state for worker in table] == [RUNNING, RUNNING, LOST, LEAVING, GONE]
     assert table.present_count == 3
-    table.move(2, RUNNING)
+    table[2].state = RUNNING
     assert table.next_leaving() is table[2]
     table.wanted_count = 5
     assert table.next_missing() is table[4]

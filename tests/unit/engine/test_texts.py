@@ -148,12 +148,6 @@ def test_a_restart_says_what_is_done_again():
     assert text.startswith("DataLoader worker (pid 812) is killed by signal: Killed. ")
     assert "loads its unfinished batches again: 5, 7." in text
     assert "resumes from its beginning, skipping 2 batches already delivered." in text
-    assert "random number generators" not in text
-    for checkpoint in (None, Checkpoint(2, b"state", 2)):
-        assert "random number generators start over" in describe_restart(
-            1, death, [5, 7], checkpoint
-        )
-    assert "generators" not in describe_restart(1, death, [5, 7], None, is_seeded=True)
     for checkpoint in (None, Checkpoint(0, b"state", has_ended=True)):
         assert "dataset" not in describe_restart(1, death, [], checkpoint)
 
@@ -165,7 +159,7 @@ def test_the_replacement_of_a_worker_whose_sample_hung_says_so():
         "(indices 4 to 5). A new process replaces worker 1 and loads its unfinished batches again: "
         "5, 7."
     )
-    text = describe_restart(1, Death(812, -9), [5, 7], None, is_seeded=True, hang=hang)
+    text = describe_restart(1, Death(812, -9), [5, 7], None, hang=hang)
     assert text == start
     hang = describe_hang(1, None, 2.5, "the previous epoch")
     assert describe_restart(1, None, [], None, hang=hang) == (
