@@ -15,6 +15,8 @@ that forked the others.
 
 Adding an item and waking a thread take no lock, because the garbage collector may end an iterator
 at any point, on either thread.
+
+The module is long because the thread, its owner and its user share the state of an epoch.
 """
 
 import collections

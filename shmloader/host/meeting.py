@@ -32,10 +32,10 @@ import select
 import socket
 import struct
 import time
-from pathlib import Path
 
 import torch.distributed
 
+from shmloader.insight.measurements import read_file
 from shmloader.process_state import PROCESS
 
 _log = logging.getLogger("shmloader")
@@ -53,7 +53,7 @@ _RUN_VARIABLES = (
 
 # Variables that a process which belongs to a rank has, such as a shell between the launcher and the
 # rank, and that the launcher does not have, or has with other values.
-_RANK_VARIABLES = (b"RANK=", b"LOCAL_RANK=", b"SLURM_PROCID=")
+_RANK_VARIABLES = ("RANK=", "LOCAL_RANK=", "SLURM_PROCID=")
 
 # struct ucred of <sys/socket.h>: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
@@ -109,42 +109,33 @@ def _launcher() -> int:
     ours, pid = _rank_variables("self"), os.getppid()
     while ours and pid > 1 and _rank_variables(pid) in (None, ours):
         stat = _stat(pid)
-        pid = 0 if stat is None else int(stat[1])
+        pid = int(stat[1]) if stat else 0
     return pid
 
 
-def _rank_variables(pid: int | str) -> list[bytes] | None:
+def _rank_variables(pid: int | str) -> list[str] | None:
     """Return the rank's variables with which a process was started; None if it cannot be read."""
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return None
-    return sorted(one for one in variables if one.startswith(_RANK_VARIABLES))
+    text = read_file(f"/proc/{pid}/environ")
+    found = sorted(one for one in text.split("\0") if one.startswith(_RANK_VARIABLES))
+    return found if text else None
 
 
-def _stat(pid: int | str) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on (proc(5)); None if unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on (proc(5)); [] if unknown."""
+    return read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _started_s(pid: int | str) -> float:
     """Return when a process was started, in seconds since boot; 0 if that is not known."""
     stat = _stat(pid)
-    return 0.0 if stat is None else int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return int(stat[19]) / os.sysconf("SC_CLK_TCK") if stat else 0.0
 
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, and has no running child that may answer in its place."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    stats = [_stat(one) for one in [str(pid), *children]]
-    return stats[0] is not None and all(stat is None or stat[0] in "TtZ" for stat in stats)
+    children = read_file(f"/proc/{pid}/task/{pid}/children").split()
+    own, *others = map(_stat, [str(pid), *children])
+    return bool(own) and all(not stat or stat[0] in "TtZ" for stat in (own, *others))
 
 
 class Roll:

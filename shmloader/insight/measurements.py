@@ -7,7 +7,6 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 """
 
 import dataclasses
-import errno
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -143,17 +142,15 @@ def stalled_ns(thread: str = "thread-self") -> int:
     Args:
         thread: The thread's directory in ``/proc``; by default that of the calling thread.
     """
-    fields = read_proc(f"{thread}/schedstat").split()
+    fields = read_file(f"/proc/{thread}/schedstat").split()
     return int(fields[1]) if fields else 0
 
 
-def read_proc(name: str) -> str:
-    """Return a file of ``/proc``; "" if it is not there, or if no descriptor is left."""
+def read_file(path: str | Path) -> str:
+    """Return a file's text; "" if it cannot be read, for instance since no descriptor is left."""
     try:
-        return Path("/proc", name).read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""
+        return Path(path).read_text(errors="replace")
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if error.errno is None:  # a signal handler's
             raise
         return ""

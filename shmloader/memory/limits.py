@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
+from shmloader.insight.measurements import read_file
 from shmloader.memory.arena import ADD_SEALS, SEALS, Arena, MemoryFile, Slot, populate, soft_limit
 
 #: Never taken for slots, since other processes may touch memory between a check and the write.
@@ -97,7 +98,7 @@ def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup
         controller: Name of the resource in version 1: "memory" or "cpu".
     """
     groups: list[ControlGroup] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_file(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         is_v2 = not controllers
@@ -124,7 +125,7 @@ def _find_mount(root: Path, path: str, controller: str) -> tuple[Path, PurePosix
     """
     found: Path | None = None
     own = PurePosixPath(path)
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_file(root / "proc/self/mountinfo").splitlines():
         match line.partition(" - ")[0].split()[3:5], line.partition(" - ")[2].split():
             case [mount_root, mount_point], [kind, _, options, *_]:
                 is_v2 = kind == "cgroup2" and not controller
@@ -157,14 +158,14 @@ def _limits(root: Path, groups: tuple[ControlGroup, ...]) -> Iterator[Free]:
     info = _numbers(root / "proc/meminfo")
     if "MemAvailable" in info:
         yield Free(info["MemAvailable"] * 1024, "MemAvailable")
-    mode = _read(root / "proc/sys/vm/overcommit_memory").strip()
+    mode = read_file(root / "proc/sys/vm/overcommit_memory").strip()
     if mode == _NEVER_OVERCOMMIT and "CommitLimit" in info and "Committed_AS" in info:
         left = max(0, info["CommitLimit"] - info["Committed_AS"])
         yield Free(left * 1024, "CommitLimit, since vm.overcommit_memory = 2")
     for group in groups:
         limit_file, usage_file = _FILES[group.is_v2]
-        limit = _read(group.path / limit_file).strip()  # may be "max"
-        usage = _read(group.path / usage_file).strip()
+        limit = read_file(group.path / limit_file).strip()  # may be "max"
+        usage = read_file(group.path / usage_file).strip()
         if limit.isdecimal() and usage.isdecimal():
             stat = _numbers(group.path / "memory.stat")
             used = max(0, int(usage) - sum(stat.get(name, 0) for name in _CACHE[group.is_v2]))
@@ -177,19 +178,9 @@ def describe_address_space() -> str:
     return f"{'no limit' if soft is None else size(soft)} (`ulimit -v`)"
 
 
-def _read(path: Path) -> str:
-    """Return a file's text; "" if it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:  # also if no descriptor is left
-        if error.errno is None:  # a signal handler's
-            raise
-        return ""
-
-
 def _numbers(path: Path) -> dict[str, int]:
     """Return the file's lines that begin with a name and a number; others are left out."""
-    lines = map(str.split, _read(path).splitlines())
+    lines = map(str.split, read_file(path).splitlines())
     return {
         words[0].rstrip(":"): int(words[1])
         for words in lines

@@ -20,7 +20,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
-from shmloader.insight.measurements import Usage, read_proc, stalled_ns
+from shmloader.insight.measurements import Usage, read_file, stalled_ns
 from shmloader.memory.arena import MEMFD_NAME, map_range
 
 # A line: phase, epoch, seq, time.monotonic_ns() when the phase began.
@@ -281,11 +281,12 @@ class Line:
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or by a debugger."""
-    fields = read_proc(f"{pid}/stat").rpartition(")")[2].split()
+    fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return bool(fields) and fields[0] in ("T", "t")
 
 
 def measure_memory(pid: int) -> int | None:
     """Return a process's proportional set size in bytes; None if it cannot be measured."""
-    found = re.search(r"^Pss: +(\d+) kB", read_proc(f"{pid}/smaps_rollup"), re.MULTILINE)
+    text = read_file(f"/proc/{pid}/smaps_rollup")
+    found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
     return None if found is None else int(found[1]) << 10
