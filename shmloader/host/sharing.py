@@ -24,7 +24,7 @@ from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
 from shmloader.batch.payload_digest import mark_common
 from shmloader.grammar import described_type
 from shmloader.host.meeting import Meeting, ranks_of_host
-from shmloader.interruptions import Caught, attempt
+from shmloader.interruptions import Caught, attempt, is_interruption
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
 from shmloader.sampling.ranks import find_ranks
@@ -120,14 +120,17 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         meeting = Meeting(f"share_on_host {number}", rank)
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
-        with contextlib.closing(meeting):
-            payload = attempt(_receive, meeting.socket)
-            if not isinstance(payload, Caught):
-                found: _T = _open(payload, meeting.host_pid)
-                mark_common(found)
-                return found
-            if not isinstance(payload.error, ConnectionError | TimeoutError):
-                raise payload.error
+        try:
+            payload = _receive(meeting.socket)
+        except (ConnectionError, TimeoutError) as error:
+            if is_interruption(error):
+                raise
+        else:
+            found: _T = _open(payload, meeting.host_pid)
+            mark_common(found)
+            return found
+        finally:
+            meeting.close()
 
 
 # The rank that builds ------------------------------------------------------------------------
@@ -144,7 +147,10 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
         _Server(meeting, guests, *made).start()
         stack.pop_all()
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # the traceback pins this frame
     shared: _T = made[1]
     mark_common(shared)
     return shared
