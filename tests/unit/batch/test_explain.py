@@ -77,6 +77,13 @@ def test_the_place_in_the_samples_and_their_indices_are_named(samples, note):
     assert note_of(samples) == note
 
 
+def test_what_the_user_s_own_function_stacks_is_explained_too():
+    assert note_of(zeros(3, 4), collate_fn=torch.stack) == f"sample {THREE_AND_FOUR}"
+    arrays = [np.zeros(length, np.float32) for length in (3, 4)]
+    expected = f"sample {THREE_AND_FOUR}".replace("Tensor", "ndarray")
+    assert note_of(arrays, collate_fn=np.stack) == expected
+
+
 def test_many_kinds_and_indices_are_not_all_listed():
     assert note_of(zeros(*range(1, 200)), list(range(199))).endswith(
         "[4] for index 3; and 195 more"

@@ -64,6 +64,10 @@ class UnbuiltSequence(collections.abc.Sequence):
         return 2
 
 
+class Row(list):
+    pass
+
+
 class Line(tuple):
     __slots__ = ()
 
@@ -81,6 +85,7 @@ def marked() -> Marked:
 MAKERS = {
     "tensor": tensor,
     "list": lambda: [tensor(), [tensor(2), "text"], None],
+    "list of its own type": lambda: [tensor(), Row([tensor(2), 2])],
     "tuple": lambda: (tensor(), (tensor(2),)),
     "tuple of its own type": lambda: Line((tensor(), 1)),
     "named tuple": lambda: Point(tensor(), Point(tensor(2), b"bytes")),

@@ -244,6 +244,18 @@ def test_a_task_that_an_op_has_begun_and_left_is_cancelled():
     wait_until(lambda: noted == ["over", "over"])
 
 
+def test_a_waiting_consumer_is_told_when_another_thread_stops():
+    stuck = Stuck()
+    pipeline = chain(range(3), stuck)
+    pipeline.start()
+    timer = threading.Thread(target=lambda: (stuck.gate.wait_until_reached(), pipeline.stop()))
+    timer.start()
+    with pytest.raises(ClosedLoaderError, match="pipeline"):
+        pipeline.get_item()
+    timer.join(SOON_S)
+    stuck.gate.open()
+
+
 def test_a_ctrl_c_while_the_consumer_waits_loses_nothing():
     stuck = Stuck()
     pipeline = chain(range(3), stuck)

@@ -566,6 +566,12 @@ def test_a_second_iterator_leaves_the_firsts_epoch():
         assert list(second) == list(range(1, 100))
 
 
+def test_an_ended_iterator_stays_ended():
+    items = iter(chain(range(1)))
+    assert list(items) == [0]
+    assert list(items) == []
+
+
 @pytest.mark.parametrize("source", [iter(range(5)), numbers(5)])
 def test_an_iterator_as_source_is_good_for_one_epoch(source):
     pipeline = chain(source)

@@ -97,6 +97,12 @@ def test_a_worker_that_has_not_begun_is_not_sent_the_signal(status_page):
     os.close(writing)
 
 
+def test_a_worker_that_is_gone_has_no_stack(status_page):
+    child = Child(status_page, 0, sleeps_here)
+    child.end()
+    assert status_page.ask(0, child.pid).stack == ""
+
+
 def written(status_page, *seconds: float) -> tuple[float, float | None]:
     """Run a worker by a made-up clock, which also gives its CPU time and its memory.
 

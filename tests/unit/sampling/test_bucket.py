@@ -33,6 +33,7 @@ def test_each_sample_comes_once(lengths, batch_size, num_buckets, shuffle):
         batches = list(sampler)
         assert sorted(flat(batches)) == list(range(len(lengths)))
         assert len(batches) == len(sampler)
+        assert {len(batch) for batch in batches[:-1]} <= {batch_size}
 
 
 @given(LENGTHS, SIZES, BUCKET_COUNTS, st.integers(0, 5))

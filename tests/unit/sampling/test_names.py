@@ -14,17 +14,24 @@ import shmloader
 from shmloader import sampling
 
 SAMPLERS = {
-    "SplitSampler": lambda: sampling.SplitSampler(11, 4, 3, even_size=True, repeat=2),
+    "SplitSampler": lambda **seed: sampling.SplitSampler(
+        11, 4, 3, even_size=True, repeat=2, **seed
+    ),
     "IntervalSampler": lambda: sampling.IntervalSampler(11, 3),
     "FilterSampler": lambda: sampling.FilterSampler(lambda sample: sample % 3, range(11)),
-    "BucketBatchSampler": lambda: sampling.BucketBatchSampler(range(11), 2, 2, 3, shuffle=True),
-    "ShardedSampler": lambda: sampling.ShardedSampler(
-        torch.utils.data.RandomSampler(range(11)), 2, rank=1, world_size=2
+    "BucketBatchSampler": lambda **seed: sampling.BucketBatchSampler(
+        range(11), 2, 2, 3, shuffle=True, **seed
     ),
-    "DistributedWeightedSampler": lambda: sampling.DistributedWeightedSampler(
-        range(1, 12), 9, rank=1, world_size=2
+    "ShardedSampler": lambda **seed: sampling.ShardedSampler(
+        torch.utils.data.RandomSampler(range(11)), 2, rank=1, world_size=2, **seed
+    ),
+    "DistributedWeightedSampler": lambda **seed: sampling.DistributedWeightedSampler(
+        range(1, 12), 9, rank=1, world_size=2, **seed
     ),
 }
+
+
+SEEDED = [name for name in SAMPLERS if name not in {"IntervalSampler", "FilterSampler"}]
 
 
 def test_the_names_are_these():
@@ -93,6 +100,20 @@ def test_a_copy_goes_on_with_the_next_epoch_and_a_named_one_comes_again(name):
     if name != "IntervalSampler":
         sampler.set_epoch(1)
         assert list(sampler) == epochs[1]
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_another_seed_gives_another_order(name):
+    assert list(SAMPLERS[name](seed=1)) != list(SAMPLERS[name]())
+
+
+@pytest.mark.parametrize("name", ["ShardedSampler", "DistributedWeightedSampler"])
+def test_ranks_are_those_of_the_environment(name, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = {"ShardedSampler": [1, 2], "DistributedWeightedSampler": [1, 1]}[name]
+    sampler = getattr(sampling, name)(given)
+    assert (sampler.rank, sampler.world_size) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,10 @@ def test_keys_that_cannot_be_compared_are_never_compared():
     assert [copied[key] for key in (*items, 0)] == ["empty", "zero", "none", "zero"]
 
 
+def test_a_text_is_found_by_numpy_s():
+    assert shared_dict({"a": 1})[np.str_("a")] == 1
+
+
 @pytest.mark.parametrize("items", [{"a": 1}, {frozenset(): 1}])
 def test_what_cannot_be_a_key_is_a_type_error(items):
     with pytest.raises(TypeError, match="unhashable"):

@@ -212,6 +212,17 @@ def test_a_tuple_that_holds_itself_still_does():
     assert lies_shared(ours[1])
 
 
+def test_a_tensor_without_memory_stays():
+    zeros = torch._efficientzerotensor((3,))
+    ours = shmloader.share([zeros, np.arange(3)])
+    assert ours[0] is zeros
+
+
+def test_a_memory_map_stays_where_it_is(tmp_path):
+    mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(10,))
+    assert shmloader.share([mapped])[0] is mapped
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "make",
