@@ -149,7 +149,7 @@ def test_all_descriptors_are_closed_with_the_object(run) -> None:
     assert descriptor_count() > before
     del found
     assert descriptor_count() == before
-    assert PROCESS.meetings == set()
+    assert not PROCESS.meetings
 
 
 def test_the_builder_keeps_nothing_once_all_have_come(run) -> None:
@@ -217,7 +217,7 @@ def test_writable_arrays_are_each_ranks_own(run) -> None:
 def test_without_ranks_it_is_share() -> None:
     found = share_on_host(make)
     assert find_segment(*address_of(found["array"])) is not None
-    assert PROCESS.meetings == set()
+    assert not PROCESS.meetings
 
 
 class Hook:
@@ -546,8 +546,10 @@ def test_what_another_user_offers_is_refused(run, monkeypatch) -> None:
     def offer() -> None:
         become_nobody()
         monkeypatch.setattr(os, "geteuid", lambda: user)  # takes the name of the user's run
-        theirs.send(Meeting("share_on_host 0").is_host)
+        meeting = Meeting("share_on_host 0")
+        theirs.send(meeting.is_host)
         ends.wait(LONG_S)
+        meeting.close()
 
     process = FORK.Process(target=offer)
     process.start()
