@@ -128,14 +128,14 @@ class StandIn(DataLoader[Any]):
         self._read(loader)
         self._iterator = iterator
         try:
-            begun = iter(self)
+            ours = iter(self)
         finally:
             # The loader keeps the iterator. With a reference here, too, there would be a cycle, and
             # only the garbage collector would end the workers.
             self._iterator = None
         if self._sample_seed is not None:
             vars(loader)[_EPOCH] = self._present_plan.counter.next
-        return begun
+        return ours
 
     @property
     def as_torch_sees_it(self) -> Any:
@@ -287,11 +287,11 @@ class _Installation:
             kept._shutdown_workers()  # it is torch's, from before install()
             loader._iterator = None
         counted = self.report.epochs
-        begun = by_torch(loader)
+        found = by_torch(loader)
         if self.report.epochs == counted:  # get_iterator() was not called
             why = why or f"{type(loader).__qualname__} has its own _get_iterator"
             self.report.add(loader, "torch", why)
-        return begun
+        return found
 
     def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
         """Return a new iterator of a loader of torch's class.
@@ -307,11 +307,11 @@ class _Installation:
         return by_torch(loader)
 
     def _begin(self, stand_in: StandIn, loader: Any, iterator: Any) -> Any:
-        begun = stand_in.begin(loader, iterator)
+        ours = stand_in.begin(loader, iterator)
         self.report.add(loader, "shmloader", stand_in.left_out)
         if loader.persistent_workers and loader.num_workers > 0:
-            begun._stand_in = stand_in  # which would otherwise be garbage
-        return begun
+            ours._stand_in = stand_in  # which would otherwise be garbage
+        return ours
 
 
 def _hook(name: str, call: Callable[..., Any]) -> None:

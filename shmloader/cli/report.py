@@ -56,7 +56,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         * ``begins``, ``waits`` and ``uses``: when each call of ``iter()`` and of ``next()`` began,
           and each time between two calls, and how long it took;
         * ``figures``: names and values of the most important figures;
-        * ``places``: where the next batch was while the consumer waited: a colour, a text, and the
+        * ``causes``: where the next batch was while the consumer waited: a colour, a text, and the
           time. Places with hardly any waiting are left out.
 
     Raises:
@@ -76,8 +76,8 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         found = (event for event in slices if event["name"].startswith(name))
         return [(event["ts"] / 1e3, event["dur"] / 1e3) for event in found]
 
-    places = zip(PARTS, stats["wait"]["places"], strict=True)
-    spent_ms = {name: 1e3 * spent_s for name, spent_s in places}
+    causes = zip(PARTS, stats["wait"]["causes"], strict=True)
+    spent_ms = {name: 1e3 * spent_s for name, spent_s in causes}
     least_ms = max(spent_ms.values()) / 1000
     data = {
         "stages": list(PARTS),
@@ -86,7 +86,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         "waits": spans("next()"),
         "uses": spans("use"),
         "figures": list(_figures_of(stats)),
-        "places": [
+        "causes": [
             [_COLOURS.get(name, name), PARTS[name], spent]
             for name, spent in spent_ms.items()
             if spent > 0 and spent >= least_ms

@@ -227,7 +227,7 @@ class ThreadOwner:
             self.thread = None
             thread.items.clear()
             if not self._engine.is_closed:
-                self._engine.take_tickets()
+                self._engine.send_drawn()
             self._engine.detach()
         self._stage.close()
 

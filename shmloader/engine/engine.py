@@ -49,7 +49,7 @@ from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.background import BackgroundThread, may_wait_here
+from shmloader.threads.background import BackgroundThread, may_wait
 
 _log = logging.getLogger("shmloader")
 
@@ -108,7 +108,7 @@ class OwnThread(BackgroundThread):
         """
         if super().join(timeout_s) or not self.leave_closing():
             return True
-        if may_wait_here():
+        if may_wait():
             self.engine.end_workers()
         return False
 
@@ -189,8 +189,12 @@ class Engine:
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
         """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
-        begun = self._scheduler.beginnings
-        return None if begun is None else DatasetCheckpoints(begun, base_seed=self._base_seed)
+        beginnings = self._scheduler.beginnings
+        return (
+            None
+            if beginnings is None
+            else DatasetCheckpoints(beginnings, base_seed=self._base_seed)
+        )
 
     @property
     def next_beginnings(self) -> tuple[Checkpoint, ...]:
@@ -258,7 +262,7 @@ class Engine:
         """Make the engine belong to the user's thread again."""
         self._own, self._draw = None, iter(()).__next__
 
-    def take_tickets(self) -> None:
+    def send_drawn(self) -> None:
         """Send workers the tickets that the user's thread has drawn."""
         own = self._own
         while own is not None and own.has_ticket:
@@ -294,7 +298,7 @@ class Engine:
         deadline: float | None = None
         while True:
             if own is not None:
-                self.take_tickets()
+                self.send_drawn()
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
             # Most often the awaited answer is here already, or about to be. Receiving it now saves

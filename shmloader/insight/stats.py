@@ -85,7 +85,7 @@ class WaitStats:
         p99_s: 99th percentile.
         max_s: Longest call of ``next()``.
         startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
-        places: Where the next batch was during ``total_s``; the fields add up to it. The verdict
+        causes: Where the next batch was during ``total_s``; the fields add up to it. The verdict
             is based on them. Without workers, the consumer's own thread loads the batch meanwhile.
             Where torch's own iterator loads, all waiting is in ``start`` and ``other``.
     """
@@ -96,7 +96,7 @@ class WaitStats:
     p99_s: float = 0.0
     max_s: float = 0.0
     startup_s: float = 0.0
-    places: Times = Times()  # noqa: RUF009 - it cannot change
+    causes: Times = Times()  # noqa: RUF009 - it cannot change
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ def _table(stats: LoaderStats) -> str:
             lines.append(f"  {name:<10}{seconds(mean_s):>9}  {bar:<{_BAR}}  {PARTS[name]}")
     if wait.total_s:
         lines += ["", "where the next batch was while the consumer waited"]
-    for name, spent_s in wait.places._asdict().items():
+    for name, spent_s in wait.causes._asdict().items():
         share = spent_s / (wait.total_s or 1.0)
         if share > _SHOWN_SHARE:
             lines.append(f"  {name:<10}{seconds(spent_s):>9}  {share:>5.0%}  {PARTS[name]}")

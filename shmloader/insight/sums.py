@@ -70,18 +70,18 @@ def tabulate(calls: Sequence[Call], *, is_local: bool) -> tuple[Table, str]:
         is_local: Whether the consumer's thread loaded the batches.
     """
     rows, stage = [], "build"
-    for asked_ns, taken_ns, draw_ns, times, about, nbytes in calls:
+    for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
         if times is not None and is_local:
             began_ns, fetch_ns, collate_ns, stage_ns, count = times
             end_ns, stage = began_ns + fetch_ns + collate_ns, about
             work = (began_ns, fetch_ns, collate_ns, 0, count)
             known = (0, began_ns, began_ns, *work, 0, end_ns, end_ns, nbytes, 0)
-            rows.append((asked_ns, taken_ns, 0, *known, end_ns, end_ns + stage_ns))
+            rows.append((asked_ns, received_ns, 0, *known, end_ns, end_ns + stage_ns))
         elif times is not None:
             worker_id, offered_ns, sent_ns, work, *known = times
-            stage, began_ns, ended_ns = about or (stage, taken_ns, taken_ns)
+            stage, began_ns, ended_ns = about or (stage, received_ns, received_ns)
             known = (worker_id, offered_ns, sent_ns, *work, *known)
-            rows.append((asked_ns, taken_ns, draw_ns, *known, began_ns, ended_ns))
+            rows.append((asked_ns, received_ns, draw_ns, *known, began_ns, ended_ns))
     columns = np.array(rows, np.int64).reshape(-1, len(_COLUMNS)).T
     table = dict(zip(_COLUMNS, columns, strict=True))
     table["fetched"] = table["began"] + table["fetch"]
@@ -163,15 +163,15 @@ class Sums:
         added = self.added
         if not self.last_ns:  # iter() and the first next()
             added["startup"] += sum(call[1] - call[0] for call in calls[:2])
-        for asked_ns, taken_ns, draw_ns, times, about, nbytes in calls:
-            self.last_ns = taken_ns
-            added["waited"] += taken_ns - asked_ns
+        for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
+            self.last_ns = received_ns
+            added["waited"] += received_ns - asked_ns
             if about != "start":
-                self.waits.record(taken_ns - asked_ns)
-                self.set_most(next=taken_ns - asked_ns)
+                self.waits.record(received_ns - asked_ns)
+                self.set_most(next=received_ns - asked_ns)
             if times is None:
                 part = about if isinstance(about, str) else "other"
-                added["wait", part] += taken_ns - asked_ns - draw_ns
+                added["wait", part] += received_ns - asked_ns - draw_ns
                 added["wait", "draw"] += draw_ns
                 if part != about:
                     added.update(batches=1, samples=about, nbytes=nbytes)

@@ -66,12 +66,12 @@ def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
     batches = zip(rows, stage_rows, strict=True)
     tracks = {_CONSUMER: "consumer"}
     for call, later in itertools.zip_longest(calls, calls[1:]):
-        asked_ns, taken_ns, _, times, about, _ = call
+        asked_ns, received_ns, _, times, about, _ = call
         if later is not None:
-            yield _slice(_CONSUMER, "use", taken_ns, later[0])
+            yield _slice(_CONSUMER, "use", received_ns, later[0])
         if times is None:
             name = "iter()" if about == "start" else "next()"
-            yield _slice(_CONSUMER, name, asked_ns, taken_ns, epoch=record.epoch)
+            yield _slice(_CONSUMER, name, asked_ns, received_ns, epoch=record.epoch)
             continue
         row, spent = next(batches)
         batch, number = dict(zip(table, row, strict=True)), next(numbers)
@@ -82,7 +82,7 @@ def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
             "worker": None if is_local else batch["worker"],
             "stage_ms": {name: ns / 1e6 for name, ns in zip(stages, spent, strict=True)},
         }
-        yield _slice(_CONSUMER, f"next() → batch {number}", asked_ns, taken_ns, **about)
+        yield _slice(_CONSUMER, f"next() → batch {number}", asked_ns, received_ns, **about)
         track = _CONSUMER if is_local else _FIRST_WORKER + batch["worker"]
         tracks.setdefault(track, f"worker {batch['worker']}")
         stage_track = _CONSUMER if is_local else _STAGE
@@ -90,7 +90,7 @@ def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
             (track, "fetch", batch["began"], batch["fetched"]),
             (track, "collate", batch["fetched"], batch["collated"]),
             (track, "encode", batch["collated"], batch["done"]),
-            (stage_track, stage, batch["stage_began"], min(batch["stage_ended"], taken_ns)),
+            (stage_track, stage, batch["stage_began"], min(batch["stage_ended"], received_ns)),
         ]
         if not is_local:
             yield _slice(track, f"batch {number}", batch["began"], batch["done"])

@@ -3,7 +3,7 @@
 The verdict is made by a table of rules over the statistics.
 
 First comes what may end the run (memory), then whether there is anything to gain. The other rules
-go by where the next batch was while the consumer waited (``wait.places``). These places form
+go by where the next batch was while the consumer waited (``wait.causes``). These causes form
 groups, and the group with the largest share of the wait is the cause.
 
 "Add workers" and "lower num_workers" never follow each other in similar epochs: between the
@@ -41,7 +41,7 @@ COPIED_SHARE = 0.5
 #: Memory is near its limit where less than this share of it is free.
 FREE_SHARE = 0.1
 
-# Groups of places. The places of a group have the same cause.
+# Groups of causes, which have the same remedy.
 _GROUPS = {
     "start": ("start", "end"),
     "draw": ("draw",),
@@ -109,7 +109,7 @@ _TEXTS = {
 def judged(stats: LoaderStats) -> LoaderStats:
     """Return the statistics with their finding and verdict, by the first rule that holds."""
     wait, slots, machine, count = stats.wait, stats.slots, stats.machine, stats.num_workers
-    groups = {name: sum(getattr(wait.places, one) for one in of) for name, of in _GROUPS.items()}
+    groups = {name: sum(getattr(wait.causes, one) for one in of) for name, of in _GROUPS.items()}
     cause = max(groups, key=groups.__getitem__)
     working = [worker for worker in stats.workers if worker.batches]
     busy_s = sum(worker.busy_s for worker in working)
@@ -183,8 +183,8 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
         return LoaderStats(machine=machine)
     added, newest, times = sums.added, sums.newest, Times._fields
     elapsed_s, total_s = max(1, added["elapsed"]) / _NS, added["waited"] / _NS
-    places = {name: added["wait", name] / _NS for name in times}
-    places["build"] = max(0.0, total_s - sum(places.values()))
+    causes = {name: added["wait", name] / _NS for name in times}
+    causes["build"] = max(0.0, total_s - sum(causes.values()))
     most = dict(sums.most)
     longest_ns = most.pop("next", 0)
     numbers = sorted({name[0] for name in (*added, *newest) if isinstance(name[0], int)})
@@ -203,7 +203,7 @@ def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
             min(longest_ns, sums.waits.percentile(99)) / _NS,
             longest_ns / _NS,
             added["startup"] / _NS,
-            Times(**places),
+            Times(**causes),
         ),
         stages=Times(*(added["stage", name] / _NS for name in times)),
         workers=tuple(_worker_stats(sums, number) for number in numbers),

@@ -56,7 +56,9 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
         if len(states) != len(stateful):
             states = [{}] * len(stateful)
         # Lightning 2.6 has is_resuming, and earlier ones do as if it were False.
-        is_begun = epoch == 0 or getattr(loop, "is_resuming", False) or loop.epoch_loop.restarting
+        has_started = (
+            epoch == 0 or getattr(loop, "is_resuming", False) or loop.epoch_loop.restarting
+        )
         has_changed = False
         for loader, state in zip(stateful, states, strict=True):
             if not isinstance(loader, DataLoader):
@@ -68,7 +70,7 @@ class LoaderCallback(Callback):  # type: ignore[misc] # ships no types
                 loader._has_warned_of_epoch = True  # the user did not ask for it
                 loader.set_epoch(epoch)
                 has_changed = True
-        if has_changed and is_begun:  # otherwise, Lightning begins the epoch after this call
+        if has_changed and has_started:  # otherwise, Lightning begins the epoch after this call
             iter(loop._data_fetcher)
 
 

@@ -104,9 +104,9 @@ class LocalDataset:
             after = checkpoint.after_batch(snapshot, fingerprint, state_ns)
             self.updates = (DatasetUpdate(0, after),)
 
-    def _add_rng(self, checkpoint: Checkpoint, begun: dict[str, Any]) -> None:
+    def _add_rng(self, checkpoint: Checkpoint, at_start: dict[str, Any]) -> None:
         """Save the generators' states: the dataset may draw its order with its first sample."""
-        rng = begun, global_rng_state()
+        rng = at_start, global_rng_state()
         self.checkpoints.checkpoints = (checkpoint._replace(rng=rng),)
 
     def _resume(self, indices: Any) -> Any:
@@ -122,7 +122,7 @@ class LocalDataset:
             own = {}  # they go on as in the earlier run
         loaded = [*self._loaded]  # generators that the dataset's load_state_dict() has set
         try:
-            begun = rng[0] if rng else global_rng_state()
+            at_start = rng[0] if rng else global_rng_state()
             set_global_rng_state(rng[0] if rng else {})
             before = global_rng_state()
             load_dataset(self._config.dataset, saved)
@@ -137,7 +137,7 @@ class LocalDataset:
                 others = {name: each for name, each in rng[1].items() if name not in loaded}
                 set_global_rng_state(others)
             elif self._draws:
-                self._add_rng(checkpoint, begun)
+                self._add_rng(checkpoint, at_start)
             if self._is_iterable and checkpoint.skip:
                 with maker.loading(indices) as plain:
                     only_reads = is_plain(self._config.collate_fn)

@@ -9,7 +9,7 @@ from typing import Any
 from shmloader.interruptions import is_interruption
 
 #: Version of the format, the only one that is read.
-VERSION = 5
+VERSION = 6
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = 200

@@ -45,13 +45,13 @@ def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
             not enough memory.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    writer = _writer_here()
+    writer = _present_writer()
     if writer is None:
         return torch.empty(sizes, dtype=dtype)
     return writer.empty(sizes, dtype or torch.get_default_dtype())
 
 
-def _writer_here() -> SlotWriter | None:
+def _present_writer() -> SlotWriter | None:
     """Return the writer if the caller may get memory of the slot now."""
     writer: SlotWriter | None = PROCESS.slot_writer
     return writer if writer is not None and writer.may_allocate else None
@@ -72,7 +72,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
             torch_worker._worker_info = info
     # A result that does not fit goes to private memory, since it may only be an intermediate one.
     # But if there is no memory, the writer raises: there would be none elsewhere either.
-    shape, writer = (len(batch), *first.shape), _writer_here()
+    shape, writer = (len(batch), *first.shape), _present_writer()
     if writer is None or not writer.fits(shape, first.dtype):
         out = torch.empty(shape, dtype=first.dtype, device="cpu")
     else:
@@ -89,7 +89,7 @@ def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tenso
 
 def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
     """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
-    writer = _writer_here()
+    writer = _present_writer()
     is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
     if not is_ours or writer is None:
         return _torch_new_shared(size, device=device)

@@ -12,10 +12,8 @@ class Descriptors(list[Any]):
     """Descriptors that this object owns. It closes them when it is garbage, if not before.
 
     A signal handler may raise between any two instructions, such as a call that opens a descriptor
-    and the one that stores its number. So a single call opens and stores it::
-
-        Descriptors(map(os.pidfd_open, [pid]))
-        Descriptors(map(channel.recvmsg, [nbytes], [socket.CMSG_SPACE(4)]))
+    and the one that stores its number. So a single call opens and stores it, such as
+    ``Descriptors(map(os.pidfd_open, [pid]))``.
 
     The items are numbers, or messages of ``recvmsg`` with numbers in them.
     """

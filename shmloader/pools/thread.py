@@ -55,7 +55,7 @@ from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.objects import ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.background import BackgroundThread, is_exiting, may_wait_here
+from shmloader.threads.background import BackgroundThread, is_exiting, may_wait
 from shmloader.threads.wakeup import Wakeup
 
 # How long close() waits for threads that may be loading a sample.
@@ -165,7 +165,7 @@ class _Worker(BackgroundThread):
         self._no_task = _Task(-1, 0, None, None)
         # What the thread is doing, with which task, and since when. Other threads read it.
         self._at_work = Phase.STARTING, self._no_task, time.monotonic()
-        self.has_begun = Wakeup()
+        self.started = Wakeup()
         self._is_left = False
         # CPU time, and time stalled, that the thread has used.
         self._cpu_ns = self._stalled_ns = 0
@@ -222,7 +222,7 @@ class _Worker(BackgroundThread):
             torch.set_num_threads(1)
             torch.get_num_threads()  # torch applies the number at the first call
         finally:
-            self.has_begun.set()
+            self.started.set()
 
     def work(self) -> None:
         """Serve tasks from the queue until None comes, or the thread is left behind."""
@@ -309,7 +309,7 @@ def _start(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.has_begun.wait()
+        worker.started.wait()
     # Each thread has called set_num_threads(1), which torch applies to all threads that start
     # later, including the user's. This call undoes that.
     torch.set_num_threads(thread_count)
@@ -443,7 +443,7 @@ class ThreadPool(ObjectPool):
             worker.wake()
             self._queues.tasks.put(None)  # the Nones of a second call stay in the queue
         self.wake()
-        if not may_wait_here():
+        if not may_wait():
             return
         # If Ctrl-C interrupts the wait, a second call does not wait for busy threads.
         join_s, self._join_s = self._join_s, 0.0

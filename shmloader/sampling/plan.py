@@ -141,15 +141,18 @@ class EpochPlan:
             drawn = saved.get("base_seed", draws_seed)
             draws_globally = "global_generators" in saved
             self.is_continued = not saved.get("base_seed")
-            if saved["is_begun"]:
+            if saved["has_started"]:
                 with self.counter.telling():
                     self.state.restore_epochs(saved)
             else:  # the generators were set when the state was loaded
                 own = {"state": saved["state"]} if "state" in saved else {}
-                saved = {"is_begun": False, **own}
+                saved = {"has_started": False, **own}
         if draws_seed and not drawn:
-            present = self.state.dump(is_begun=False)  # to which the generators are set back
-            saved = {**(saved or {"is_begun": False}), "generators": present.get("generators", [])}
+            present = self.state.dump(has_started=False)  # to which the generators are set back
+            saved = {
+                **(saved or {"has_started": False}),
+                "generators": present.get("generators", []),
+            }
         elif drawn and not draws_seed and (self.generator is not None or draws_globally):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.counter.begin(epoch, progress)
@@ -165,7 +168,7 @@ class EpochPlan:
         """
         sampler = {} if self.resumed is None else self.resumed["sampler"]
         saved = sampler.get("global_generators")
-        if saved is None or sampler["is_begun"] or saved == global_rng_state(saved):
+        if saved is None or sampler["has_started"] or saved == global_rng_state(saved):
             yield
             return
         with with_global_rng_state(saved):

@@ -105,7 +105,7 @@ class SamplerOrder:
             # epoch would have another order.
             epoch.undrawn.draw_first()
         if not epoch.state:  # an iterable dataset
-            return {**self.state(generator).dump(is_begun=False), "is_begun": True}
+            return {**self.state(generator).dump(has_started=False), "has_started": True}
         return epoch.dump(self.index_sampler)
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class SamplerOrder:
         names = GLOBAL_GENERATORS if self._is_iterable else state.global_generators
         if not names and (state.draws_seed or generator is None):
             names = ("torch",)
-        dumped = state.dump(is_begun=False)
+        dumped = state.dump(has_started=False)
         if self._seed is None and names:
             dumped["global_generators"] = global_rng_state(names)
         return dumped
@@ -220,15 +220,15 @@ class EpochDraw(Iterator[Any]):
         epoch, state = self._epoch, self._state
         saved, drawing = epoch.saved, self._drawing
         if is_drawn(drawing):
-            epoch.state = {**state.dump(is_begun=False), "is_begun": True, **DRAWN_ELSEWHERE}
+            epoch.state = {**state.dump(has_started=False), "has_started": True, **DRAWN_ELSEWHERE}
             return only_next(drawing)
-        if saved and saved["is_begun"]:
+        if saved and saved["has_started"]:
             epoch.state = saved
             with state.drawing(saved):
                 return self._pass_over(self._restored(drawing))
         if saved:
             state.restore_generators(saved)
-        epoch.state = state.dump(is_begun=True)
+        epoch.state = state.dump(has_started=True)
         return state.begin(epoch.state, self._restored(drawing))
 
     def _restored(self, drawing: Iterator[Any]) -> Iterator[Any]:

@@ -151,15 +151,15 @@ class SamplerState:
         self.global_generators = names
         self.draws_seed = bool(self._seeding)
 
-    def dump(self, *, is_begun: bool) -> dict[str, Any]:
+    def dump(self, *, has_started: bool) -> dict[str, Any]:
         """Return the state, as plain values.
 
         Args:
-            is_begun: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
+            has_started: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
                 process's global generators are left out, since they may change before an epoch
                 begins.
         """
-        state: dict[str, Any] = {"is_begun": is_begun}
+        state: dict[str, Any] = {"has_started": has_started}
         if self._generators:
             state["generators"] = [dump_generator(generator) for generator in self._generators]
         if self._counting:
@@ -174,9 +174,9 @@ class SamplerState:
                 "then iterated again from the epoch's beginning when the loader is resumed",
             )
             state["unsaved" if isinstance(own, Unsaved) else "state"] = own
-        if is_begun and self._seeding:
+        if has_started and self._seeding:
             state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
-        if is_begun and self.global_generators:
+        if has_started and self.global_generators:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
 

@@ -314,12 +314,12 @@ class SeededOrder(Sampler[list[Any]]):
         epoch = self._epoch
         if not epoch.state:
             own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
-            epoch.state = {**self.dump_next(generator), **own, "is_begun": True}
+            epoch.state = {**self.dump_next(generator), **own, "has_started": True}
         return epoch.dump(self._items)
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
-        return self.state(generator).dump(is_begun=False)
+        return self.state(generator).dump(has_started=False)
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common.

@@ -106,7 +106,7 @@ class BackgroundThread:
         """
         if self._thread.ident is None or self.is_parked_for_good:
             return True
-        if not may_wait_here() or not self._end.wait(timeout_s):
+        if not may_wait() or not self._end.wait(timeout_s):
             return self._end.is_set
         self._thread.join()
         return True
@@ -210,7 +210,7 @@ def all_parked() -> Iterator[None]:
                 thread._go.set()
 
 
-def may_wait_here() -> bool:
+def may_wait() -> bool:
     """Return whether the calling thread may wait for one of our threads to end.
 
     It may not if it is one of our threads itself, or if it is forking: the other thread may be

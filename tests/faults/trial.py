@@ -566,14 +566,14 @@ class Trial:
             self._check(may_log or not self.log, f"logged: {self.log}")
             getattr(self, f"_judge_{effect.name.lower()}")(victim)
 
-    def _judge_promptness(self, taken_ns: int) -> None:
+    def _judge_promptness(self, received_ns: int) -> None:
         """Check that from the fault on something happens at least every two seconds."""
         afresh = self.cell.method != "fork"
         is_in_main = self.cell.point.place is Place.MAIN
-        before, last, is_replaced, is_starting = taken_ns, "", False, False
+        before, last, is_replaced, is_starting = received_ns, "", False, False
         for at, what in self._marks:
             is_replaced = is_replaced or last == "log"
-            if at > taken_ns:
+            if at > received_ns:
                 # Spawned workers import torch first. A fault in the main process may come, and be
                 # told, before they deliver their first batch.
                 awaits_first = is_in_main and is_starting and what == "batch"

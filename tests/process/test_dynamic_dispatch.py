@@ -322,8 +322,8 @@ def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
 
     def all_is_loaded() -> bool:
         batches._pool.wait(0, batches._engine)
-        is_begun = len(loads.begun) == min(12, 8 + len(seen))  # the window
-        return is_begun and all(ticket.answer is not None for ticket in scheduler.tickets)
+        has_started = len(loads.begun) == min(12, 8 + len(seen))  # the window
+        return has_started and all(ticket.answer is not None for ticket in scheduler.tickets)
 
     batches = iter(make(sample, 12, timeout=0.5))
     scheduler = batches._engine._scheduler

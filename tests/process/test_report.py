@@ -117,7 +117,7 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
     seen = browse(tmp_path / "page.html", width)
     assert f'data-drawn="{BATCHES}"' in seen
     assert "data-error" not in seen
-    _, text, spent_ms = max(read_trace(trace)[0]["places"], key=lambda place: place[2])
+    _, text, spent_ms = max(read_trace(trace)[0]["causes"], key=lambda place: place[2])
     assert f"<span>{text}</span><b>{shown(spent_ms)}</b>" in seen
     wide = re.search(r'data-wide="(-?\d+)"', seen)
     assert wide is not None
@@ -209,7 +209,7 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options) -> None:
     wait = stats["wait"]
     took = [took for _, took in run["waits"]]
     assert wait["total_s"] * 1e3 == pytest.approx(sum(took) + sum(t for _, t in run["begins"]))
-    assert sum(wait["places"]) == pytest.approx(wait["total_s"])
+    assert sum(wait["causes"]) == pytest.approx(wait["total_s"])
     assert wait["max_s"] * 1e3 == pytest.approx(max(took))
     assert wait["p50_s"] * 1e3 == pytest.approx(sorted(took)[(len(took) - 1) // 2], rel=0.07)
     firsts = [
@@ -225,9 +225,9 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options) -> None:
         assert sum(worker["batches"] for worker in stats["workers"]) == BATCHES
     assert stats["nbytes"] == sum(batch["nbytes"] for batch in run["batches"])
     assert stats["samples"] == sum(batch["samples"] for batch in run["batches"])
-    spent_ms = {PARTS[name]: 1e3 * s for name, s in zip(PARTS, wait["places"], strict=True)}
-    assert run["places"]
-    assert all(shown_ms == spent_ms[text] > 0 for _, text, shown_ms in run["places"])
+    spent_ms = {PARTS[name]: 1e3 * s for name, s in zip(PARTS, wait["causes"], strict=True)}
+    assert run["causes"]
+    assert all(shown_ms == spent_ms[text] > 0 for _, text, shown_ms in run["causes"])
     waited = dict(run["figures"])["waited for data"]
     assert waited == f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
     # From iter() to the end of the last next(), without the time between.

@@ -164,7 +164,11 @@ def test_batches_that_came_before_a_late_one_do_not_come_again(seed, workers):
 def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for():
     state = make_loader("by a seed", 0).state_dict()
     whole = rest_of(make_loader("by a seed", 0))
-    state |= {"position": 2, "ahead": [[4, 6]], "sampler": {**state["sampler"], "is_begun": True}}
+    state |= {
+        "position": 2,
+        "ahead": [[4, 6]],
+        "sampler": {**state["sampler"], "has_started": True},
+    }
     state = sealed(state)
     loader = make_loader("by a seed", 0)
     loader.load_state_dict(state)
@@ -584,7 +588,7 @@ def test_what_is_no_state_is_refused():
     with pytest.raises(ValueError, match="not saved by a loader of shmloader"):  # torchdata's
         loader.load_state_dict({"_sampler_iter_state": None, "_num_yielded": 3})
     for version in (1, 99, "3"):
-        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 5"):
+        with pytest.raises(ValueError, match=f"has version {version!r}, .* reads version 6"):
             loader.load_state_dict({**loader.state_dict(), "version": version})
 
 
@@ -776,7 +780,7 @@ def test_a_state_with_one_wrong_bit_is_refused_at_once(kind, workers):
 def test_a_position_past_the_end_is_found_out_and_loads_nothing(options):
     loader = shmloader.DataLoader(Squares(), 4, **options)
     state = loader.state_dict()
-    begun = {**state["sampler"], "is_begun": True}
+    begun = {**state["sampler"], "has_started": True}
     state = {key: value for key, value in state.items() if key != "checksum"}
     state = sealed({**state, "sampler": begun, "position": 12})
 

@@ -35,7 +35,7 @@ def stats_of(record: Record) -> LoaderStats:
 
 
 def waited(record: Record) -> dict[str, int]:
-    places = stats_of(record).wait.places._asdict()
+    places = stats_of(record).wait.causes._asdict()
     return {place: round(spent_s * 1e9) for place, spent_s in places.items() if spent_s}
 
 
@@ -43,7 +43,7 @@ ALL = {"slot": 10, "queue": 10, "fetch": 20, "collate": 15, "encode": 5, "transp
 
 
 @pytest.mark.parametrize(
-    ("asked_ns", "taken_ns", "stage", "draw_ns", "expected"),
+    ("asked_ns", "received_ns", "stage", "draw_ns", "expected"),
     [
         (10, 100, None, 12, {**ALL, "build": 8, "draw": 12}),
         (40, 80, None, 0, {"fetch": 10, "collate": 15, "encode": 5, "transport": 10}),
@@ -57,12 +57,12 @@ ALL = {"slot": 10, "queue": 10, "fetch": 20, "collate": 15, "encode": 5, "transp
     ],
 )
 def test_a_wait_is_divided_among_the_places_of_its_batch(
-    asked_ns, taken_ns, stage, draw_ns, expected
+    asked_ns, received_ns, stage, draw_ns, expected
 ) -> None:
     record = record_of()
     first = times_of(work=WorkTimes(-9, 1, 1, 1, 1), handed_ns=0)
     record.add(0, 0, 0, first, None, 0)  # its worker's first is another matter
-    record.add(asked_ns, taken_ns, draw_ns, times_of(), stage, 0)
+    record.add(asked_ns, received_ns, draw_ns, times_of(), stage, 0)
     assert waited(record) == expected
 
 
@@ -92,20 +92,20 @@ spans = st.lists(st.integers(0, 50), min_size=9, max_size=9)
 @given(st.lists(st.tuples(spans, st.integers(0, 2), st.booleans(), st.integers(0, 60))))
 def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
     record = record_of()
-    taken_ns = 0
+    received_ns = 0
     for steps, worker_id, has_stage, draw_ns in batches:
-        at = list(itertools.accumulate(steps, initial=max(0, taken_ns - 60)))
+        at = list(itertools.accumulate(steps, initial=max(0, received_ns - 60)))
         work = WorkTimes(at[2], steps[2], steps[3], steps[4], 1)
         times = times_of(
             worker_id, work, offered_ns=at[0], sent_ns=at[1], seen_ns=at[6], handed_ns=at[6]
         )
         stage = ("device", at[7], at[8]) if has_stage else None
-        asked_ns = taken_ns + steps[0]
-        taken_ns = max(asked_ns, at[9])
-        record.add(asked_ns, taken_ns, draw_ns, times, stage, 0)
+        asked_ns = received_ns + steps[0]
+        received_ns = max(asked_ns, at[9])
+        record.add(asked_ns, received_ns, draw_ns, times, stage, 0)
     assert all(spent_ns >= 0 for spent_ns in waited(record).values())
     wait = stats_of(record).wait
-    assert sum(wait.places) == pytest.approx(wait.total_s)
+    assert sum(wait.causes) == pytest.approx(wait.total_s)
 
 
 def test_a_worker_is_idle_between_its_batches() -> None:

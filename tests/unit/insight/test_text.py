@@ -44,7 +44,7 @@ STATS = LoaderStats(
 
 def test_places_of_the_wait_are_shown_if_they_have_a_share_of_it() -> None:
     places = Times(draw=0.1, fetch=0.397, pin=0.003)
-    stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, places=places))
+    stats = dataclasses.replace(STATS, wait=dataclasses.replace(STATS.wait, causes=places))
     head, _, rest = str(stats).partition("where the next batch was while the consumer waited\n")
     assert "draw" not in head
     assert rest.splitlines()[:3] == [

@@ -42,7 +42,7 @@ def stats_of(
         batches=100,
         elapsed_s=10.0,
         wait=WaitStats(
-            total_s=sum(places.values()) or 10 * share, share=share, places=Times(**places)
+            total_s=sum(places.values()) or 10 * share, share=share, causes=Times(**places)
         ),
         stages=stages,
         workers=tuple(WorkerStats(number, batches=50, **each) for number in range(workers)),

@@ -11,9 +11,9 @@ STATE = FACTS | {"epoch": 0, "position": 7, "persistent": False, "ahead": [(8, 9
 
 
 def test_a_state_stays_whole_in_any_order_of_its_keys() -> None:
-    state = sealed({**STATE, "sampler": {"seed": 3, "is_begun": True}})
+    state = sealed({**STATE, "sampler": {"seed": 3, "has_started": True}})
     in_order = json.loads(json.dumps(state, sort_keys=True))
-    assert list(in_order["sampler"]) == ["is_begun", "seed"]
+    assert list(in_order["sampler"]) == ["has_started", "seed"]
     for whole in (state, in_order, dict(reversed(in_order.items()))):
         assert check_state(whole, FACTS) is whole
     in_order["sampler"]["seed"] = 4

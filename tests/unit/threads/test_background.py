@@ -10,7 +10,7 @@ import pytest
 
 from shmloader.process_state import PROCESS
 from shmloader.threads import background, wakeup
-from shmloader.threads.background import BackgroundThread, all_parked, may_wait_here
+from shmloader.threads.background import BackgroundThread, all_parked, may_wait
 from tests.process.bytecodes import interrupt
 from tests.process.support import WatchedLock, stack_of, wait_until
 
@@ -154,7 +154,7 @@ def test_a_thread_of_ours_that_forks_waits_neither_for_itself_nor_for_others() -
         with all_parked():
             pass
         took.append(time.monotonic() - began)
-        assert not may_wait_here()
+        assert not may_wait()
         took.append(took[0])
 
     thread = Once(fork)
@@ -171,8 +171,8 @@ def test_several_may_fork_at_once_while_threads_come_and_go() -> None:
         try:
             for _ in range(150):
                 with all_parked():
-                    assert not may_wait_here()
-                assert may_wait_here()
+                    assert not may_wait()
+                assert may_wait()
         except BaseException as error:
             errors.append(error)
 
