@@ -6,7 +6,7 @@ import reprlib
 import zlib
 from typing import Any
 
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 
 #: Version of the format, the only one that is read.
 VERSION = 6
@@ -40,17 +40,14 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     unsaved = state["sampler"].get("unsaved")
     if unsaved is not None:
         raise RuntimeError(unsaved.text)
-    try:
-        pickled = pickle.dumps({"version": VERSION, **state}, pickle.HIGHEST_PROTOCOL)
-        copy: dict[str, Any] = pickle.loads(pickled)
-    except Exception as error:
-        if is_interruption(error):
-            raise
+    pickled = attempt(pickle.dumps, {"version": VERSION, **state}, pickle.HIGHEST_PROTOCOL)
+    if isinstance(pickled, Caught):
         raise RuntimeError(
-            f"the loader's state cannot be pickled: {error}. Return only values that can be "
-            "pickled from state_dict() of the dataset and the sampler; or set state_dict = None in "
-            "its class, or snapshot_every_n_steps=0 for a dataset"
-        ) from error
+            f"the loader's state cannot be pickled: {pickled.error}. Return only values that can "
+            "be pickled from state_dict() of the dataset and the sampler; or set state_dict = None "
+            "in its class, or snapshot_every_n_steps=0 for a dataset"
+        ) from pickled.error
+    copy: dict[str, Any] = pickle.loads(pickled)
     copy["checksum"] = _checksum(copy)
     return copy
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
 
-from shmloader.interruptions import is_interruption, probe
+from shmloader.interruptions import Caught, attempt, probe
 from shmloader.messages import Unsaved
 from shmloader.tracebacks import warn_user
 
@@ -64,15 +64,13 @@ def ask_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy
     Returns:
         What ``keep`` returned; ``Unsaved`` if the state cannot be taken, copied or pickled.
     """
-    try:
-        if probe(thing, "shmloader_asks_for_a_name_that_nothing_has") is not None:
-            cause = "it has an attribute of any name, so its state_dict() may be no method for this"
-        else:
-            return keep(thing.state_dict())
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS]
+    if probe(thing, "shmloader_asks_for_a_name_that_nothing_has") is not None:
+        cause = "it has an attribute of any name, so its state_dict() may be no method for this"
+    else:
+        kept = attempt(lambda: keep(thing.state_dict()))
+        if not isinstance(kept, Caught):
+            return kept
+        cause = f"{type(kept.error).__name__}: {kept.error}"[:_CAUSE_CHARACTERS]
     return Unsaved(f"the state of {type(thing).__name__} cannot be saved: {cause}. {remedy}")
 
 

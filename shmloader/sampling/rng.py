@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shmloader.grammar import described_type
-from shmloader.interruptions import is_interruption
+from shmloader.interruptions import Caught, attempt
 
 
 class RngState:
@@ -134,15 +134,20 @@ def load_generator(generator: torch.Generator, text: str) -> None:
     Raises:
         ValueError: If the text is not the state of such a generator.
     """
-    try:
-        state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
-        generator.set_state(torch.from_numpy(state.copy()))
-    except (ValueError, TypeError, RuntimeError) as error:
-        if is_interruption(error):
-            raise
-        raise ValueError(
-            f"the state is damaged: a generator's state cannot be read: {error}"
-        ) from error
+    outcome = attempt(_load_generator, generator, text)
+    if isinstance(outcome, Caught):
+        raise _damaged(outcome.error)
+
+
+def _load_generator(generator: torch.Generator, text: str) -> None:
+    state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    generator.set_state(torch.from_numpy(state.copy()))
+
+
+def _damaged(error: Exception) -> ValueError:
+    found = ValueError(f"the state is damaged: a generator's state cannot be read: {error}")
+    found.__cause__ = error
+    return found
 
 
 #: Names of the process's global generators: torch's for the CPU, ``numpy.random`` and ``random``.
@@ -183,25 +188,24 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
     Raises:
         ValueError: If a state cannot be read.
     """
-    try:
-        if not isinstance(state, dict):
-            raise TypeError(f"it is {described_type(state)}, not a dict")
-        if "torch" in state:
-            load_generator(torch.default_generator, state["torch"])
-        if "numpy" in state:
-            text, *others = state["numpy"]
-            words = np.frombuffer(base64.b64decode(text), dtype=np.uint32)
-            np.random.set_state(("MT19937", words, *others))
-        if "python" in state:
-            version, text, gauss = state["python"]
-            numbers = np.frombuffer(base64.b64decode(text), dtype=np.uint32).tolist()
-            random.setstate((version, tuple(numbers), gauss))
-    except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
-        if is_interruption(error):
-            raise
-        raise ValueError(
-            f"the state is damaged: a random number generator's state cannot be read: {error}"
-        ) from error
+    outcome = attempt(_set_global_rng_state, state)
+    if isinstance(outcome, Caught):
+        raise _damaged(outcome.error)
+
+
+def _set_global_rng_state(state: dict[str, Any]) -> None:
+    if not isinstance(state, dict):
+        raise TypeError(f"it is {described_type(state)}, not a dict")
+    if "torch" in state:
+        _load_generator(torch.default_generator, state["torch"])
+    if "numpy" in state:
+        text, *others = state["numpy"]
+        words = np.frombuffer(base64.b64decode(text), dtype=np.uint32)
+        np.random.set_state(("MT19937", words, *others))
+    if "python" in state:
+        version, text, gauss = state["python"]
+        numbers = np.frombuffer(base64.b64decode(text), dtype=np.uint32).tolist()
+        random.setstate((version, tuple(numbers), gauss))
 
 
 @contextlib.contextmanager
