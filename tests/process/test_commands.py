@@ -207,7 +207,7 @@ def test_doctor_tells_of_a_limit_on_address_space(capsys) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     (line,) = (text for text in capsys.readouterr().out.splitlines() if "ulimit -v" in text)
-    assert line.startswith("  address space   400.0 GB (`ulimit -v`; ")
+    assert line == "  address space   400.0 GB (`ulimit -v`)"
 
 
 @pytest.mark.parametrize("options", [{"shuffle": True, "seed": 3}, {"drop_last": True}])
