@@ -116,8 +116,9 @@ def _is_of_strangers(path: Path) -> bool:
     owner = re.match(r"torch_(\d+)_|pym-(\d+)-", path.name)
     if owner:
         return _is_a_stranger(int(owner[1] or owner[2]))
-    # The names that multiprocessing.shared_memory and Open MPI give do not show the owner.
-    return path.name.startswith(("psm_", "sm_segment.")) and _is_mapped_by_strangers(path)
+    # The names that multiprocessing.shared_memory, Open MPI and MPICH give do not show the owner.
+    is_nameless = path.name.startswith(("psm_", "sm_segment.", "mpich_shm_"))
+    return is_nameless and _is_mapped_by_strangers(path)
 
 
 def _is_mapped_by_strangers(path: Path) -> bool:
