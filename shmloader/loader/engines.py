@@ -97,8 +97,11 @@ def open_workers(
     else:
         opened = _open_processes(config, parts, base_seed, checkpoints, locker)
     if stage is not None:
-        opened.pool.enable_wake()
-        source = StagedEngine(opened.engine, stage, config.window, config.timeout)
+        with contextlib.ExitStack() as stack:
+            stack.callback(opened.end)
+            opened.pool.enable_wake()
+            source = StagedEngine(opened.engine, stage, config.window, config.timeout)
+            stack.pop_all()
         opened.source, opened.end = source, source.owner.end
         opened.set_window = functools.partial(setattr, source, "window")
         opened.is_on_device = not isinstance(stage, PinStage)
