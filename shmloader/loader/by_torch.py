@@ -52,7 +52,7 @@ def warn_of_torch_workers(given: list[str]) -> None:
 
 
 class TorchIterator(Iterator[Any]):
-    """torch's own iterator, with statistics and ``close()``.
+    """torch's own iterator, with statistics and ``close()``. Other attributes are torch's.
 
     Args:
         loader: The loader.
@@ -92,6 +92,12 @@ class TorchIterator(Iterator[Any]):
             return self._torchs
 
         loader.begin_epoch(functools.partial(self._begin, loader, reset), draws_seed=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of torch's iterator, such as ``_shutdown_workers``."""
+        if name == "_torchs":  # an error has ended its constructor
+            raise AttributeError(name)
+        return getattr(self._torchs, name)
 
     def __len__(self) -> int:
         return len(self._torchs)

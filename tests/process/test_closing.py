@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
 from shmloader.pools import starting
@@ -242,6 +243,16 @@ def test_one_of_several_iterators_may_be_dropped() -> None:
     assert [numbers(batch) for batch in third] == [[2, 3], [4, 5], [6, 7]]
     with pytest.raises(ClosedLoaderError):
         next(second)
+
+
+@pytest.mark.filterwarnings("ignore:.*datapipes.*")
+def test_torchs_iterator_of_a_data_pipe_has_its_attributes() -> None:
+    loader = DataLoader(IterableWrapper(range(6)), num_workers=1, persistent_workers=True)
+    assert [int(batch) for batch in loader] == list(range(6))
+    (worker,) = loader._iterator._workers
+    loader._iterator._shutdown_workers()  # as Lightning ends a loader's workers
+    assert not worker.is_alive()
+    assert not hasattr(loader._iterator, "of_none")
 
 
 def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:
