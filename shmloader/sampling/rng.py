@@ -136,7 +136,7 @@ def load_generator(generator: torch.Generator, text: str) -> None:
     """
     outcome = attempt(_load_generator, generator, text)
     if isinstance(outcome, Caught):
-        raise _damaged(outcome.error)
+        raise _damaged(outcome.error) from outcome.error
 
 
 def _load_generator(generator: torch.Generator, text: str) -> None:
@@ -145,9 +145,7 @@ def _load_generator(generator: torch.Generator, text: str) -> None:
 
 
 def _damaged(error: Exception) -> ValueError:
-    found = ValueError(f"the state is damaged: a generator's state cannot be read: {error}")
-    found.__cause__ = error
-    return found
+    return ValueError(f"the state is damaged: a generator's state cannot be read: {error}")
 
 
 #: Names of the process's global generators: torch's for the CPU, ``numpy.random`` and ``random``.
@@ -190,7 +188,7 @@ def set_global_rng_state(state: dict[str, Any]) -> None:
     """
     outcome = attempt(_set_global_rng_state, state)
     if isinstance(outcome, Caught):
-        raise _damaged(outcome.error)
+        raise _damaged(outcome.error) from outcome.error
 
 
 def _set_global_rng_state(state: dict[str, Any]) -> None:

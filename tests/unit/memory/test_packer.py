@@ -57,11 +57,14 @@ def array_like(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) * 7 + seed, dtype)
 
 
+def two_kinds(draw, dtypes):
+    """Draw two pairs of a dtype and a shape."""
+    return [(draw(st.sampled_from(dtypes)), draw(st.sampled_from(SHAPES))) for _ in range(2)]
+
+
 def tensor_fields(draw):
     """How a sample's tensor is made, and how an odd one."""
-    kind, other = (
-        (draw(st.sampled_from(TENSOR_DTYPES)), draw(st.sampled_from(SHAPES))) for _ in range(2)
-    )
+    kind, other = two_kinds(draw, TENSOR_DTYPES)
     dtype, shape = kind
     odd = [
         lambda seed: tensor_like(other[0], shape, seed),
@@ -79,9 +82,7 @@ def tensor_fields(draw):
 
 
 def array_fields(draw):
-    kind, other = (
-        (draw(st.sampled_from(ARRAY_DTYPES)), draw(st.sampled_from(SHAPES))) for _ in range(2)
-    )
+    kind, other = two_kinds(draw, ARRAY_DTYPES)
     dtype, shape = kind
     odd = [
         lambda seed: array_like(other[0], shape, seed),
