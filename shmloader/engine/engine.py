@@ -24,7 +24,7 @@ from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpda
 from shmloader.engine.delivery import Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.late import end_hanging, late_batch, late_start
-from shmloader.engine.records import DEAD, GONE, LOST
+from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.texts import (
     describe_death,
@@ -639,8 +639,6 @@ class Engine:
         """Record a worker's death: it will be replaced, or its tickets fail."""
         scheduler = self._scheduler
         scheduler.recalled(recalled)
-        if scheduler.workers[worker_id].state is GONE:
-            return  # it had left
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         at_work = was_at.seq if is_ours else None
         scheduler.worker_lost(worker_id, death, at_work, held=held)
