@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from shmloader.batch.explain import explain_collate_error
-from shmloader.forked_child import end_if_forked
 from shmloader.memory.collate import is_plain
 from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter
+from shmloader.process_state import end_if_forked
 
 if TYPE_CHECKING:
     from shmloader.batch.sample_rng import SampleRng

@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmloader.forked_child import end_if_forked
-from shmloader.threads.background import BackgroundThread
-from shmloader.threads.wakeup import Latch
+from shmloader.interruptions import Latch
+from shmloader.process_state import end_if_forked
+from shmloader.threads import BackgroundThread
 
 Get = Callable[[Any], Any]
 

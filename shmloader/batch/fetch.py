@@ -26,10 +26,10 @@ from shmloader.batch.failures import (
 )
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.forked_child import end_if_forked
 from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption, probe
 from shmloader.messages import Unsaved
+from shmloader.process_state import end_if_forked
 from shmloader.sampling.steps import is_sharded
 
 _T = TypeVar("_T")

@@ -31,8 +31,7 @@ from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.interruptions import Caught, attempt, is_interruption, uninterruptible
-from shmloader.threads.wakeup import Wakeup
+from shmloader.interruptions import Caught, Wakeup, attempt, is_interruption, uninterruptible
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0

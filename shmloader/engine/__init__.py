@@ -69,7 +69,7 @@ a thread that exists for one epoch (:mod:`shmloader.device.thread`). It runs the
 stage, which copies a batch into page-locked memory or has the device read its slot. The user's
 thread still draws the sampler, one ticket for each batch that it takes, and starts the workers.
 While any loader of the process forks, these threads pause where they hold no lock
-(:mod:`shmloader.threads.background`). A pipeline's stage on processes runs an engine on a thread,
+(:mod:`shmloader.threads`). A pipeline's stage on processes runs an engine on a thread,
 too (:mod:`shmloader.pipeline.processes`).
 
 **Checkpoints of datasets.** Each batch comes with its dataset's own state, or with a fingerprint.

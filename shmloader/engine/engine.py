@@ -49,7 +49,7 @@ from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.background import BackgroundThread, may_wait
+from shmloader.threads import BackgroundThread, may_wait
 
 _log = logging.getLogger("shmloader")
 

@@ -55,7 +55,7 @@ class Sharing(NamedTuple):
         """The number of ranks that share the workers, as far as it is known."""
         if self.scope == "rank" or self.ranks is None:
             return 1
-        from shmloader.host.meeting import ranks_of_host  # noqa: PLC0415 - few loaders share
+        from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
 
         known = self.ranks.known
         return 1 if known is None else ranks_of_host(known[1])

@@ -41,7 +41,7 @@ from shmloader.device.device import Destination, DeviceStage, OnDevice
 from shmloader.pipeline.config import StageConfig, call_all, results_of
 from shmloader.pipeline.stages import Job
 from shmloader.pools.executor import CHECK_S
-from shmloader.threads.background import BackgroundThread
+from shmloader.threads import BackgroundThread
 
 _log = logging.getLogger("shmloader")
 

@@ -25,6 +25,7 @@ from shmloader.batch.failures import describe_index
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import counted, seconds
+from shmloader.interruptions import Wakeup
 from shmloader.pipeline.config import (
     QUEUE_CAPACITY,
     SOURCE_CAPACITY,
@@ -34,7 +35,6 @@ from shmloader.pipeline.config import (
 from shmloader.pipeline.failures import FailedItem, FailureCounter, explained
 from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import END, NOTHING, Job, Raised, Stage
-from shmloader.threads.wakeup import Wakeup
 
 _log = logging.getLogger("shmloader")
 

@@ -15,7 +15,6 @@ from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.errors import SharedMemoryError
-from shmloader.forked_child import end_if_forked
 from shmloader.memory.arena import Arena, Slot
 from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
@@ -38,6 +37,7 @@ from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
+from shmloader.process_state import end_if_forked
 
 # Once the user's code has kept memory of this many batches, it gets no more memory of slots.
 _KEPT_LIMIT = 4

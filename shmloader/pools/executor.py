@@ -45,14 +45,13 @@ from typing import Any
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.portable_payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
-from shmloader.interruptions import Caught, attempt
+from shmloader.interruptions import Caught, Wakeup, attempt
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Death, Failure
 from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
 from shmloader.pools.objects import ObjectPool
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
-from shmloader.threads.wakeup import Wakeup
 
 #: How often the ``check()`` of an executor that has one is called, in seconds.
 CHECK_S = 2.0

@@ -12,8 +12,7 @@ from typing import Any
 
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.descriptors import Descriptors, is_readable
-from shmloader.pools.forking import ForkedProcess
+from shmloader.pools.forking import Descriptors, ForkedProcess, is_readable
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3

@@ -8,7 +8,7 @@
             ├── one queue for each iterator ── tasks ────────────────────────▶ any worker
             └── one socket pair for each iterator and worker ◀── batches ───── worker 0, worker 1, …
 
-The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host.meeting`). The rank
+The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host`). The rank
 that comes first starts the nursery (:mod:`shmloader.pools.nursery`); after that, all ranks are
 equal. Each rank has a descriptor of each worker's process, so it sees a worker's death as that of a
 worker of its own.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from shmloader.batch.payload import Payload
 from shmloader.batch.payload_digest import digests_of
 from shmloader.errors import WorkerDiedError
-from shmloader.host.meeting import Meeting
+from shmloader.host import Meeting
 from shmloader.pools.adapting import Adapter
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle

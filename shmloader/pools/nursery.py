@@ -53,19 +53,19 @@ from typing import Any, NoReturn
 
 from shmloader.batch.payload import Payload, unimportable_main_hidden
 from shmloader.errors import WorkerDiedError
-from shmloader.interruptions import Suppressed, uninterruptible
+from shmloader.interruptions import SIGNAL_S, Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.descriptors import Descriptors, is_readable
 from shmloader.pools.forking import (
     NO_GUARD_EXIT,
     NO_GUARD_TEXT,
+    Descriptors,
+    is_readable,
     name_of,
     refuse_during_import,
     sigint_blocked,
 )
 from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
-from shmloader.threads.wakeup import SIGNAL_S
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it
 # may take to end.

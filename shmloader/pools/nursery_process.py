@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from shmloader.batch.payload import receive_payload
-from shmloader.host.meeting import Roll
+from shmloader.host import Roll
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.adapting import Adapter
-from shmloader.pools.descriptors import Descriptors, is_readable
 from shmloader.pools.forking import (
+    Descriptors,
     ParentDeathPipe,
     exit_code_of_child,
     fork,
     ignore_sigint,
+    is_readable,
     name_of,
     run_process,
 )

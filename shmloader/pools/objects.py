@@ -9,11 +9,10 @@ from shmloader.batch.collator import bytes_of
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import EmptyBatchError
 from shmloader.batch.maker import BatchMaker
-from shmloader.forked_child import end_if_forked
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.interruptions import uninterruptible
+from shmloader.interruptions import Wakeup, uninterruptible
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
-from shmloader.threads.wakeup import Wakeup
+from shmloader.process_state import end_if_forked
 
 
 class ObjectPool:

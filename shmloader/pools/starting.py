@@ -25,10 +25,10 @@ from shmloader.batch.payload import ForkedPayload, Payload, unimportable_main_hi
 from shmloader.faults import FAULTS
 from shmloader.memory.arena import Arena
 from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.descriptors import is_readable
 from shmloader.pools.forking import (
     ForkedProcess,
     ParentDeathPipe,
+    is_readable,
     name_of,
     refuse_during_import,
     sigint_blocked,
@@ -38,7 +38,7 @@ from shmloader.pools.nursery import Nursery, nursery_of_process
 from shmloader.pools.status_page import StatusPage
 from shmloader.pools.worker import WorkerStart, worker_main
 from shmloader.process_state import PROCESS
-from shmloader.threads.background import all_parked
+from shmloader.threads import all_parked
 
 _log = logging.getLogger("shmloader")
 

@@ -18,7 +18,7 @@ Guarantees:
       when that code returns, and its batch is dropped. It blocks neither the caller nor the
       interpreter's exit.
     * At the interpreter's exit all threads are asked to pause for good, and the interpreter waits
-      for them for a limited time (:mod:`shmloader.threads.background`).
+      for them for a limited time (:mod:`shmloader.threads`).
 
 These threads do not pause while the process forks elsewhere. They run the user's code, which cannot
 be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
@@ -51,12 +51,12 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, stalled_ns
+from shmloader.interruptions import Wakeup
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
 from shmloader.pools.objects import ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.background import BackgroundThread, is_exiting, may_wait
-from shmloader.threads.wakeup import Wakeup
+from shmloader.threads import BackgroundThread, is_exiting, may_wait
 
 # How long close() waits for threads that may be loading a sample.
 _JOIN_S = 5.0

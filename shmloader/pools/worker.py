@@ -37,8 +37,7 @@ from shmloader.batch.payload import ForkedPayload, receive_payload
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
-from shmloader.forked_child import end_if_forked
-from shmloader.host.meeting import peer_of
+from shmloader.host import peer_of
 from shmloader.memory.collate import install
 from shmloader.messages import (
     INLINE_BYTES,
@@ -70,6 +69,7 @@ from shmloader.pools.status_page import (
 )
 from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, watch_queue
 from shmloader.pools.worker_dataset import introduce
+from shmloader.process_state import end_if_forked
 
 
 @dataclass(frozen=True, slots=True)

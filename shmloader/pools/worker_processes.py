@@ -37,10 +37,10 @@ from typing import Any
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import Readings, Usage
-from shmloader.interruptions import uninterruptible
+from shmloader.interruptions import SIGNAL_S, uninterruptible
 from shmloader.pools import Events
 from shmloader.pools.answers import Death
-from shmloader.pools.descriptors import Waker, is_readable
+from shmloader.pools.forking import Waker, is_readable
 from shmloader.pools.handle import KILL_S, WorkerHandle, end_unused
 from shmloader.pools.starting import raise_with_remedy
 from shmloader.pools.status_page import (
@@ -53,7 +53,6 @@ from shmloader.pools.status_page import (
 )
 from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, TaskQueue, let_others_run
 from shmloader.process_state import PROCESS
-from shmloader.threads.wakeup import SIGNAL_S
 
 # A worker receives in some microseconds. One that takes this long is stopped.
 _RECEIVING_S = 2.0

@@ -41,7 +41,7 @@ import psutil
 import torch
 
 from shmloader import ShardedDataLoader, share_on_host
-from shmloader.host.meeting import name_of_run, name_of_socket
+from shmloader.host import name_of_run, name_of_socket
 from tests.faults import docs
 from tests.faults.spares import Announcements, is_running, tell_forks_of_spawned
 from tests.process.ranks import FORK, Rank, variables

@@ -7,10 +7,10 @@ from typing import Any
 
 from shmloader.batch.failures import RemoteError
 from shmloader.insight.measurements import Counts, Readings
+from shmloader.interruptions import Wakeup
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.status_page import AtWork, Phase
-from shmloader.threads.wakeup import Wakeup
 
 
 class CallingPool:

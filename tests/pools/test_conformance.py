@@ -38,8 +38,8 @@ from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.pools import Pool, host_pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.descriptors import is_readable
 from shmloader.pools.executor import ExecutorPool
+from shmloader.pools.forking import is_readable
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.host_pool import HostPool, SharedWorkers, open_host_pool
 from shmloader.pools.nursery import Nursery
@@ -49,7 +49,7 @@ from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.status_page import Phase
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.threads.background import all_parked
+from shmloader.threads import all_parked
 from tests.pools.calling import CallingPool
 from tests.pools.scripted import next_of
 from tests.process.bytecodes import Preempted, interrupt

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmloader.host import meeting
+from shmloader import host
 from tests.late import LateDevice, to_host
 from tests.process.ranks import Run
 from tests.process.support import Slots
@@ -50,7 +50,7 @@ def kind(request, late: LateDevice) -> Iterator[Kind]:
 @pytest.fixture
 def run(monkeypatch) -> Iterator[Run]:
     # On a busy machine, a test may start its ranks long after each other.
-    monkeypatch.setattr(meeting, "_TOGETHER_S", 1000.0)
+    monkeypatch.setattr(host, "_TOGETHER_S", 1000.0)
     found = Run()
     yield found
     for rank in found.started:

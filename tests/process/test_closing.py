@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError
+from shmloader import ClosedLoaderError, DataLoader, WorkerDiedError, threads
 from shmloader.pools import starting
 from shmloader.pools import thread as thread_pool
 from shmloader.process_state import PROCESS
-from shmloader.threads import background
 from tests.late import to_host
 from tests.process.interrupts import in_thread
 from tests.process.support import (
@@ -355,7 +354,7 @@ def test_a_forked_child_leaves_its_parent_s_loader_alone(kind, what, monkeypatch
     )
     batches = iter(loader)
     seen = [numbers(to_host(next(batches)))]
-    with background.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
+    with threads.all_parked():  # the stage's thread: here, the fork is not to meet it in a call
         pid = os.fork()
         if pid == 0:
             code = 1

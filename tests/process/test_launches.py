@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed
 
-from shmloader import share_on_host
-from shmloader.host import meeting
+from shmloader import host, share_on_host
 from tests.process.host_loaders import Samples, loader
 from tests.process.ranks import FORK, LONG_S
 
@@ -25,8 +24,8 @@ from tests.process.ranks import FORK, LONG_S
 @pytest.fixture
 def earlier(monkeypatch) -> set[int]:
     """Processes that count as started by an earlier launch of the same launcher."""
-    pids, found = set[int](), meeting._started_s
-    monkeypatch.setattr(meeting, "_started_s", lambda pid: found(pid) - 2000 * (pid in pids))
+    pids, found = set[int](), host._started_s
+    monkeypatch.setattr(host, "_started_s", lambda pid: found(pid) - 2000 * (pid in pids))
     return pids
 
 

@@ -201,12 +201,12 @@ ALIVE = {
         loader, batches = taken(5)
         before_multiprocessing_s(loader.close)""",
     "stuck threads": """
-        background._PARK_S = 0.2
+        threads._PARK_S = 0.2
         kept = taken(0, Data("stuck"))
         is_stuck.wait()""",
     "stuck threads that were closed": """
         import shmloader.pools.thread
-        background._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
+        threads._PARK_S = shmloader.pools.thread._JOIN_S = 0.2
         loader, batches = taken(0, Data("stuck"))
         is_stuck.wait()
         loader.close()""",
@@ -241,10 +241,10 @@ ALIVE = {
 TAKEN = """
 import atexit, multiprocessing.util
 from shmloader import ClosedLoaderError
-from shmloader.threads import background
+from shmloader import threads
 from tests.late import reason_to_skip, switch_on
 
-background._PARK_S = 60  # longer than the test waits
+threads._PARK_S = 60  # longer than the test waits
 is_stuck = threading.Event()
 
 def taken(count, dataset=None, **options):

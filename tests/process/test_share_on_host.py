@@ -20,9 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 import shmloader
-from shmloader import DataLoader, SharedMemoryError, share_on_host
-from shmloader.host import meeting, sharing
-from shmloader.host.meeting import Meeting
+from shmloader import DataLoader, SharedMemoryError, host, share_on_host
+from shmloader.host import Meeting
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
@@ -37,8 +36,8 @@ def as_rank(run, monkeypatch) -> None:
     monkeypatch.setattr(PROCESS, "calls_on_host", 0)
     # The forked ranks and this process count as launched together.
     launcher = os.getpid()
-    monkeypatch.setattr(meeting, "_launcher", lambda: launcher)
-    monkeypatch.setattr(meeting, "_TOGETHER_S", math.inf)
+    monkeypatch.setattr(host, "_launcher", lambda: launcher)
+    monkeypatch.setattr(host, "_TOGETHER_S", math.inf)
 
 
 @contextlib.contextmanager
@@ -430,7 +429,7 @@ def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run) -> No
         raise KeyboardInterrupt
 
     def build() -> Any:
-        sharing.mark_common = mark_interrupted  # of this forked process
+        host.mark_common = mark_interrupted  # of this forked process
         return share_on_host(make)
 
     builder = run.start(build, 0)

@@ -31,8 +31,8 @@ from shmloader import (
     DataLoader,
     LoaderTimeoutError,
     empty,
+    threads,
 )
-from shmloader.threads import background
 from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.bytecodes import interrupt
@@ -583,7 +583,7 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch) -> None:
 
 
 def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
-    monkeypatch.setattr(background, "_PARK_S", 60)
+    monkeypatch.setattr(threads, "_PARK_S", 60)
     first = held(0)
     batches = iter(make(Calls(first, 8), num_workers=1))
     assert first.entered.wait(20)

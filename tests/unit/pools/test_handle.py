@@ -6,7 +6,7 @@ import os
 import socket
 from types import SimpleNamespace
 
-from shmloader.pools.descriptors import Descriptors
+from shmloader.pools.forking import Descriptors
 from shmloader.pools.handle import WorkerHandle
 
 

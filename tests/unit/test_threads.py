@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from shmloader import interruptions, threads
 from shmloader.process_state import PROCESS
-from shmloader.threads import background, wakeup
-from shmloader.threads.background import BackgroundThread, all_parked, may_wait
+from shmloader.threads import BackgroundThread, all_parked, may_wait
 from tests.process.bytecodes import interrupt
 from tests.process.support import WatchedLock, stack_of, wait_until
 
@@ -117,7 +117,7 @@ def test_a_resting_thread_counts_as_parked() -> None:
 
 
 def test_the_wait_for_a_thread_that_does_not_pause_is_limited(monkeypatch) -> None:
-    monkeypatch.setattr(background, "_PARK_S", 0.1)
+    monkeypatch.setattr(threads, "_PARK_S", 0.1)
     stubborn = Counter(pauses=False)
     wait_until(lambda: stubborn.count)
     began = time.monotonic()
@@ -136,8 +136,8 @@ def test_a_thread_that_is_parked_only_at_the_exit_runs_during_a_fork(monkeypatch
         before = loader.count
         wait_until(lambda: loader.count > before)
     monkeypatch.setattr(PROCESS.threads, "is_exiting", False)
-    background._park_for_good()
-    assert background.is_exiting()
+    threads._park_for_good()
+    assert threads.is_exiting()
     assert loader.is_parked_for_good
     wait_until(lambda: stands_still(loader))
     assert loader.join(0), "nobody waits for it"
@@ -200,7 +200,7 @@ def test_what_a_handler_raises_in_a_wait_or_wake_up_of_a_fork_leaves_no_thread_p
         with all_parked():
             pass
 
-    files = (threading.__file__, wakeup.__file__)
+    files = (threading.__file__, interruptions.__file__)
     nth = 0
     while True:
         nth += 3

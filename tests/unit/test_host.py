@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmloader.host.meeting import name_of_run, ranks_of_host
+from shmloader.host import name_of_run, ranks_of_host
 
 
 @pytest.mark.parametrize(

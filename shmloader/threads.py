@@ -30,8 +30,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from shmloader.interruptions import SIGNAL_S, Latch, Wakeup
 from shmloader.process_state import PROCESS
-from shmloader.threads.wakeup import SIGNAL_S, Latch, Wakeup
 
 # Longest wait for a thread to be parked: it may be in the user's own transform.
 _PARK_S = 5.0
