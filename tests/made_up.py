@@ -11,7 +11,6 @@ class System:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.write("proc/self/cgroup", "")
-        self.write("proc/self/mountinfo", "24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw\n")
 
     def write(self, path: str, text: str) -> None:
         file = self.root / path
@@ -31,21 +30,12 @@ class System:
         ]
         self.write("proc/meminfo", "\n".join(lines) + "\n")
 
-    def mount(self, kind: str, options: str, point: str, inside: str = "/") -> None:
-        line = (
-            f"41 31 0:38 {inside} {point} rw,relatime shared:9 master:1 - {kind} cgroup {options}\n"
-        )
-        self.append("proc/self/mountinfo", line)
-
-    def join_v2(self, path: str, *, point: str = "/sys/fs/cgroup", inside: str = "/") -> None:
-        """Put this process into a group of the unified hierarchy, and mount the hierarchy."""
+    def join_v2(self, path: str) -> None:
+        """Put this process into a group of the unified hierarchy."""
         self.append("proc/self/cgroup", f"0::{path}\n")
-        self.mount("cgroup2", "rw,nsdelegate", point, inside)
 
-    def join_v1(self, path: str, *, point: str = "/sys/fs/cgroup/memory", inside="/") -> None:
+    def join_v1(self, path: str) -> None:
         self.append("proc/self/cgroup", f"9:name=systemd:/\n4:memory:{path}\n3:cpu,cpuacct:/x\n")
-        self.mount("cgroup", "rw,cpu,cpuacct", "/sys/fs/cgroup/cpu,cpuacct")
-        self.mount("cgroup", "rw,memory", point, inside)
 
     def group_v2(self, directory: str, limit: object, usage: int, **stat: int) -> None:
         base = f"sys/fs/cgroup{directory}"

@@ -25,7 +25,7 @@ from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import describe_address_space, free_memory, why_unsupported
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.pools.cores import affinity, core_quota, usable_cores
-from shmloader.shared.counting import estimate_objects
+from shmloader.shared.sharing import estimate_objects
 
 # What of a loader is sent to its workers.
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")

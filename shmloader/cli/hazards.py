@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shmloader.interruptions import probe
-from shmloader.shared.counting import attributes_of
+from shmloader.shared.sharing import attributes_of
 
 # The most parts that are looked at, and the most items of one container.
 _PARTS = 100_000

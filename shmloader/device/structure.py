@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shmloader.interruptions import probe
-from shmloader.shared.counting import attributes_of
+from shmloader.shared.sharing import attributes_of
 
 # Immutable values, which hold no memory of a slot.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

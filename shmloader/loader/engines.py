@@ -34,7 +34,7 @@ from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
-from shmloader.shared.counting import describe_many, estimate_objects
+from shmloader.shared.sharing import describe_many
 from shmloader.tracebacks import warn_user
 
 
@@ -296,6 +296,6 @@ def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:
         parts.has_counted_objects = True
         text = None
         with Suppressed(Exception):  # for example if another thread changes the objects
-            text = describe_many(estimate_objects(config.dataset), config.num_workers)
+            text = describe_many(config.dataset, config.num_workers)
         if text is not None:
             warn_user(text)

@@ -93,8 +93,11 @@ class ControlGroup(NamedTuple):
 def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup, ...]:
     """Return the groups that may limit this process, its own first, then their ancestors.
 
+    In a container, the mount may show only the container's own groups, while the process's path is
+    that on the host. So the longest end of the path counts that the mount has.
+
     Args:
-        root: Directory that holds ``proc`` and the mount points: ``/``.
+        root: Directory that holds ``proc`` and ``sys``: ``/``.
         controller: Name of the resource in version 1: "memory" or "cpu".
     """
     groups: list[ControlGroup] = []
@@ -103,39 +106,15 @@ def control_groups(root: Path, controller: str = "memory") -> tuple[ControlGroup
         controllers, _, path = rest.partition(":")
         is_v2 = not controllers
         if is_v2 or controller in controllers.split(","):
-            mount = _find_mount(root, path, "" if is_v2 else controller)
-            if mount is not None:
-                point, below = mount
-                for group in (below, *below.parents):
-                    name = f"/{group}" if group.parts else "/"
-                    groups.append(ControlGroup(name, point / group, is_v2))
+            mount = root / "sys/fs/cgroup" / ("" if is_v2 else controllers)
+            names = [name for name in path.split("/") if name not in ("", "..")]
+            while names and not mount.joinpath(*names).is_dir():
+                del names[0]
+            below = PurePosixPath(*names)
+            for group in (below, *below.parents):
+                name = f"/{group}" if group.parts else "/"
+                groups.append(ControlGroup(name, mount / group, is_v2))
     return tuple(groups)
-
-
-def _find_mount(root: Path, path: str, controller: str) -> tuple[Path, PurePosixPath] | None:
-    """Return where a hierarchy is mounted, and the group's path below that.
-
-    In a container, the mount often shows only the container's own groups, while the process's path
-    may be that on the host, which begins with the mount's root, or lie outside the mount.
-
-    Args:
-        root: Directory that holds ``proc`` and the mount points.
-        path: Path of the group in the hierarchy.
-        controller: Controller of a version 1 hierarchy; "" for the unified one.
-    """
-    found: Path | None = None
-    own = PurePosixPath(path)
-    for line in read_file(root / "proc/self/mountinfo").splitlines():
-        match line.partition(" - ")[0].split()[3:5], line.partition(" - ")[2].split():
-            case [mount_root, mount_point], [kind, _, options, *_]:
-                is_v2 = kind == "cgroup2" and not controller
-                if not is_v2 and (kind != "cgroup" or controller not in options.split(",")):
-                    continue
-                point = root / mount_point.lstrip("/")
-                if own.is_relative_to(mount_root) and ".." not in own.parts:
-                    return point, own.relative_to(mount_root)
-                found = found or point
-    return None if found is None else (found, PurePosixPath())
 
 
 def free_memory(root: Path, groups: tuple[ControlGroup, ...] | None = None) -> Free | None:

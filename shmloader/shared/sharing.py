@@ -1,31 +1,54 @@
 """``share`` returns an equivalent object whose bulk lies in shared memory.
 
 It walks through the object's containers and notes the bulk in them. It writes the bulk to one
-segment and seals the segment. Then it walks through the containers again and copies each, with
-views of the segment in place of the bulk. So a tensor that several fields share is in memory once,
-and so is the storage of several tensors.
+segment and seals the segment. Then it copies the containers that have bulk in them, as
+``copy.deepcopy`` does, with views of the segment in place of the bulk. So a tensor that several
+fields share is in memory once, and so is the storage of several tensors.
+
+A dataset of very many Python objects should be shared. A forked worker shares the objects with its
+parent only until it uses them: that changes their reference counts, and the kernel copies the page.
+So the module estimates, too, how many objects a dataset holds.
 """
 
 import collections
 import copy
+import copyreg
 import dataclasses
+import random
+import sys
+import time
+import types
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from shmloader.interruptions import probe
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
 from shmloader.memory.segment import SegmentWriter, address_of, find_segment
 from shmloader.shared.arrays import enable_handles, reduce_tensor
 from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
-from shmloader.shared.counting import attributes_of
 
 _T = TypeVar("_T")
 
 #: A list, tuple or dict of at least this many items is bulk. In a shorter one, bulk is looked for.
 LONG = 1_000
+
+#: The user is warned of a dataset with more objects than this.
+MANY = 1_000_000
+
+# How many of a container's items are looked at, and how long and how deep objects are counted.
+_SAMPLES = 64
+_LIMIT_S = 0.02
+_DEEPEST = 6
+
+_MISSING = object()
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_OPAQUE = (np.ndarray, torch.Tensor, torch.nn.Module, types.ModuleType, type, types.FunctionType)
 
 _LONG_KINDS = (list, tuple, dict, collections.OrderedDict)
 
@@ -87,8 +110,11 @@ def share(obj: _T, writable: bool = False) -> _T:
     for key, (kind, *arguments) in tables.items():
         made[key] = kind(segment, *arguments)
     enable_handles()
-    shared_copy: _T = _SharedCopies(_changing(bulk, contents), made).shared_copy(obj)
-    return shared_copy
+    # Whatever has no bulk is used unchanged, and so is each key of a dict.
+    changing = _changing(bulk, contents)
+    memo = {id(one): one for _, inner in changing.values() for one in (*inner, *inner.values())}
+    memo = {key: one for key, one in memo.items() if key not in changing}
+    return copy.deepcopy(obj, {**memo, **made})
 
 
 # A value in which bulk was looked for, and the objects in it, by index, key or name.
@@ -178,38 +204,63 @@ def _write_long(items: Any, writer: SegmentWriter, *, writable: bool) -> tuple[A
     return SharedDict, keys, values, write_index(items, writer)
 
 
-class _SharedCopies:
-    """Copies objects that have bulk in them, with the shared copies in place of the bulk."""
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return an object's attributes by name, including those in slots; {} for a builtin."""
+    # The names that pickle uses: from all base classes, with private ones mangled.
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    filled = ((name, probe(value, name, _MISSING)) for name in slots)
+    attributes = {name: attribute for name, attribute in filled if attribute is not _MISSING}
+    fields = probe(value, "__dict__")
+    return {**attributes, **fields} if isinstance(fields, dict) else attributes
 
-    def __init__(self, changing: dict[int, _Contents], made: dict[int, Any]) -> None:
-        self._changing, self._made = changing, made
 
-    def shared_copy(self, value: Any) -> Any:
-        """Return an object's shared copy, always the same one; the object if it has no bulk."""
-        key = id(value)
-        if key in self._made:
-            return self._made[key]
-        if key not in self._changing:
-            return value
-        contents = self._changing[key][1]
-        if isinstance(value, tuple):
-            inner = [self.shared_copy(one) for one in value]
-            # The tuple may contain itself, inside a list, and then has been made meanwhile.
-            try:
-                same = tuple.__new__(type(value), inner)
-            except TypeError:  # a structseq, as torch's functions return
-                same = type(value)(inner)
-            return self._made.setdefault(key, same)
-        put: Any = object.__setattr__
-        try:
-            if isinstance(value, list | dict):
-                made: Any = copy.copy(value)
-                put = list.__setitem__ if isinstance(value, list) else dict.__setitem__
-            else:
-                made = object.__new__(type(value))
-        except TypeError:  # a base class in C
-            made, contents = value, {}
-        self._made[key] = made
-        for name, one in contents.items():
-            put(made, name, self.shared_copy(one))
-        return made
+# How many objects ---------------------------------------------------------------------------
+
+
+def estimate_objects(dataset: object) -> tuple[int, int]:
+    """Estimate the number of objects in a dataset, and their bytes, in at most some 20 ms."""
+    deadline = time.monotonic() + _LIMIT_S
+    chooser, seen = random.Random(0), set[int]()
+
+    def estimate(value: Any, depth: int) -> tuple[float, float]:
+        """Return the number of objects in a value, itself included, and their bytes."""
+        if isinstance(value, _OPAQUE) or id(value) in seen:
+            return 0, 0
+        count, nbytes = 1.0, float(sys.getsizeof(value, 0))
+        if depth > _DEEPEST or time.monotonic() > deadline:
+            return count, nbytes
+        columns = [value] if isinstance(value, _CONTAINERS) else [attributes_of(value).values()]
+        for items in [value.keys(), value.values()] if isinstance(value, dict) else columns:
+            if not (length := len(items)):
+                continue
+            seen.add(id(value))
+            some = list(islice(items, _SAMPLES))
+            if isinstance(items, list | tuple) and length > _SAMPLES:
+                # A random sample, so that a pattern in the items does not distort the estimate.
+                some = [items[at] for at in chooser.sample(range(length), _SAMPLES)]
+            distinct = {id(item): item for item in some}  # an object that recurs is counted once
+            if length > len(some) and 2 * len(distinct) < len(some):
+                count += len(distinct)
+                continue
+            for item in distinct.values():
+                inside = estimate(item, depth + 1)
+                count += inside[0] * length / len(some)
+                nbytes += inside[1] * length / len(some)
+        return count, nbytes
+
+    count, nbytes = estimate(dataset, 0)
+    return round(count), round(nbytes)
+
+
+def describe_many(dataset: object, worker_count: int) -> str | None:
+    """Return a warning about a dataset with many objects; None for any other."""
+    count, nbytes = estimate_objects(dataset)
+    if count <= MANY:
+        return None
+    return (
+        f"the dataset holds about {count / 1e6:.1f} million Python objects "
+        f"({nbytes / 1e6:,.0f} MB). Each of {worker_count} worker processes gets its own "
+        "copy of those that it uses (page by page with fork, at once with spawn and forkserver), "
+        f"up to {nbytes * worker_count / 1e6:,.0f} MB in all. If they lie in long lists or "
+        "dicts, dataset = shmloader.share(dataset) keeps them in memory only once."
+    )

@@ -28,7 +28,7 @@ def test_the_least_quota_on_the_way_up_counts_v2(system) -> None:
 
 
 def test_the_mount_tells_the_directory_of_a_container_s_group(system) -> None:
-    system.join_v2("/docker/abc", inside="/docker/abc")
+    system.join_v2("/docker/abc")
     system.write("sys/fs/cgroup/cpu.max", "250000 100000\n")
     assert core_quota(system.root) == 2.5
 
