@@ -229,8 +229,12 @@ def estimate_objects(dataset: object) -> tuple[int, int]:
         count, nbytes = 1.0, float(sys.getsizeof(value, 0))
         if depth > _DEEPEST or time.monotonic() > deadline:
             return count, nbytes
-        columns = [value] if isinstance(value, _CONTAINERS) else [attributes_of(value).values()]
-        for items in [value.keys(), value.values()] if isinstance(value, dict) else columns:
+        columns: list[Any] = [value]
+        if isinstance(value, dict):
+            columns = [value.keys(), value.values()]
+        elif not isinstance(value, _CONTAINERS):
+            columns = [attributes_of(value).values()]
+        for items in columns:
             if not (length := len(items)):
                 continue
             seen.add(id(value))
