@@ -25,7 +25,6 @@ The layers; imports run downward only::
     errors      the public exceptions; process_state has all state that belongs to the process
 """
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -134,15 +133,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    is_collecting = gc.isenabled()
-    # Importing makes no garbage. A collection would look through all of torch's objects, which may
-    # take half as long as the import itself.
-    gc.disable()
-    try:
-        module = importlib.import_module(f"{__name__}.{home}")
-    finally:
-        if is_collecting:
-            gc.enable()
+    module = importlib.import_module(f"{__name__}.{home}")
     value = globals()[name] = module if name == home else getattr(module, name)
     return value
 

@@ -48,9 +48,9 @@ class Histogram(collections.Counter[int]):
     Only buckets that have a duration take memory. A percentile is accurate to 7 %.
     """
 
-    def record(self, duration_ns: int) -> None:
-        """Count a duration."""
-        self[round(_PARTS * math.log2(max(0, duration_ns) + 1))] += 1
+    def record(self, durations_ns: Sequence[int]) -> None:
+        """Count durations."""
+        self.update(round(_PARTS * math.log2(max(0, each) + 1)) for each in durations_ns)
 
     def percentile(self, percent: float) -> int:
         """Return the duration in ns that ``percent`` % of all do not exceed; 0 if there is none."""
@@ -163,12 +163,12 @@ class Sums:
         added = self.added
         if not self.last_ns:  # iter() and the first next()
             added["startup"] += sum(call[1] - call[0] for call in calls[:2])
+        waits = [call[1] - call[0] for call in calls if call[4] != "start"]
+        self.waits.record(waits)
+        self.set_most(next=max(waits, default=0))
+        added["waited"] += sum(call[1] - call[0] for call in calls)
+        self.last_ns = calls[-1][1] if calls else self.last_ns
         for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
-            self.last_ns = received_ns
-            added["waited"] += received_ns - asked_ns
-            if about != "start":
-                self.waits.record(received_ns - asked_ns)
-                self.set_most(next=received_ns - asked_ns)
             if times is None:
                 part = about if isinstance(about, str) else "other"
                 added["wait", part] += received_ns - asked_ns - draw_ns
