@@ -1,14 +1,24 @@
-"""``shmloader doctor``: what the machine offers, or what stands in the way of a loader."""
+"""``shmloader doctor``: what the machine offers, or what stands in the way of a loader.
+
+An object that forked workers cannot share is known by the name of its type. No package is imported
+for this: an object of a package exists only where it was imported already.
+"""
 
 import argparse
+import collections
+import contextlib
+import functools
 import importlib.util
+import inspect
 import json
+import logging
 import multiprocessing
 import platform
-import time
-from collections.abc import Sequence
+import re
+import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,42 +27,49 @@ from torch.utils.data import Dataset
 from shmloader.batch.collator import bytes_of
 from shmloader.batch.explain import Unpicklable, find_unpicklable
 from shmloader.batch.payload import Payload
-from shmloader.cli.hazards import Part, find_hazard, type_name, walk
 from shmloader.cli.target import UsageError, call, close, without_workers
-from shmloader.grammar import counted, described_type, seconds, size
+from shmloader.grammar import counted, described_type, size
 from shmloader.interruptions import probe
+from shmloader.loader.config import LEND_LIMIT
 from shmloader.loader.dataloader import DataLoader
 from shmloader.memory.limits import describe_address_space, free_memory, why_unsupported
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.pools.cores import affinity, core_quota, usable_cores
-from shmloader.shared.sharing import estimate_objects
+from shmloader.shared.sharing import attributes_of, estimate_objects
 
 # What of a loader is sent to its workers.
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-_PICKLED = ("forkserver", "spawn")
 # From this many Python objects on, the report suggests sharing the dataset.
 _MANY_OBJECTS = 100_000
+# The most parts of a loader's objects that are looked at.
+_MOST_PARTS = 100_000
 
-# A value, and what it means for a loader.
-_Row = tuple[str, str]
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None))
+# A logger leads to all loggers of the process.
+_OPAQUE = (*_ATOMS, type, types.ModuleType, types.CodeType, torch.dtype, logging.Logger)
 
+# Methods of a dataset that load samples, whose variables are looked at, unless they belong to a
+# class of these packages.
+_KNOWN = ("builtins", "torch", "numpy", "shmloader")
+_LOADING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
-class Problem(NamedTuple):
-    """Something that does not work in workers.
+# Names of types whose objects forked workers cannot share. The extension module of lmdb gives its
+# classes no module.
+_UNFORKABLE = re.compile(
+    r"sqlite3\.(Connection|Cursor)"
+    r"|h5py\._hl\.base\.HLObject|tables\.file\.File|netCDF4\._netCDF4\.Dataset"
+    r"|(builtins|lmdb(\.\w+)?)\.(Environment|Transaction|Cursor|_Database)"
+    r"|_io\.(FileIO|Buffered\w+|TextIOWrapper)|tempfile\._TemporaryFileWrapper"
+    r"|zipfile(\._path)?\.ZipFile|tarfile\.TarFile"
+    r"|_?socket\.socket|multiprocessing\.connection\._ConnectionBase"
+    r"|psycopg2\.extensions\.connection|(psycopg|(pymysql|MySQLdb)\.connections)\.Connection"
+    r"|pymongo(\.synchronous)?\.mongo_client\.MongoClient|requests\.sessions\.Session"
+    r"|http\.client\.HTTPConnection|httpx\.Client|grpc\._channel\.Channel"
+    r"|threading\.Thread|concurrent\.futures\.\w+\.(Thread|Process)PoolExecutor"
+)
 
-    Attributes:
-        path: The expression that leads to the part, such as ``dataset.connection``.
-        kind: Name of the part's type.
-        what: What goes wrong.
-        remedy: What to do.
-        methods: The start methods with which it goes wrong; empty for all of them.
-    """
-
-    path: str
-    kind: str
-    what: str
-    remedy: str
-    methods: tuple[str, ...] = ()
+# An expression that leads to an object, such as "dataset.files[3]", and the object.
+_Part = tuple[str, Any]
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -64,77 +81,108 @@ def doctor(options: argparse.Namespace) -> int:
     Raises:
         UsageError: If the argument names no function that returns a loader or a dataset.
     """
-    problems, notes = list[Problem](), list[Problem]()
     if options.target is None:
         system = f"{platform.system()} {platform.release()}, {platform.machine()}"
         title = f"Python {platform.python_version()}, torch {torch.__version__}, {system}"
-        rows = _machine()
-        about: dict[str, Any] = {**rows}
+        rows, problems = _machine(), list[dict[str, str]]()
     else:
-        target = call(options.target)
-        loader, kind = _loader_of(target, options.target), type(target).__name__
-        method, rows, found = _diagnose(loader)
-        for one in found:
-            (problems if not one.methods or method in one.methods else notes).append(one)
-        title = f"{options.target}: {kind}; start method: {method}"
-        about = {"target": options.target, "kind": kind, "method": method, "rows": rows}
-        about["problems"] = [one._asdict() for one in problems]
-        about["notes"] = [one._asdict() for one in notes]
+        title, rows, problems = _examine(options.target)
     if options.json:
-        print(json.dumps(about, indent=2))
+        print(json.dumps({"title": title, "rows": rows, "problems": problems}, indent=2))
         return bool(problems)
+    found = ("{path} ({kind})\n{what}.\nRemedy: {remedy}.".format(**one) for one in problems)
     print(f"{title}\n")
-    for name, (value, meaning) in rows.items():
-        print(f"  {name:<16}{value}" + f"\n{'':<18}{meaning}" * bool(meaning))
-    for word, listed in (("problem", problems), ("note", notes)):
-        for one in listed:
-            where = f"With {' and '.join(one.methods)}: " if one.methods else ""
-            print(f"\n  {word:<16}{one.path} ({one.kind})\n{'':<18}{where}{one.what}.")
-            print(f"{'':<18}Remedy: {one.remedy}.")
+    for name, text in (*rows.items(), *(("problem", text) for text in found)):
+        print(f"  {name:<16}" + text.replace("\n", f"\n{'':<18}"))
     if options.target is not None:
         print("\nA problem was found." if problems else "\nNo problem was found.")
     return bool(problems)
 
 
-def _machine() -> dict[str, _Row]:
-    """Return what the machine offers to loaders, and what that means."""
-    root = Path("/")
+def _machine() -> dict[str, str]:
+    """Return what the machine offers to loaders."""
+    root, devices = Path("/"), "none that torch can use"
     quota, cores, free = core_quota(root), usable_cores(root), free_memory(root)
     by = "" if quota is None else f"; {quota:g} by the quota of the control group"
     why = why_unsupported()
-    devices = "none that torch can use"
+    without = "num_workers > 0 uses torch's own workers, with a warning; thread_pool=True works."
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         devices = f"{torch.accelerator.device_count()} ({kind})"
-    streaming = importlib.util.find_spec("shmloader.memory._streaming")
-    without = "num_workers > 0 uses torch's own workers, with a warning; thread_pool=True works."
+    is_built = importlib.util.find_spec("shmloader.memory._streaming") is not None
     return {
-        "cores": (
-            f"{cores} ({affinity()} by affinity{by})",
-            f"If samples keep the CPU busy, up to {cores} workers help; if samples wait, more.",
-        ),
-        "memory": (
-            f"{size(free.nbytes)} free ({free.limit})" if free else "unknown",
-            "A batch that does not fit raises SharedMemoryError before it is made.",
-        ),
-        "shared memory": (why or "available", without if why else "Workers collate into it."),
-        "address space": (
-            describe_address_space(),
-            "Each process maps the filled part of all its batches that are in flight or in use.",
-        ),
-        "start method": (multiprocessing.get_context().get_start_method(), ""),
-        "devices": (
-            devices,
-            "device= brings batches to a GPU with one copy less than pin_memory=True.",
-        ),
-        "C function": (
-            "not built" if streaming is None else "built",
-            "Copies of large batches bypass the CPU's caches if it is built.",
-        ),
+        "cores": f"{cores} ({affinity()} by affinity{by})",
+        "memory": f"{size(free.nbytes)} free ({free.limit})" if free else "unknown",
+        "shared memory": f"{why}\n{without}" if why else "available",
+        "address space": describe_address_space(),
+        "start method": multiprocessing.get_context().get_start_method(),
+        "devices": devices,
+        "C function": "built" if is_built else "not built: large copies pass the CPU's caches",
     }
 
 
-# A loader --------------------------------------------------------------------------------------
+def _examine(name: str) -> tuple[str, dict[str, str], list[dict[str, str]]]:
+    """Return a title, the rows about a loader, and what its workers cannot use."""
+    target = call(name)
+    loader, problems = _loader_of(target, name), list[dict[str, str]]()
+    context = probe(loader, "multiprocessing_context") or multiprocessing.get_context()
+    method = "none" if probe(loader, "thread_pool", False) else context.get_start_method()
+    title = f"{name}: {type(target).__name__}; start method: {method}"
+
+    def complain(path: str, kind: str, what: str, remedy: str) -> None:
+        problems.append({"path": path, "kind": kind, "what": what, "remedy": remedy})
+
+    roots = {name: value for name in _SENT if (value := probe(loader, name)) is not None}
+    parts = list(walk(roots))
+    array_bytes = sum(dict(_memory_of(value) for _, value in parts).values())
+    objects, object_bytes = estimate_objects(loader.dataset)
+    text = f"{size(array_bytes)} of tensors and arrays that are not in shared memory, about "
+    text += f"{objects:,} Python objects ({size(object_bytes)})"
+    if objects >= _MANY_OBJECTS:
+        text += "\ndataset = shmloader.share(dataset) keeps the objects in memory only once."
+    rows = {"dataset": text}
+    if method == "fork":
+        for path, value in parts:
+            if not is_forkable(value):
+                what = "forked workers share it: they disturb each other, or wait for ever"
+                remedy = (
+                    "open or create it in the worker: leave it None in __init__, and make it in "
+                    "__getitem__ when it is None, or in worker_init_fn"
+                )
+                complain(path, _name_of(type(value)), what, remedy)
+        if torch.cuda.is_initialized():
+            what = "the function used CUDA in this process, and CUDA does not work in a forked one"
+            complain("torch.cuda", "CUDA", what, 'multiprocessing_context="forkserver"')
+    elif method != "none":
+        try:
+            with contextlib.closing(Payload(tuple(roots.values()))) as payload:
+                how = ", by cloudpickle" if payload.by_value else ""
+                rows["pickle"] = f"{size(payload.nbytes)}{how}; sent once for all workers"
+        except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
+            part = find_unpicklable([*roots.values()], [*roots])
+            path, value = part or Unpicklable("the arguments of the loader", loader)
+            remedy = "open or create it in the worker; or leave it out in __getstate__"
+            what = f"it cannot be pickled ({_first_line(error)})"
+            complain(path, _name_of(type(value)), what, remedy)
+    batch_bytes = 0
+    try:
+        batch_bytes = _bytes_of_batch(loader)
+    except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
+        remedy = "iterate the loader with num_workers=0 to see the traceback"
+        what = f"making it raises {_first_line(error)}"
+        complain("the first batch", type(error).__name__, what, remedy)
+    rows["batch"] = size(batch_bytes)
+    if method != "none":
+        workers = loader.num_workers or 2
+        slots = workers * (loader.prefetch_factor or 2) + LEND_LIMIT
+        taken = (slots * batch_bytes, workers * object_bytes)
+        rows["memory"] = (
+            f"{size(taken[0])} for {slots} batches, up to {size(taken[1])} for the Python objects "
+            f"that {counted(workers, 'worker')} use\nEach further rank takes "
+            f"{size(array_bytes + object_bytes + sum(taken))} more, without interpreters: "
+            "share_on_host(build) and worker_scope='host' save most of it."
+        )
+    return title, rows, problems
 
 
 def _loader_of(target: object, name: str) -> Any:
@@ -153,67 +201,22 @@ def _loader_of(target: object, name: str) -> Any:
     )
 
 
-def _diagnose(loader: Any) -> tuple[str, dict[str, _Row], list[Problem]]:
-    """Return how a loader's workers start, the rows of the report, and what does not work."""
-    is_threaded = probe(loader, "thread_pool", False)
-    context = probe(loader, "multiprocessing_context") or multiprocessing.get_context()
-    roots = [Part(name, value) for name in _SENT if (value := probe(loader, name)) is not None]
-    objects, object_bytes = estimate_objects(loader.dataset)
-    array_bytes, found = _look_at_parts(roots)
-    if torch.cuda.is_initialized():
-        what = "the function used CUDA in this process, and CUDA does not work in a forked one"
-        remedy = 'multiprocessing_context="forkserver"; or use CUDA only after the workers started'
-        found.append(Problem("torch.cuda", "CUDA", what, remedy, ("fork",)))
-    value = f"{size(array_bytes)} of tensors and arrays that are not in shared memory, about "
-    value += f"{objects:,} Python objects ({size(object_bytes)})"
-    meaning = "dataset = shmloader.share(dataset) keeps the objects in memory only once; "
-    meaning += "share_on_host(build) once for all ranks of a host."
-    rows = {"dataset": (value, meaning if objects >= _MANY_OBJECTS else "")}
-    if not is_threaded:
-        rows["pickle"] = _pickle(roots, found)
-    batch_bytes, rows["batch"] = _make_batch(loader, found)
-    workers, methods = loader.num_workers or 2, multiprocessing.get_all_start_methods()
-    config = loader._config() if isinstance(loader, DataLoader) and loader.num_workers else None
-    slots = config.most_window + config.lend_limit if config else 2 * workers + 4
-    taken = [0, 0] if is_threaded else [slots * batch_bytes, workers * object_bytes]
-    value = (
-        f"{size(taken[0])} for {counted(slots, 'batch', 'batches')}, up to {size(taken[1])} for "
-    )
-    value += f"the Python objects that {counted(workers, 'worker')} use"
-    meaning = f"Each further rank takes {size(array_bytes + object_bytes + sum(taken))} more, "
-    meaning += "without interpreters. share_on_host(build) keeps one dataset for all ranks of a "
-    meaning += "host, and ShardedDataLoader(worker_scope='host') one pool of workers."
-    rows["memory"] = value, meaning
-    if is_threaded:
-        return "threads", rows, found
-    bad = {each for problem in found for each in problem.methods}
-    fitting = ", ".join(each for each in methods if each not in bad)
-    rows["start methods"] = fitting or "none works", ""
-    return context.get_start_method(), rows, found
+def _bytes_of_batch(loader: Any) -> int:
+    alone = without_workers(loader)
+    try:
+        return bytes_of(next(iter(alone), None))
+    finally:
+        close(alone)
 
 
-def _look_at_parts(roots: Sequence[Part]) -> tuple[int, list[Problem]]:
-    """Return the bytes of arrays that are not in shared memory, and what must not be forked."""
-    nbytes, storages, found = 0.0, set[int](), list[Problem]()
-    remedy = (
-        "open or create it in the worker: leave it None in __init__, and make it in __getitem__ "
-        "when it is None, or in worker_init_fn"
-    )
-    for part in walk(*roots):
-        hazard, (address, size_bytes) = find_hazard(part.value), _memory_of(part.value)
-        if hazard is not None:
-            found.append(Problem(part.path, *hazard, remedy, ("fork",)))
-        if address not in storages:
-            storages.add(address)
-            nbytes += size_bytes * part.weight
-    return round(nbytes), found
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _memory_of(value: Any) -> tuple[int, int]:
     """Return address and size of a tensor's or an array's memory; (0, 0) if it is shared."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_shared():
-        storage = value.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        return value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()
     while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
         value = value.base
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
@@ -222,45 +225,64 @@ def _memory_of(value: Any) -> tuple[int, int]:
     return 0, 0
 
 
-def _pickle(roots: Sequence[Part], found: list[Problem]) -> _Row:
-    """Pickle what workers get with "spawn". If that fails, find the part that cannot be pickled."""
-    values = tuple(root.value for root in roots)
-    began_s = time.monotonic()
-    try:
-        payload = Payload(values)
-    except Exception as error:  # noqa: BLE001 - a method of the user's may raise anything
-        part = find_unpicklable(values, [root.path for root in roots])
-        path, value = part or Unpicklable("the arguments of the loader", values)
-        what = f"it cannot be pickled ({_first_line(error)})"
-        remedy = (
-            "open or create it in the worker; or leave it out in __getstate__, and create it again "
-            "in __setstate__"
-        )
-        found.append(Problem(path, type_name(type(value)), what, remedy, _PICKLED))
-        return "not possible, see below", ""
-    took_s, nbytes = time.monotonic() - began_s, payload.nbytes
-    payload.close()
-    how = ", by cloudpickle" if payload.by_value else ""
-    meaning = "With spawn and forkserver, sent once for all workers; not sent with fork."
-    return f"{size(nbytes)} in {seconds(took_s)}{how}", meaning
+def walk(roots: dict[str, Any]) -> Iterator[_Part]:
+    """Yield named objects and their parts, each once, without running the user's code.
+
+    The parts of what cannot be forked are left out.
+    """
+    # By id(); the value keeps the object alive.
+    seen: dict[int, object] = {}
+    waiting = collections.deque(roots.items())
+    while waiting and len(seen) < _MOST_PARTS:
+        path, value = waiting.popleft()
+        if not isinstance(value, _OPAQUE) and id(value) not in seen:
+            seen[id(value)] = value
+            yield path, value
+            if is_forkable(value) and not isinstance(value, torch.Tensor | np.ndarray):
+                waiting.extend((path + end, part) for end, part in _parts_of(value))
 
 
-def _make_batch(loader: Any, found: list[Problem]) -> tuple[int, _Row]:
-    """Make one batch, without workers, and return its size and the row about it."""
-    alone, began_s = without_workers(loader), time.monotonic()
-    try:
-        nbytes = bytes_of(next(iter(alone)))
-    except StopIteration:
-        return 0, ("none", "")
-    except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-        what = f"making it raises {_first_line(error)}"
-        remedy = "iterate the loader with num_workers=0 to see the traceback"
-        found.append(Problem("the first batch", type(error).__name__, what, remedy))
-        return 0, ("none", "")
-    finally:
-        close(alone)
-    return nbytes, (f"{size(nbytes)}; the first one took {seconds(time.monotonic() - began_s)}", "")
+def _parts_of(value: Any) -> Iterator[_Part]:
+    """Yield what an object refers to, each with the end of the expression that leads to it."""
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        pairs = [(key, one) for key, one in value.items() if type(one) not in _ATOMS]
+        items = [(repr(key) if type(key) in _ATOMS else "…", one) for key, one in pairs]
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        items = [(str(at), one) for at, one in enumerate(list(value)) if type(one) not in _ATOMS]
+    yield from ((f"[{name}]", one) for name, one in items)
+    attributes = attributes_of(value)
+    if isinstance(value, functools.partial | types.MethodType):
+        names = ("func", "args", "keywords", "__self__")
+        attributes |= {name: probe(value, name) for name in names}
+    yield from ((f".{name}", one) for name, one in attributes.items())
+    ours = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _KNOWN]
+    for function in [value, *(vars(kind).get(name) for kind in ours for name in _LOADING)]:
+        if isinstance(function, types.FunctionType):
+            with contextlib.suppress(ValueError):  # a variable may have no value yet
+                found = inspect.getclosurevars(function)
+                variables = {**found.globals, **found.nonlocals}
+                yield from ((f" (variable {name!r})", one) for name, one in variables.items())
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def is_forkable(value: Any) -> bool:
+    """Return whether forked workers can share an object, for instance since it is closed."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_cuda
+    names = [name for kind in type(value).__mro__ if _UNFORKABLE.fullmatch(name := _name_of(kind))]
+    if names and names[0].startswith("sqlite3."):
+        return probe(probe(value, "connection", value), "total_changes") is None
+    return (
+        not names
+        or True in (probe(value, "closed"), probe(value, "_closed"))
+        # A closed archive or HDF5 file, an executor that has not started, a thread that has ended.
+        or not (probe(value, "fp", True) and probe(probe(value, "id"), "valid", True))
+        or not (probe(value, "_threads", True) and probe(value, "_processes", True))
+        or not probe(value, "is_alive", lambda: True)()
+        # A file that is only written, such as a log, has no data to mix up.
+        or not probe(value, "readable", lambda: True)()
+    )
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
