@@ -30,28 +30,23 @@ def bench(options: argparse.Namespace) -> None:
     if options.vs is None:
         print(_run(make_loader(options.target), options))
         return
-    rounds: list[tuple[LoaderStats, LoaderStats]] = []
+    rounds: list[list[LoaderStats]] = []
     try:
         while len(rounds) < options.rounds:
-            rounds.append(_run_both(options, torch_first=len(rounds) % 2 == 1))
+            loader = make_loader(options.target)
+            if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
+                raise UsageError(
+                    f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
+                    f"{described_type(loader)}"
+                )
+            # New loaders with the same samples, each of which is the first one in turn.
+            turn = -1 if len(rounds) % 2 else 1
+            both = [loader, on_torch(loader)][::turn]
+            rounds.append([_run(one, options) for one in both][::turn])
     finally:
         if rounds:
             print(f"{rounds[-1][0]}\n")
             _print_rounds(rounds)
-
-
-def _run_both(options: argparse.Namespace, *, torch_first: bool) -> tuple[LoaderStats, LoaderStats]:
-    """Run a new loader and one of torch's like it, which see the same state of the machine."""
-    loader = make_loader(options.target)
-    if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
-        raise UsageError(
-            f"--vs: {options.target}() should return a shmloader.DataLoader, but returned "
-            f"{described_type(loader)}"
-        )
-    torchs = on_torch(loader)
-    first = _run(torchs if torch_first else loader, options)
-    second = _run(loader if torch_first else torchs, options)
-    return (second, first) if torch_first else (first, second)
 
 
 def _run(loader: Any, options: argparse.Namespace) -> LoaderStats:
@@ -104,17 +99,17 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
         raise UsageError("the loader returns no batch")
 
 
-def _print_rounds(rounds: Sequence[tuple[LoaderStats, LoaderStats]]) -> None:
+def _print_rounds(rounds: Sequence[Sequence[LoaderStats]]) -> None:
     """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
-    ours, torchs = ([_rate(stats) for stats in column] for column in zip(*rounds, strict=True))
+
+    def rate(stats: LoaderStats) -> float:
+        # The first batch of each epoch counts as start-up, which the table above shows.
+        steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
+        return max(1e-9, (stats.batches - stats.epochs) / steady_s)
+
+    ours, torchs = ([rate(stats) for stats in column] for column in zip(*rounds, strict=True))
     ratios = [one / other for one, other in zip(ours, torchs, strict=True)]
     print(f"  batches/s: median (range) of {len(rounds)} rounds in turns, in one process")
     for name, values in {"shmloader": ours, "torch": torchs, "ratio": ratios}.items():
         median = f"{statistics.median(values):,.2f}"
         print(f"  {name:<10}{median:>10} ({min(values):,.2f}–{max(values):,.2f})")
-
-
-def _rate(stats: LoaderStats) -> float:
-    # The first batch of each epoch counts as start-up, which the table above shows.
-    steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
-    return max(1e-9, (stats.batches - stats.epochs) / steady_s)
