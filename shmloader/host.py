@@ -44,10 +44,10 @@ from typing import Any, TypeVar
 
 import torch.distributed
 
+from shmloader.batch.content_hash import mark_common
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import Payload, ReceivedPayload, receive_payload
-from shmloader.batch.payload_digest import mark_common
 from shmloader.grammar import described_type
 from shmloader.insight.measurements import read_file
 from shmloader.interruptions import Caught, attempt, is_interruption

@@ -12,5 +12,5 @@ cannot be pickled.
 
 ``payload`` carries the dataset and the functions to a worker, and ``portable_payload`` to a process
 of an executor.
-``payload_digest`` tells whether ranks would send the same.
+``content_hash`` tells whether two processes have the same samples or the same dataset.
 """

@@ -4,10 +4,9 @@ Samples that cannot be collated: torch's error names no sample. A note on it nam
 samples, and the samples' indices. The place is found by collating the samples part by part.
 
 Objects that cannot be pickled: pickle's error names a type. The error that is raised instead names
-the path to the object, which is searched for from the object that was pickled.
+the path to the object, which is found by pickling the parts one by one.
 """
 
-import collections
 import functools
 import inspect
 import types
@@ -21,15 +20,8 @@ from torch.utils.data import default_collate
 from shmloader.batch.failures import add_note, describe_index, describe_indices
 from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
 from shmloader.grammar import with_article
-from shmloader.interruptions import Suppressed
-from shmloader.memory.pickled import (
-    PICKLE_ERRORS,
-    OutOfBand,
-    Pickler,
-    batch_reducers,
-    pickle_batch,
-    reduce_data,
-)
+from shmloader.interruptions import Caught, Suppressed, attempt
+from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, pickle_batch
 
 # How errors of torch's default_collate, torch.stack and numpy.stack begin that are about the
 # samples themselves.
@@ -54,11 +46,6 @@ _COLLATE_REMEDY = (
 
 # How many different kinds of samples a note names.
 _SHOWN = 4
-
-# The most objects among which the one that cannot be pickled is searched for.
-_SEARCHED = 100_000
-
-_SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 # The attributes that are pickled with objects whose state does not name them.
 _ATTRIBUTES = {
@@ -156,55 +143,37 @@ class Unpicklable(NamedTuple):
     value: object
 
 
+def _dump_for_workers(value: object) -> None:
+    with spawning(Recorder()):
+        dump(value, reduce_bulk, reducers_of_multiprocessing(), by_value=True)
+
+
 def find_unpicklable(
     objects: Sequence[object],
     names: Sequence[str],
-    make_pickler: Callable[[Any], Pickler] | None = None,
+    pickle_part: Callable[[Any], object] = _dump_for_workers,
 ) -> Unpicklable | None:
     """Return the part that cannot be pickled; None if each of the objects can be.
 
     Args:
         objects: The objects that could not be pickled together.
         names: What the user calls each of the objects.
-        make_pickler: Returns a pickler to a file, of the kind that has failed; None for that of
-            datasets and functions.
+        pickle_part: Pickles a part as the objects were pickled.
     """
-    for name, value in zip(names, objects, strict=False):
-        pickler = (make_pickler or _pickler_for_workers)(_Sink())
-        try:
-            with spawning(Recorder()):
-                pickler.dump(value)
-        except Exception:  # noqa: BLE001 - that is what is asked
-            part = pickler.newest
-            return Unpicklable(_path_to(part, name, value) or f"a part of {name}", part)
-    return None
-
-
-class _Sink:
-    """A file that drops what is written to it."""
-
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
-
-
-def _pickler_for_workers(file: Any) -> Pickler:
-    parts, reducers = OutOfBand(), reducers_of_multiprocessing()
-    return Pickler(file, reduce_bulk, parts, reducers, by_value=True)
-
-
-def _path_to(target: object, name: str, root: object) -> str | None:
-    """Return the shortest path from an object to a part of it; None if it was not found."""
-    waiting, seen = collections.deque([(name, root)]), {id(root): root}
+    waiting = list(zip(names, objects, strict=False))
+    seen = {id(value) for value in objects}
+    found: Unpicklable | None = None
     while waiting:
-        path, value = waiting.popleft()
-        if value is target:
-            return path
-        with Suppressed(Exception):  # methods of the object failed
-            for step, part in _parts_of(value):
-                if type(part) not in _SIMPLE and id(part) not in seen and len(seen) < _SEARCHED:
-                    seen[id(part)] = part  # kept alive, so that its id is not used again
+        path, value = waiting.pop(0)
+        if isinstance(attempt(pickle_part, value), Caught):
+            found = Unpicklable(path, value)
+            waiting = []
+            parts: Any = attempt(list, _parts_of(value))
+            for step, part in () if isinstance(parts, Caught) else parts:
+                if id(part) not in seen:
+                    seen.add(id(part))
                     waiting.append((path + step, part))
-    return None
+    return found
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, object]]:
@@ -276,11 +245,8 @@ def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBan
     except MemoryError:
         raise
     except Exception as error:
-
-        def make_pickler(file: Any) -> Pickler:
-            return Pickler(file, reduce_data, OutOfBand(), batch_reducers(), by_value=by_value)
-
-        path, part = find_unpicklable([batch], ["batch"], make_pickler) or ("batch", batch)
+        pickle_part = functools.partial(pickle_batch, by_value=by_value)
+        path, part = find_unpicklable([batch], ["batch"], pickle_part) or ("batch", batch)
         raise TypeError(
             f"a batch cannot be sent from its worker: {path} is {with_article(_type_name(part))} "
             f"and cannot be pickled ({type(error).__name__}: {error}). Return something picklable "

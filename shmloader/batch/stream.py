@@ -7,40 +7,34 @@ again and discarded. That is exact only if the dataset yields the same samples a
 be known beforehand. So the loader's state keeps a checksum over the fingerprints of the delivered
 batches, and a resumed dataset is compared with it.
 
-A fingerprint is a checksum of a pickle of up to four samples of a batch, the first and the last
-among them, and of both ends of their tensors and arrays. A missing or repeated sample shifts the
+A fingerprint is a checksum of up to four samples of a batch, the first and the last among them, and
+of both ends of their tensors, arrays and texts. A missing or repeated sample shifts the
 samples of all later batches, so a difference remains unnoticed only if the samples are alike in all
 of these.
 """
 
-import ctypes
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch.utils.data import get_worker_info
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Collator
+from shmloader.batch.content_hash import ContentHash
 from shmloader.batch.dataset_state import Keep, Saved, ask
 from shmloader.batch.failures import add_note
 from shmloader.batch.fetch import FetchConfig, Get, is_from_outside
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.errors import SampleTimeoutError
-from shmloader.interruptions import Suppressed
-from shmloader.memory.pickled import OutOfBand, Pickler, reduce_data
 from shmloader.messages import Unsaved
 from shmloader.sampling.hooks import has_own_state, has_state_methods
 
 _T = TypeVar("_T")
 
-# A fingerprint covers at most so many samples of a batch, bytes of the pickle, and bytes at each
-# end of an array, a long text, or any other part that is written to the pickle at once.
+# A fingerprint covers so many samples of a batch, and bytes at both ends of an array or text.
 _SAMPLES = 4
-_PICKLE_BYTES = 1 << 18
 _END_BYTES = 4096
 
 
@@ -249,62 +243,5 @@ def fingerprint_of(samples: Sequence[object]) -> int:
 
 
 def fingerprint(value: object) -> int:
-    """Return a checksum of a value that is the same in every process.
-
-    A value that cannot be pickled, or that refers to itself, counts by its type only.
-    """
-    check, parts = _Checksum(type(value).__qualname__), OutOfBand()
-    with Suppressed(Exception):  # pickling may raise anything
-        _Pickler(check, parts).dump(value)
-        parts.write(lambda address, nbytes: check.write(_bytes_at(address, nbytes)))
-    return check.value
-
-
-class _Checksum:
-    """A file that keeps a checksum of what is written to it, until that is too long."""
-
-    def __init__(self, text: str) -> None:
-        self.value = zlib.crc32(text.encode())
-        self._left = _PICKLE_BYTES
-
-    def write(self, data: Any) -> int:
-        """Add data, of which only the size and both ends count."""
-        view = memoryview(data).cast("B")
-        for part in (b"%d," % view.nbytes, view[:_END_BYTES], view[_END_BYTES:][-_END_BYTES:]):
-            self.value = zlib.crc32(part, self.value)
-        if type(data) is bytes:  # of the pickle
-            self._left -= view.nbytes
-            if self._left < 0:
-                raise OverflowError
-        return view.nbytes
-
-
-def _bytes_at(address: int, nbytes: int) -> Any:
-    return (ctypes.c_char * nbytes).from_address(address)
-
-
-class _Pickler(Pickler):
-    def __init__(self, file: _Checksum, parts: OutOfBand) -> None:
-        super().__init__(file, _reduce, parts, {}, by_value=False)
-        # Two values that are one object in one process may be two equal ones in another.
-        self.fast = True
-
-    def persistent_id(self, value: Any) -> Any:
-        """Return a set's elements in an order that all processes have."""
-        return sorted(map(repr, value)) if type(value) in (set, frozenset) else None
-
-
-def _reduce(value: Any, parts: OutOfBand) -> Any:
-    """Reduce a tensor such that its pickle has no address, as torch's pickle may have."""
-    if type(value) is torch.Tensor:
-        reduced = reduce_data(value.detach() if value.requires_grad else value, parts)
-        if reduced is not NotImplemented:
-            return reduced
-    elif not isinstance(value, torch.Tensor):
-        return reduce_data(value, parts)
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = value.detach().as_subclass(torch.Tensor)
-        if plain.layout is torch.strided:
-            plain = plain.resolve_conj().resolve_neg()
-        reduced = reduce_data(plain, parts)
-    return str, (str(type(value)) if reduced is NotImplemented else (str(type(value)), *reduced),)
+    """Return a checksum of 32 bits of a value that is the same in every process."""
+    return int.from_bytes(ContentHash(_END_BYTES).digest(value)[:4], "little")

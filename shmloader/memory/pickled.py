@@ -163,10 +163,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         parts: Gets what lies outside the pickle.
         reducers: Reducers by type, besides those of ``copyreg``.
         by_value: Whether to use cloudpickle.
-
-    Attributes:
-        newest: The object whose reduction was asked for last. If pickling fails, it is the one that
-            cannot be pickled.
     """
 
     def __init__(
@@ -179,14 +175,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         by_value: bool,
     ) -> None:
         self._reduce, self._parts, self._by_value = reduce, parts, by_value
-        self.newest: object = None
         base: Any = cloudpickle.Pickler.dispatch_table if by_value else copyreg.dispatch_table
         self.dispatch_table = {**base, **reducers}
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.add)
 
     def reducer_override(self, value: Any) -> Any:
         """Return a value's reduction. Called by pickle."""
-        self.newest = value
         reduced = self._reduce(value, self._parts)
         if reduced is NotImplemented and self._by_value and type(value) not in self.dispatch_table:
             return super().reducer_override(value)

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shmloader.batch.content_hash import digests_of
 from shmloader.batch.payload import Payload
-from shmloader.batch.payload_digest import digests_of
 from shmloader.errors import WorkerDiedError
 from shmloader.host import Meeting
 from shmloader.pools.adapting import Adapter

@@ -275,7 +275,7 @@ def test_what_share_copies_in_each_rank_is_compared_by_its_contents(run) -> None
 
 DIGESTS = """
 import torch
-from shmloader.batch.payload_digest import digests_of
+from shmloader.batch.content_hash import digests_of
 class Data:
     def __init__(self):
         self.words = {"some", "words", "of", "a", "set", ("and", frozenset("others"))}
