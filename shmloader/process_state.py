@@ -27,7 +27,6 @@ exists for the tests.
 ``segments``            the segments that this process has mapped, by their tokens
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
-``locked_for_good``     mappings that could not be unlocked: a device may still read their pages
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
@@ -109,7 +108,6 @@ class ProcessState:
         self.segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         self.slot_writer: Any = None
         self.tasks = Tasks()
-        self.locked_for_good: list[Any] = []
         self.installation: Any = None
 
     def all_arenas(self) -> list[Any]:

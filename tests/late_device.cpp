@@ -145,7 +145,6 @@ struct World {
   // Copies until the device fails, and its error; -1: it does not.
   int64_t copies_left[kDevices] = {-1, -1};
   bool has_failed[kDevices] = {false, false};
-  int unregister_error = 0;
   std::vector<std::unique_ptr<LateStream>> streams[kDevices];
   std::map<std::pair<LateStream*, size_t>, std::vector<Block*>> free;
   std::vector<Freed> freed;
@@ -878,7 +877,6 @@ void late_switch(int is_on) {
   World& all = world();
   all.is_on = is_on;
   all.is_held = all.is_capturing = false;
-  all.unregister_error = 0;
   for (int device = 0; device < kDevices; ++device) {
     all.copies_left[device] = -1;
     all.has_failed[device] = false;
@@ -931,10 +929,6 @@ void late_fail_after(int device, int64_t copies) {
   Lock lock(world().mutex);
   world().copies_left[device] = copies;
   world().has_failed[device] = copies < 0;
-}
-
-void late_refuse_unregister(int error) {
-  world().unregister_error = error;
 }
 
 void late_capture(int is_capturing) {
@@ -1002,9 +996,6 @@ int late_unregister(uintptr_t address) {
   }
   if (all.has_failed[current_device]) {
     return 700;  // an error belongs to the context of its device
-  }
-  if (all.unregister_error != 0) {
-    return all.unregister_error;
   }
   auto found = all.registered.find(address);
   if (found == all.registered.end()) {

@@ -194,13 +194,11 @@ class Backend:
 
     Attributes:
         device: The device, with its index.
-        is_lost: Whether the device has reported a permanent error.
         numbers: The numbers of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_lost = False
         self.numbers = itertools.count()
         # The events of the user's streams, for each batch that was delivered, oldest first. The
         # user's threads add them. The next epoch still waits for them: an epoch may be short.
@@ -300,9 +298,8 @@ class Backend:
             for event in self._delivered.pop(oldest, ()):
                 event.synchronize()
 
-    def check(self) -> bool:
-        """Wait for all copies. Returns False if the device has reported a permanent error."""
+    def finish(self) -> None:
+        """Wait for all copies. A device with a permanent error refuses that, and reads no more."""
         if "stream" in self.__dict__:
             with self.ready():
-                self.is_lost |= isinstance(attempt(self.stream.synchronize), Caught)
-        return not self.is_lost
+                attempt(self.stream.synchronize)

@@ -15,7 +15,6 @@ How a tensor gets to the device:
 """
 
 import collections
-import contextlib
 import copy
 import functools
 import os
@@ -28,8 +27,6 @@ from shmloader.device.backend import Backend, Event, relax_this_thread
 from shmloader.device.page_locks import PageLocks
 from shmloader.device.stage import (
     Stage,
-    StageBrokenError,
-    clear_frames,
     is_small,
     pin_block,
     split_block,
@@ -122,15 +119,7 @@ class DeviceStage(Stage):
         relax_this_thread(self._backend.device.type)
 
     def run(self, batch: object) -> OnDevice:
-        """Start a batch's copy. Does not wait for a copy from page-locked or pinned memory.
-
-        Raises:
-            StageBrokenError: If the device has reported a permanent error.
-        """
-        with self._detecting_loss():
-            return self._run(batch)
-
-    def _run(self, batch: object) -> OnDevice:
+        """Start a batch's copy. Does not wait for a copy from page-locked or pinned memory."""
         self._wait_for_space()
         self._backend.enter()
         held = (batch, all_tensors(batch))
@@ -160,15 +149,11 @@ class DeviceStage(Stage):
 
         Returns:
             The result, for :meth:`deliver`; None if it is not on the device.
-
-        Raises:
-            StageBrokenError: If the device has reported a permanent error.
         """
         if next(self._storages(value), None) is None:
             return None
         number = next(self._backend.numbers) if source is None else source.number
-        with self._detecting_loss():
-            return self._recorded(value, number)
+        return self._recorded(value, number)
 
     def _wait_for_space(self) -> None:
         """Wait until one more batch may be read from its slot, and put on the device."""
@@ -216,33 +201,14 @@ class DeviceStage(Stage):
                         yield plain
 
     def deliver(self, result: OnDevice) -> object:
-        """Make the calling thread's current stream wait for the batch, and return the batch.
-
-        Raises:
-            StageBrokenError: If the device has reported a permanent error.
-        """
-        with self._detecting_loss():
-            self._backend.deliver(result.events, result.tensors, result.number)
+        """Make the calling thread's current stream wait for the batch, and return the batch."""
+        self._backend.deliver(result.events, result.tensors, result.number)
         return result.batch
-
-    @contextlib.contextmanager
-    def _detecting_loss(self) -> Iterator[None]:
-        """Raise a StageBrokenError where an error in the block is the device's and permanent."""
-        try:
-            yield
-        except Exception as error:
-            clear_frames(error)
-            if self._backend.check():
-                raise
-            raise StageBrokenError(
-                f"{self._backend.device} takes no more batches, since it reports a permanent "
-                f"error: {error}"
-            ) from error
 
     def close(self) -> None:
         """Wait for the copies under way, and release their slots. Raises nothing."""
         if self._reading:
-            self._backend.check()
+            self._backend.finish()
             self._reading.clear()
 
 

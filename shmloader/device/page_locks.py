@@ -21,7 +21,6 @@ import torch
 
 from shmloader.device.backend import Backend, CudaDriver
 from shmloader.memory.arena import Slot
-from shmloader.process_state import PROCESS
 
 
 class PageLocks:
@@ -85,37 +84,16 @@ class PageLocks:
             del self._locked[address]
         return error
 
-    def unlock(self, slot: Slot) -> bool:
-        """Unlock a slot, which no device reads any more.
-
-        Returns:
-            Whether the slot's memory may be given back and unmapped.
-        """
+    def unlock(self, slot: Slot) -> None:
+        """Unlock a slot, which no device reads any more."""
         # What the parent locked does not concern a forked child.
         if os.getpid() != self._pid or slot.address not in self._locked:
-            return True
+            return
         driver = self._backends[0].driver
         assert not isinstance(driver, str)
         with self._backends[0].ready():
-            error = driver.unregister(slot.address)
-        # A lost device reads nothing any more, so its registrations do no harm. A working device
-        # would take the next mapping at these addresses for registered memory.
-        if error and any(backend.check() for backend in self._backends):
-            return False
+            driver.unregister(slot.address)  # a lost device refuses it, and reads nothing any more
         del self._locked[slot.address]
-        return True
-
-    def keep(self, slot: Slot) -> None:
-        """Keep the mapping of a slot that cannot be unlocked, for as long as the process lives."""
-        # If it were unmapped, its addresses could be reused for other memory, and the device
-        # would read the old pages instead.
-        PROCESS.locked_for_good.append(slot.mapping)
-        warnings.warn(
-            f"{self._locked[slot.address]} bytes of shared memory stay page-locked and mapped "
-            "until this process ends, since the driver does not release them",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
         """Wait until no device reads these slots, and unlock them. Raises nothing.
@@ -129,7 +107,7 @@ class PageLocks:
 
     def _wait_and_unlock(self, slots: Iterable[Slot]) -> None:
         for backend in self._backends:
-            backend.check()  # which a lost device refuses: it reads nothing any more
+            backend.finish()
         for slot in slots:
             self.unlock(slot)
 

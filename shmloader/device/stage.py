@@ -21,10 +21,6 @@ from shmloader.memory.flat import COPY_OUT_BYTES
 from shmloader.memory.pickled import is_plain
 
 
-class StageBrokenError(RuntimeError):
-    """The stage can process no further batch, so the iterator ends."""
-
-
 class Stage:
     """Processes each batch, on a thread of its own.
 

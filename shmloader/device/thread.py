@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shmloader.device.stage import Stage, StageBrokenError, clear_frames
+from shmloader.device.stage import Stage, clear_frames
 from shmloader.engine.delivery import Delivery, Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
@@ -147,7 +147,7 @@ class EngineThread(OwnThread):
             return Result(None, explained, delivery)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             clear_frames(error)
-            return Result(None, error, delivery, isinstance(error, StageBrokenError))
+            return Result(None, error, delivery)
         finally:
             del batch  # an exception's traceback pins this frame, which must not pin the slot
 

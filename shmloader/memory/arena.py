@@ -230,8 +230,8 @@ class Slot:
         views: A layout, or its reader, and views of the mapping that were built for it. Dropped
             with the mapping, and when others are put here.
         lease: The lease, if the slot was ever lent.
-        kept: A mapping or lease of it that a device or a forked child may read for ever, so that
-            the slot's pages must stay; None for none.
+        kept: A lease that a forked child may read for ever, so that the slot's pages must stay;
+            None for none.
     """
 
     def __init__(self, slot_id: int) -> None:

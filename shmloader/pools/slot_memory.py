@@ -34,11 +34,8 @@ class PageLocker(Protocol):
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Lock the first ``nbytes`` of a slot, unless they are locked."""
 
-    def unlock(self, slot: Slot) -> bool:
-        """Unlock a slot. Returns whether its memory may be given back and unmapped."""
-
-    def keep(self, slot: Slot) -> None:
-        """Keep the mapping of a slot that cannot be unlocked."""
+    def unlock(self, slot: Slot) -> None:
+        """Unlock a slot, whose memory may be given back and unmapped then."""
 
     def end_reads(self, slots: Iterable[Slot]) -> None:
         """Wait until no device reads these slots, and allow no further copies of them."""
@@ -94,16 +91,10 @@ class SlotMemory:
         slot = self.slots[slot_id]
         end = max(end, slot.touched_bytes)
         if slot.nbytes < end:
-            self._unlock(slot)
+            if self._locker is not None:
+                self._locker.unlock(slot)
             self.arena.reach(slot, end)
         return slot
-
-    def _unlock(self, slot: Slot) -> None:
-        """Unlock a slot's pages; if that fails, leave its mapping to the device."""
-        if self._locker is not None and not self._locker.unlock(slot):
-            self._locker.keep(slot)
-            slot.kept = slot.mapping
-            slot.unmap()
 
     def count_batch(self, slot_id: int, used_bytes: int) -> None:
         """Count a batch that takes ``used_bytes`` of a slot."""
@@ -164,8 +155,8 @@ class SlotMemory:
         for slot_id in free_ids:
             slot = self.slots[slot_id]
             if has_excess(slot.touched_bytes, keep) and slot.kept is None:
-                if self._locker is not None and not self._locker.unlock(slot):
-                    continue
+                if self._locker is not None:
+                    self._locker.unlock(slot)
                 if self._give_back(slot, keep) and has_excess(slot.nbytes, keep):
                     slot.unmap()
 
@@ -203,8 +194,6 @@ class SlotMemory:
         if self._locker is not None:
             # Several devices may still read the lent ones.
             self._locker.end_reads(slots)
-            for slot in slots:
-                self._unlock(slot)
         if os.getpid() == self._owner_pid:
             # One lent slot keeps the file, which must not keep the pages of all the others.
             for slot in slots:

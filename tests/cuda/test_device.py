@@ -98,14 +98,14 @@ def test_small_fields_are_pinned_in_one_block() -> None:
 
 def frees_at_once(monkeypatch) -> None:
     """Slots are free when their copy has been started."""
-    run = DeviceStage._run
+    run = DeviceStage.run
 
     def run_and_free(self, batch):
         copied = run(self, batch)
         self._reading.clear()
         return copied
 
-    monkeypatch.setattr(DeviceStage, "_run", run_and_free)
+    monkeypatch.setattr(DeviceStage, "run", run_and_free)
 
 
 def waits_for_no_event(monkeypatch) -> None:

@@ -115,14 +115,14 @@ def test_the_epochs_of_a_loader_share_its_devices(late: LateDevice) -> None:
 
 def frees_at_once(monkeypatch) -> None:
     """Slots are free when their copy has been started."""
-    run = DeviceStage._run
+    run = DeviceStage.run
 
     def run_and_free(self, batch):
         copied = run(self, batch)
         self._reading.clear()
         return copied
 
-    monkeypatch.setattr(DeviceStage, "_run", run_and_free)
+    monkeypatch.setattr(DeviceStage, "run", run_and_free)
 
 
 def waits_for_no_event(monkeypatch) -> None:
