@@ -91,10 +91,9 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``records``               Records and states of slots and workers (pure).
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
-``delivery``              What is said of a batch that is delivered, or raised in its place.
+``delivery``              What is said of a delivered batch, and datasets' checkpoints after it.
 ``late``                  Ends workers that hang in a sample; says what late workers are doing.
 ``failures``              Bad samples: counted, listed, limited.
-``dataset_checkpoints``   Checkpoints of the workers' datasets at the last delivered batch.
 ``texts``                 Texts of errors and log messages.
 ========================  ========================================================================
 """

@@ -1,11 +1,30 @@
-"""What an engine says of each batch that it delivers, and of what is raised in a batch's place."""
+"""What is said of each batch that is delivered, and the datasets' checkpoints after it.
+
+Checkpoints are kept of an iterable dataset, whose iterators are called streams, and of a map-style
+dataset that has a state of its own: one for each worker, or one without workers.
+
+An epoch with workers has two sets of checkpoints. One follows the workers' answers and is in the
+workers' records (:mod:`shmloader.engine.records`); a worker's replacement resumes from it. The
+other is :class:`DatasetCheckpoints`. It follows the batches that the user has received, and the
+loader's state is made from it.
+
+With ``in_order``, batches are delivered round-robin over the workers, skipping those whose streams
+have ended, however fast each worker is. So the checkpoints and the number of the next worker
+determine how an epoch continues. A stream that had ended ends again.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
-from shmloader.engine.dataset_checkpoints import DatasetUpdate
+from shmloader.batch.checkpoint import Checkpoint
+from shmloader.batch.dataset_state import Saved, dump_in_main, read
 from shmloader.insight.measurements import BatchTimes
+from shmloader.messages import Unsaved
+from shmloader.tracebacks import warn_user
+
+# From this size on, a state that is saved with each batch is warned of.
+_LARGE_BYTES = 1_000_000
 
 
 class Instead(Exception):  # noqa: N818 - never raised to the user
@@ -46,15 +65,154 @@ class Delivery(NamedTuple):
         left_out: Numbers of the tickets since the last delivery whose batches were left out, since
             all their samples failed.
         datasets: If checkpoints of the workers' datasets are kept: those after the batches that
-            were left out since the last delivery, and the one after this batch.
+            were left out since the last delivery, and the one after this batch, each with the
+            number of its worker.
         times: When the batch passed each step; None if an error was raised.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
-    datasets: Sequence[DatasetUpdate] = ()
+    datasets: Sequence[tuple[int, Checkpoint]] = ()
     times: BatchTimes | None = None
 
 
 #: Makes a :class:`Delivery` from a tuple, in a third of the time that a call of the class takes.
 delivery_of: Callable[[tuple[object, ...]], Delivery] = functools.partial(tuple.__new__, Delivery)
+
+
+class DatasetCheckpoints:
+    """The checkpoints of all workers' datasets.
+
+    Attributes:
+        checkpoints: The checkpoints, by worker number.
+        next_worker: The worker whose batch comes next; its stream may have ended.
+        base_seed: The seed from which the workers were seeded when they started; None in-process.
+
+    Args:
+        checkpoints: The initial checkpoints, by worker number.
+        next_worker: The worker whose batch comes first.
+        base_seed: The workers' base seed; None in-process.
+        worker_count: Number of workers, 0 if the only stream is in this process; None means the
+            number of checkpoints.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Iterable[Checkpoint],
+        next_worker: int = 0,
+        base_seed: int | None = None,
+        worker_count: int | None = None,
+    ) -> None:
+        self.checkpoints = tuple(checkpoints)
+        self.next_worker = next_worker
+        self.base_seed = base_seed
+        self._worker_count = len(self.checkpoints) if worker_count is None else worker_count
+
+    @classmethod
+    def at_beginning(cls, worker_count: int, base_seed: int | None = None) -> Self:
+        """Return checkpoints of streams that have not begun."""
+        return cls([Checkpoint()] * worker_count, base_seed=base_seed)
+
+    def update(self, updates: Iterable[tuple[int, Checkpoint]]) -> None:
+        """Replace checkpoints, in the order in which batches were handed over."""
+        checkpoints = list(self.checkpoints)
+        for worker_id, checkpoint in updates:
+            checkpoints[worker_id] = checkpoint
+            self.next_worker = (worker_id + 1) % len(checkpoints)
+        self.checkpoints = tuple(checkpoints)
+
+    def mark(self) -> tuple[tuple[Checkpoint, ...], int]:
+        """Return the current position, for :meth:`go_back`."""
+        return self.checkpoints, self.next_worker
+
+    def go_back(self, mark: tuple[tuple[Checkpoint, ...], int]) -> None:
+        """Undo what was updated since the mark, which did not reach the user."""
+        self.checkpoints, self.next_worker = mark
+
+    def end_epoch(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Replace all checkpoints by those with which the next epoch begins."""
+        self.checkpoints, self.next_worker = tuple(checkpoints), 0
+
+    def dump(
+        self, save_first: Callable[[], Saved | Unsaved | None] = lambda: None
+    ) -> dict[str, Any]:
+        """Return all that is needed to resume, as a new dict.
+
+        It holds plain numbers, texts and lists, except for ``state``, which is what the user's
+        ``state_dict()`` returned.
+
+        Args:
+            save_first: Returns the state with which a worker's dataset began. It is called if a
+                worker has not sent a state yet.
+
+        Raises:
+            RuntimeError: If the state of a dataset could not be taken or pickled.
+            Exception: What unpickling the user's state raises.
+        """
+        for unsaved in (each.unsaved for each in self.checkpoints if each.unsaved is not None):
+            raise RuntimeError(unsaved.text)
+        first = save_first() if any(each.snapshot is None for each in self.checkpoints) else None
+        dumped = []
+        for each in self.checkpoints:
+            saved = read(each.snapshot) or (first if isinstance(first, Saved) else None)
+            snapshot = None if saved is None else {"at": each.at, **saved._asdict()}
+            plain = {"given": each.given, "check": each.check, "rng": list(each.rng)}
+            dumped.append({**plain, "snapshot": snapshot})
+        return {
+            "num_workers": self._worker_count,
+            "next_worker": self.next_worker,
+            "base_seed": self.base_seed,
+            "checkpoints": dumped,
+        }
+
+    @classmethod
+    def load(cls, state: dict[str, Any], worker_count: int) -> Self:
+        """Return checkpoints from what :meth:`dump` returned, without references to it.
+
+        Args:
+            state: What :meth:`dump` returned.
+            worker_count: Number of workers of the loader that is to resume; 0 in-process.
+
+        Raises:
+            ValueError: If the state was saved with another number of workers.
+            Exception: What pickling the user's state raises.
+        """
+        count = state["num_workers"]
+        if count != worker_count:
+            raise ValueError(
+                f"the state does not fit this loader:\n- num_workers: {count} in the state, "
+                f"{worker_count} in this loader. Each worker's dataset has a state of its own: "
+                f"set num_workers={count}, or start the epoch from the beginning."
+            )
+        checkpoints = map(_load_checkpoint, state["checkpoints"])
+        return cls(checkpoints, state["next_worker"], state["base_seed"], worker_count)
+
+
+def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
+    at, snapshot = 0, None
+    if state["snapshot"] is not None:
+        fields = dict(state["snapshot"])
+        at, snapshot = fields.pop("at"), dump_in_main(Saved(**fields))
+    return Checkpoint(state["given"], snapshot, at, state["check"], tuple(state["rng"]))
+
+
+class StateCost:
+    """Warns once if the states of a loader's dataset are large.
+
+    Attributes:
+        is_watched: Whether to warn: not if the user has set ``snapshot_every_n_steps``.
+    """
+
+    is_watched, _has_warned = True, False
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Look at the checkpoint after a batch."""
+        nbytes = len(checkpoint.snapshot or b"")
+        if self.is_watched and not self._has_warned and nbytes >= _LARGE_BYTES:
+            self._has_warned = True
+            warn_user(
+                f"the loader saves the state of the dataset, which costs {nbytes / 1e6:.1f} MB "
+                "with each batch. Set snapshot_every_n_steps=0 if no state "
+                "is needed. For an iterable dataset, 100 saves it rarely; 1 saves it for each "
+                "batch without this warning."
+            )

@@ -20,8 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
-from shmloader.engine.delivery import Delivery, Instead, delivery_of
+from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.late import end_hanging, late_batch, late_start
 from shmloader.engine.records import DEAD, LOST
@@ -458,7 +457,7 @@ class Engine:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         left_out, self._left_out = self._left_out, []
         updates = [
-            DatasetUpdate(one.worker_id, one.checkpoint)
+            (one.worker_id, one.checkpoint)
             for one in (*left_out, ticket)
             if one.checkpoint is not None
         ]
@@ -609,8 +608,7 @@ class Engine:
         scheduler = self._scheduler
         state = None
         if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
-            state_ns = getattr(answer, "state_ns", 0)
-            state = answer.snapshot, getattr(answer, "fingerprint", None), state_ns
+            state = answer.snapshot, getattr(answer, "fingerprint", None)
         has_taker = self._pool.has_queue and worker_id != UNASSIGNED
         scheduler.answered(seq, epoch, answer, taker=worker_id if has_taker else None, state=state)
 

@@ -230,7 +230,7 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        state: tuple[bytes | Unsaved | None, int | None, int] | None = None,
+        state: tuple[bytes | Unsaved | None, int | None] | None = None,
     ) -> Ticket:
         """Record the answer to a ticket: a batch or an error.
 

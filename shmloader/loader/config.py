@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, StateCost
+from shmloader.engine.delivery import DatasetCheckpoints, StateCost
 from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share

@@ -18,7 +18,7 @@ from shmloader.device.backend import current_index
 from shmloader.device.device import DevicesStage, DeviceStage
 from shmloader.device.stage import PinStage, Stage
 from shmloader.device.thread import StagedEngine
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.interruptions import Caught, Suppressed, attempt

@@ -33,8 +33,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.batch.collator import bytes_of
 from shmloader.batch.sample_rng import base_seed
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
-from shmloader.engine.delivery import Delivery, Instead, unwrapped
+from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, unwrapped
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
@@ -368,8 +367,8 @@ class BatchIterator(_BaseDataLoaderIter):
         """Count what the states of datasets cost, and adapt the number of workers."""
         times: Any = delivery.times
         busy_ns = sum((times if self._opened is None else times.work)[1:4])
-        for update in delivery.datasets:
-            self._parts.state_cost.add(update.checkpoint, busy_ns)
+        for _, checkpoint in delivery.datasets:
+            self._parts.state_cost.add(checkpoint)
         if self._adapter is not None:
             wanted = self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns)
             if wanted != self._wanted:

@@ -9,7 +9,6 @@ dataset then finds the process's global generators in the states of the earlier 
 process's own states are restored after the batch.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from shmloader.batch.dataset_state import (
 )
 from shmloader.batch.failures import SampleReport
 from shmloader.batch.maker import BatchMaker
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints, DatasetUpdate
+from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.memory.collate import is_plain
 from shmloader.messages import Unsaved
@@ -48,7 +47,7 @@ class LocalDataset:
         self._is_iterable = config.fetch.is_iterable
         self._draws = self._is_iterable and config.fetch.seed is None
         self._resumed = parts.pop_resumed()
-        self.updates: tuple[DatasetUpdate, ...] = ()
+        self.updates: tuple[tuple[int, Checkpoint], ...] = ()
         if self._resumed is not None and not self._is_iterable:
             with kept():  # the state is loaded again before the first sample
                 load_dataset(config.dataset, read(self._resumed.checkpoints[0].snapshot))
@@ -95,14 +94,11 @@ class LocalDataset:
             assert self._maker is not None
             return self._maker.make(indices)
         finally:
-            began_ns = time.monotonic_ns()
             (checkpoint,) = self.checkpoints.checkpoints
             snapshot, fingerprint = self._state(checkpoint.given + 1), None
             if self._is_iterable and self._maker is not None:
                 fingerprint = self._maker.fetcher.fingerprint
-            state_ns = time.monotonic_ns() - began_ns
-            after = checkpoint.after_batch(snapshot, fingerprint, state_ns)
-            self.updates = (DatasetUpdate(0, after),)
+            self.updates = ((0, checkpoint.after_batch(snapshot, fingerprint)),)
 
     def _add_rng(self, checkpoint: Checkpoint, at_start: dict[str, Any]) -> None:
         """Save the generators' states: the dataset may draw its order with its first sample."""

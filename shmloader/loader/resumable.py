@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from shmloader.batch.dataset_state import Saved, save_dataset
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts

@@ -165,7 +165,7 @@ class BatchServer:
         if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
             return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
         answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
-        answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
+        answer.fingerprint = fingerprint
         return pack(Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:

@@ -6,7 +6,6 @@ epoch, in the order of the tasks.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -46,7 +45,6 @@ class WorkerDataset:
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
         has_ended: Whether the iterable dataset is exhausted in this epoch.
-        state_ns: How long it took to take the last snapshot, in nanoseconds.
         fingerprint: Fingerprint of a batch. The caller sets it to None before it loads a batch; it
             stays None if none is taken or its samples were not read.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
@@ -97,7 +95,6 @@ class WorkerDataset:
         # Number of batches that were made, or failed, in this epoch: in this worker and in its
         # predecessors.
         self._given = 0
-        self.state_ns = 0
 
     # Getting ready -----------------------------------------------------------------------
 
@@ -296,9 +293,7 @@ class WorkerDataset:
         if not every or self.error is not None or (is_iterable and self._given % every):
             return None
         assert self._maker is not None
-        began_ns = time.monotonic_ns()
         state: _T | Unsaved | None = self._maker.save(keep)
-        self.state_ns = time.monotonic_ns() - began_ns
         return state
 
     def pop_report(self) -> SampleReport | None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.engine.dataset_checkpoints import DatasetCheckpoints
+from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.loader import config
 from shmloader.loader.config import LEND_LIMIT
 from shmloader.loader.options import MINIMUM_SLOT_BYTES
