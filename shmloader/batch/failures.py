@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 import cloudpickle
 from torch._utils import KeyErrorMessage
 
+from shmloader.grammar import format_for_user
 from shmloader.interruptions import Suppressed
 from shmloader.sampling.indices import without_position
-from shmloader.tracebacks import format_for_user
 
 #: How a sample that fails is handled. A function gets the sample's index and the exception, and
 #: returns another sample.

@@ -92,8 +92,7 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
 ``delivery``              What is said of a delivered batch, and datasets' checkpoints after it.
-``late``                  Ends workers that hang in a sample; says what late workers are doing.
 ``failures``              Bad samples: counted, listed, limited.
-``texts``                 Texts of errors and log messages.
+``workers``               Says what workers do and how they ended; ends those that hang.
 ========================  ========================================================================
 """

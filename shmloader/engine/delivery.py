@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Self
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import Saved, dump_in_main, read
+from shmloader.grammar import warn_user
 from shmloader.insight.measurements import BatchTimes
 from shmloader.messages import Unsaved
-from shmloader.tracebacks import warn_user
 
 # From this size on, a state that is saved with each batch is warned of.
 _LARGE_BYTES = 1_000_000

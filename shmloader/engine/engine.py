@@ -22,14 +22,16 @@ from typing import NoReturn, cast
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
 from shmloader.engine.failures import FailureWatch
-from shmloader.engine.late import end_hanging, late_batch, late_start
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
-from shmloader.engine.texts import (
+from shmloader.engine.workers import (
     describe_death,
     describe_loading,
     describe_restart,
     describe_ticket,
+    end_hanging,
+    late_batch,
+    late_start,
 )
 from shmloader.errors import (
     ITERATOR_CLOSED,

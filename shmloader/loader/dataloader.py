@@ -27,6 +27,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
+from shmloader.grammar import warn_user
 from shmloader.insight.record import sum_of
 from shmloader.insight.sums import Sums
 from shmloader.interruptions import probe
@@ -54,7 +55,6 @@ from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
 from shmloader.sampling.rollover import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
-from shmloader.tracebacks import warn_user
 
 if TYPE_CHECKING:
     from shmloader.insight.stats import LoaderStats

@@ -21,6 +21,7 @@ from shmloader.device.thread import StagedEngine
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
+from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import do_nothing
@@ -35,7 +36,6 @@ from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.shared.sharing import describe_many
-from shmloader.tracebacks import warn_user
 
 
 @dataclass(slots=True)

@@ -36,13 +36,13 @@ from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, unwrapped
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.grammar import user_part
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import InlineEngine, do_nothing, make_step
 from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
-from shmloader.tracebacks import user_part
 
 _REPLACED = (
     "load_state_dict() was called after this iterator was made: call iter() of the loader again, "

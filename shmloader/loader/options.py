@@ -36,10 +36,10 @@ from torch.utils.data.datapipes.datapipe import (
     _MapDataPipeSerializationWrapper,
 )
 
+from shmloader.grammar import warn_user
 from shmloader.interruptions import probe
 from shmloader.pools.adapting import AutoCount
 from shmloader.sampling.steps import LastBatch
-from shmloader.tracebacks import warn_user
 
 #: Whether each rank has its own workers, or all ranks of a host share workers.
 WorkerScope = Literal["rank", "host"]

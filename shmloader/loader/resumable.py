@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from shmloader.batch.dataset_state import Saved, save_dataset
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
+from shmloader.grammar import warn_user
 from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
 from shmloader.loader.options import WRAPPED_DATA_PIPES, SnapshotInterval
@@ -37,7 +38,6 @@ from shmloader.sampling.seeded_samplers import (
     SeededSequentialSampler,
 )
 from shmloader.sampling.steps import Cut, LastBatch
-from shmloader.tracebacks import warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)
 

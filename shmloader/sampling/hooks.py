@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Subset
 
+from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, attempt, probe
 from shmloader.messages import Unsaved
-from shmloader.tracebacks import warn_user
 
 _T = TypeVar("_T")
 

@@ -8,8 +8,8 @@ from torch.utils.data import default_collate
 from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
+from shmloader.grammar import format_for_user, user_part
 from shmloader.sampling.checks import whole_number
-from shmloader.tracebacks import format_for_user, user_part
 
 
 class Dataset:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shmloader.engine.late import end_hanging, late_batch
 from shmloader.engine.scheduler import Scheduler
+from shmloader.engine.workers import end_hanging, late_batch
 from shmloader.pools.status_page import AtWork, Phase
 
 TIMEOUT_S = 60.0

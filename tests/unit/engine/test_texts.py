@@ -4,7 +4,7 @@ import pytest
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.scheduler import Ticket
-from shmloader.engine.texts import (
+from shmloader.engine.workers import (
     describe_death,
     describe_end,
     describe_hang,
