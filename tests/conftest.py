@@ -9,7 +9,6 @@ import gc
 import itertools
 import os
 import signal
-import time
 from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -33,7 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Processes are reaped and threads end a little after what they served.
 GRACE_S = 5.0
-POLL_S = 0.01
 
 OUTCOME = pytest.StashKey[bool]()
 
@@ -145,12 +143,8 @@ def nothing_remains(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if not request.node.stash.get(OUTCOME, False):
         return
-    deadline = time.monotonic() + GRACE_S
-    while remaining := Holdings.now().beyond(before):
-        if time.monotonic() > deadline:
-            pytest.fail(
-                f"I8: {GRACE_S:g} s after the test there remained\n  " + "\n  ".join(remaining),
-                pytrace=False,
-            )
-        gc.collect()
-        time.sleep(POLL_S)
+    if remaining := before.left(GRACE_S):
+        pytest.fail(
+            f"I8: {GRACE_S:g} s after the test there remained\n  " + "\n  ".join(remaining),
+            pytrace=False,
+        )

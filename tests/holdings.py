@@ -3,9 +3,11 @@
 Read by the check of invariant I8 after each test, and inside each trial of the fault campaign.
 """
 
+import gc
 import os
 import re
 import threading
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -44,6 +46,14 @@ class Holdings:
             # Only for new files, since this may look at every process of the machine.
             and not (isinstance(key, Path) and _is_of_strangers(key))
         ]
+
+    def left(self, within_s: float) -> list[str]:
+        """Wait until nothing beyond this is held; return what still is after so many seconds."""
+        deadline = time.monotonic() + within_s
+        while (left := Holdings.now().beyond(self)) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        return left
 
 
 def _processes() -> dict[object, str]:

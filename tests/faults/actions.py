@@ -206,7 +206,15 @@ def stop_worker() -> None:
     _signal_worker(signal.SIGSTOP)
 
 
-# The consumer ----------------------------------------------------------------------------------
+# The consumer, and faults beside it ------------------------------------------------------------
 
 keeps = _once(lambda: consumer.update(keeps=True))
 slow = _once(lambda: consumer.update(slow=True))
+
+
+def __getattr__(name: str) -> Callable[[], None]:
+    """Return ``during_X``: fault X, taken by a new thread while the one at the point goes on."""
+    if not name.startswith("during_"):
+        raise AttributeError(name)
+    action = globals()[name.removeprefix("during_")]
+    return lambda: threading.Thread(target=action, daemon=True).start()

@@ -9,11 +9,12 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.faults import docs
-from tests.faults.cells import Cell, all_cells, cell_of, pairwise
+from tests.faults.cells import FAULTS, METHODS, MODES, POINTS, Cell, all_cells, cell_of, pairwise
 from tests.faults.harness import Starter, Verdict, run_trial
 
 # Rough cost of a trial in seconds of CPU time, by start method, to choose the sample.
@@ -57,13 +58,8 @@ def run_cells(
     for thread in threads:
         thread.start()
     try:
-        running = jobs
-        while running:
-            verdict = verdicts.get()
-            if verdict is None:
-                running -= 1
-            else:
-                yield verdict
+        for _ in threads:
+            yield from iter(verdicts.get, None)
     finally:
         stopping.set()
         for thread in threads:
@@ -81,32 +77,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=0, help="start none after so long; in mixed order"
     )
-    parser.add_argument("--record", metavar="FILE", help="append verdicts; run what it lacks")
+    parser.add_argument(
+        "--record", metavar="FILE", type=Path, help="append verdicts; run what it lacks"
+    )
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     parser.add_argument("-x", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 
 
-def _read_record(record: Path | None) -> dict[str, bool]:
-    """Return the cells that were run before, and whether each was always right."""
-    known: dict[str, bool] = {}
-    if record is not None and record.exists():
-        for line in record.read_text().splitlines():
-            name, problems, _ = json.loads(line)
-            known[name] = known.get(name, True) and not problems
-    return known
-
-
 def main() -> None:
     """Run what the command line names; exit with 1 if anything fails."""
     options = _arguments()
-    cells = all_cells()
-    if options.sample:
-        cells = list(pairwise(cells, COST))
+    cells = list(pairwise(all_cells(), COST)) if options.sample else all_cells()
     if options.patterns:
         cells = [c for c in cells if any(fnmatch.fnmatch(c.id, p) for p in options.patterns)]
-    record = Path(options.record) if options.record else None
-    known = _read_record(record)
+    # The cells that were run, and whether each was always right.
+    known: dict[str, bool] = {}
+    if options.record and options.record.exists():
+        for line in options.record.read_text().splitlines():
+            name, problems, _ = json.loads(line)
+            known[name] = known.get(name, True) and not problems
     cells = [cell for cell in cells if cell.id not in known] * options.repeat
     if options.minutes:
         cells.sort(key=lambda cell: cell.lot)
@@ -120,26 +110,58 @@ def main() -> None:
         timer = threading.Timer(options.minutes * 60, stopping.set)
         timer.daemon = True
         timer.start()
-    for number, verdict in enumerate(
-        run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping), 1
-    ):
-        failed += bool(verdict.problems)
-        known[verdict.cell.id] = not verdict.problems and known.get(verdict.cell.id, True)
-        if record is not None:
-            with record.open("a") as file:
-                line = [verdict.cell.id, verdict.problems, round(verdict.elapsed_s, 2)]
-                print(json.dumps(line), file=file)
-        mark = "FAILED" if verdict.problems else "right"
+    verdicts = run_cells(cells, jobs=options.jobs, is_fresh=not options.template, stopping=stopping)
+    for number, verdict in enumerate(verdicts, 1):
+        name, problems = verdict.cell.id, verdict.problems
+        failed += bool(problems)
+        known[name] = not problems and known.get(name, True)
+        if options.record:
+            with options.record.open("a") as file:
+                print(json.dumps([name, problems, round(verdict.elapsed_s, 2)]), file=file)
         print(
-            f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {verdict.cell.id}: {mark} "
-            f"in {verdict.elapsed_s:.1f} s {verdict.measured or ''}",
+            f"{number}/{len(cells)} {time.monotonic() - began:.0f} s  {name}: "
+            f"{'FAILED' if problems else 'right'} in {verdict.elapsed_s:.1f} s "
+            f"{verdict.measured or ''}",
+            *[problem.replace("\n", "\n      ") for problem in problems],
+            sep="\n    ",
             flush=True,
         )
-        for problem in verdict.problems:
-            print("   ", problem.replace("\n", "\n      "), flush=True)
         if failed and options.x:
             stopping.set()
     print(f"{failed} failed")
     if options.docs:
-        docs.write_campaign([(cell_of(name), right) for name, right in known.items()])
+        _write_docs({cell_of(name): is_right for name, is_right in known.items()})
     sys.exit(bool(failed))
+
+
+def _write_docs(results: dict[Cell, bool]) -> None:
+    """Write the table of faults and points into the docs; ``results``: whether each was right."""
+    counts = Counter((cell.fault.name, cell.point.name) for cell in results)
+    right = Counter((cell.fault.name, cell.point.name) for cell, good in results.items() if good)
+    parts = Counter(part for cell in results for part in (cell.method, cell.mode.name))
+
+    def listed(order: Iterable[str]) -> str:
+        return ", ".join(f"{name} {parts[name]}" for name in order if parts[name])
+
+    def field(fault: str, point: str) -> str:
+        good, count = right[fault, point], counts[fault, point]
+        return f"{good} / {count}" if good < count else str(count or "")
+
+    faults = [name for name in FAULTS if any(fault == name for fault, _ in counts)]
+    points = [name for name in POINTS if any(point == name for _, point in counts)]
+    docs.write(
+        "campaign",
+        f"{docs.where_and_when()}. **{len(results)} of {len(all_cells())} cells were run: "
+        f"{right.total()} right, {len(results) - right.total()} not.**",
+        "",
+        f"By start method: {listed(METHODS)}. By mode: {listed(MODES)}.",
+        "",
+        "A number is how many trials of this fault at this point were right, over all start "
+        "methods and modes. Where some were not, the field has two numbers: right / all. In an "
+        "empty field, the fault and the point do not combine.",
+        "",
+        *docs.table(
+            ["fault", *points],
+            [[fault, *[field(fault, point) for point in points]] for fault in faults],
+        ),
+    )

@@ -42,7 +42,6 @@ class Fault:
         code: Exit code of a process that it ends; negative for a signal.
         raises: Name of the exception's class, if it raises one.
         arrives_as: Name of the class that a worker's exception has in the main process.
-        only_user_code: Whether only the user's own code can raise it.
         noise: Regular expression of what libraries may write to stderr because of it.
     """
 
@@ -51,7 +50,6 @@ class Fault:
     code: int = 0
     raises: str = ""
     arrives_as: str = ""
-    only_user_code: bool = False
     noise: str = ""
 
 
@@ -74,21 +72,17 @@ _FAULTS = [
     # PyTorch's cpuinfo reads this file when a process first computes in parallel.
     Fault("emfile", Kind.STARVES, noise=r"Error in cpuinfo: [^\n]*/proc/cpuinfo\n?"),
     Fault("memory", Kind.RAISES, 1, "MemoryError", "MemoryError"),
-    Fault("sys-exit", Kind.RAISES, 4, "SystemExit", "RuntimeError", only_user_code=True),
-    *(
-        Fault(name, Kind.RAISES, 1, raised, arrives_as, only_user_code=True)
-        for name, raised, arrives_as in [
-            ("plain", "ValueError", "ValueError"),
-            ("two-arguments", "TwoArgumentsError", "RuntimeError"),
-            ("unpicklable", "UnpicklableError", "UnpicklableError"),
-            ("failing-str", "FailingStrError", "FailingStrError"),
-            ("local", "LocalError", "LocalError"),
-            ("long", "ValueError", "ValueError"),
-            ("stop-iteration", "StopIteration", "RuntimeError"),
-            ("keyboard-interrupt", "KeyboardInterrupt", "RuntimeError"),
-            ("generator-exit", "GeneratorExit", "RuntimeError"),
-        ]
-    ),
+    # Only the user's own code raises those that follow.
+    Fault("sys-exit", Kind.RAISES, 4, "SystemExit", "RuntimeError"),
+    Fault("plain", Kind.RAISES, 1, "ValueError", "ValueError"),
+    Fault("two-arguments", Kind.RAISES, 1, "TwoArgumentsError", "RuntimeError"),
+    Fault("unpicklable", Kind.RAISES, 1, "UnpicklableError", "UnpicklableError"),
+    Fault("failing-str", Kind.RAISES, 1, "FailingStrError", "FailingStrError"),
+    Fault("local", Kind.RAISES, 1, "LocalError", "LocalError"),
+    Fault("long", Kind.RAISES, 1, "ValueError", "ValueError"),
+    Fault("stop-iteration", Kind.RAISES, 1, "StopIteration", "RuntimeError"),
+    Fault("keyboard-interrupt", Kind.RAISES, 1, "KeyboardInterrupt", "RuntimeError"),
+    Fault("generator-exit", Kind.RAISES, 1, "GeneratorExit", "RuntimeError"),
     Fault("kill-worker", Kind.KILLS_WORKER, -signal.SIGKILL),
     Fault("stop-worker", Kind.STOPS_WORKER),
     Fault("keeps", Kind.CONSUMES),
@@ -170,11 +164,6 @@ _POINTS = [
 ]
 POINTS = {point.name: point for point in _POINTS}
 
-# Points at which no batch is waited for any more.
-_AFTERWARDS = {"stop", "main-close", "main-exit", "main-abandoned", "main-held"}
-# Points where our code raises nothing, and could not recover from an exception.
-_SIGNALS_ONLY = {"main-exit", "main-deliver", "main-return"}
-
 
 @dataclass(frozen=True, eq=False)
 class Mode:
@@ -183,9 +172,8 @@ class Mode:
     Attributes:
         name: Name in tables.
         options: Keyword arguments of the loader.
-        prepare: Name of a function of the trial, called before the loader is made; "" for none.
-        has_thread: Whether batches pass through a thread of ours.
-        restarts: Whether a dead worker is replaced.
+        prepare: Name of a function of the trial that simulates a device, for whose sake batches
+            pass through a thread of ours; "" for none.
         epoch: The epoch in which the fault is taken, if the point is reached in each epoch.
         is_dynamic: Whether a batch goes to whichever worker is idle, and not to each in turn.
     """
@@ -193,24 +181,21 @@ class Mode:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
-    has_thread: bool = False
-    restarts: bool = False
     epoch: int = 0
     is_dynamic: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a dead worker is replaced."""
+        return "worker_restarts" in self.options
 
 
 _MODES = [
     Mode("plain"),
-    Mode("pin_memory", {"pin_memory": True}, "simulate_pinning", has_thread=True),
-    Mode("device", {"device": "simulated"}, "simulate_device", has_thread=True),
-    Mode("restarts", {"worker_restarts": 2}, restarts=True),
-    Mode(
-        "pin_restarts",
-        {"pin_memory": True, "worker_restarts": 2},
-        "simulate_pinning",
-        has_thread=True,
-        restarts=True,
-    ),
+    Mode("pin_memory", {"pin_memory": True}, "simulate_pinning"),
+    Mode("device", {"device": "simulated"}, "simulate_device"),
+    Mode("restarts", {"worker_restarts": 2}),
+    Mode("pin_restarts", {"pin_memory": True, "worker_restarts": 2}, "simulate_pinning"),
     Mode("persistent", {"persistent_workers": True}, epoch=1),
     # An idle worker takes the oldest ticket, and the engine has a thread of its own.
     Mode("seed", {"seed": 5}, is_dynamic=True),
@@ -233,84 +218,58 @@ class Effect(enum.Enum):
     ENDED = "the main process ends with the right code, quietly"
 
 
+# The effects: "FAULTS at POINTS: EFFECT". The first line holds that names the fault or its kind,
+# and the point or its place, also as "MODE/POINT". "-", or no line: these do not combine.
+#
+# A persistent loader keeps its iterator; and if a worker's init raises, each of its epochs fails.
+# At main-exit, -deliver and -return our code raises nothing, and could not recover from it.
+_EFFECTS = """
+ANY at persistent/main-abandoned persistent/main-held: -
+RAISES at persistent/init: -
+
+ENDS STOPS memory at stop: UNSEEN
+ENDS at WORKER USER: TOLD
+RAISES gil STARVES at during: -
+RAISES at USER: FAILED
+memory at write: FAILED
+memory at WORKER: TOLD
+sigstop at WORKER USER: LATE
+gil at WORKER USER: DELAYED
+STARVES at stop: -
+STARVES at WORKER USER: STARVED
+
+CONSUMES at consumer: UNSEEN
+ANY at consumer: -
+memory sys-exit at main-thread: LEFT
+sys-exit at CONSUMER: ENDED
+RAISES at CONSUMER main-exit main-deliver main-return: -
+sys-exit at MAIN: ENDED
+memory plain at MAIN: RAISED
+ctrl-c at ANY: ENDED
+sigint at ANY: INTERRUPTED
+fork-exit at MAIN CONSUMER: -
+ENDS at MAIN CONSUMER: ENDED
+STARVES KILLS_WORKER STOPS_WORKER at main-close main-exit main-abandoned main-held: UNSEEN
+STARVES at MAIN CONSUMER: STARVED
+KILLS_WORKER at MAIN CONSUMER: TOLD
+STOPS_WORKER at MAIN CONSUMER: LATE
+"""
+_RULES = [
+    ({*faults.split()}, {*points.split()}, Effect.__members__.get(effect))
+    for faults, points, effect in re.findall("(.+) at (.+): (.+)", _EFFECTS)
+]
+
+
 def effect_of(fault: Fault, point: Point, mode: Mode) -> Effect | None:
     """Return the required effect of a cell; None if its parts do not combine."""
-    if point.name == "main-stage" and not mode.has_thread:
+    if point.name == "main-stage" and not mode.prepare:
         return None
-    if mode.name == "persistent" and point.name in {"main-abandoned", "main-held"}:
-        return None  # the loader keeps the iterator
-    if mode.name == "persistent" and point.name == "init" and fault.kind is Kind.RAISES:
-        return None  # the worker never gets ready: each epoch fails
-    match point.place:
-        case Place.WORKER | Place.USER:
-            return _effect_in_worker(fault, point)
-        case Place.MAIN:
-            return _effect_in_main(fault, point)
-        case Place.CONSUMER:
-            return _effect_in_consumer(fault, point)
-
-
-def _effect_in_worker(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
-    is_users = point.place is Place.USER
-    match fault.kind:
-        case Kind.ENDS:
-            return Effect.UNSEEN if point.name == "stop" else Effect.TOLD
-        case Kind.RAISES:
-            if point.name == "during" or (fault.only_user_code and not is_users):
-                return None
-            if is_users or point.name == "write":
-                return Effect.FAILED
-            return Effect.UNSEEN if point.name == "stop" else Effect.TOLD
-        case Kind.STOPS:
-            if fault.name == "gil" and point.name == "during":
-                return None
-            if point.name == "stop":
-                return Effect.UNSEEN
-            return Effect.LATE if fault.name == "sigstop" else Effect.DELAYED
-        case Kind.INTERRUPTS:
-            return Effect.ENDED if fault.name == "ctrl-c" else Effect.INTERRUPTED
-        case Kind.STARVES:
-            return None if point.name in {"during", "stop"} else Effect.STARVED
-        case _:
-            return None
-
-
-def _effect_in_main(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
-    match fault.kind:
-        case Kind.ENDS:
-            return None if fault.name == "fork-exit" else Effect.ENDED
-        case Kind.RAISES:
-            if point.name in _SIGNALS_ONLY:
-                return None
-            if fault.name == "sys-exit":
-                return Effect.ENDED
-            return Effect.RAISED if fault.name in {"memory", "plain"} else None
-        case Kind.INTERRUPTS:
-            return Effect.ENDED if fault.name == "ctrl-c" else Effect.INTERRUPTED
-        case Kind.STARVES:
-            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.STARVED
-        case Kind.KILLS_WORKER:
-            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.TOLD
-        case Kind.STOPS_WORKER:
-            return Effect.UNSEEN if point.name in _AFTERWARDS else Effect.LATE
-        case _:
-            return None
-
-
-def _effect_in_consumer(fault: Fault, point: Point) -> Effect | None:  # noqa: PLR0911 - a table
-    if fault.kind is Kind.CONSUMES:
-        return Effect.UNSEEN if point.name == "consumer" else None
-    if point.name == "consumer":
-        return None
-    if fault.kind is Kind.RAISES:
-        if fault.name not in {"memory", "sys-exit"}:
-            return None
-        if point.name == "main-thread":
-            return Effect.LEFT
-        return Effect.ENDED if fault.name == "sys-exit" else None
-    if fault.kind is Kind.INTERRUPTS and fault.name == "ctrl-c":
-        return Effect.ENDED
-    return _effect_in_main(fault, point)
+    of_fault = {fault.name, fault.kind.name, "ANY"}
+    of_point = {point.name, point.place.name, f"{mode.name}/{point.name}", "ANY"}
+    for faults, points, effect in _RULES:
+        if not faults.isdisjoint(of_fault) and not points.isdisjoint(of_point):
+            return effect
+    return None
 
 
 @dataclass(frozen=True)
@@ -340,11 +299,6 @@ class Cell:
         return effect
 
     @property
-    def nth(self) -> int:
-        """At which arrival at the point the fault is taken, from 1."""
-        return self.point.nth + self.mode.epoch * self.point.per_epoch
-
-    @property
     def fault_epoch(self) -> int:
         """The number of the epoch in which the fault is taken."""
         return self.mode.epoch if self.point.per_epoch else 0
@@ -352,14 +306,20 @@ class Cell:
     @property
     def variable(self) -> str:
         """Value of ``SHMLOADER_FAULT``."""
-        module = "during" if self.point.name == "during" else "actions"
-        action = f"tests.faults.{module}.{self.fault.name.replace('-', '_')}"
-        return f"{self.point.env}:{self.nth}:{action}"
+        prefix = "during_" if self.point.name == "during" else ""
+        action = f"tests.faults.actions.{prefix}{self.fault.name.replace('-', '_')}"
+        nth = self.point.nth + self.mode.epoch * self.point.per_epoch
+        return f"{self.point.env}:{nth}:{action}"
+
+    @property
+    def is_interrupt_at_exit(self) -> bool:
+        """Whether a Ctrl-C comes when the program is at its end. Python prints it, and goes on."""
+        return self.fault.kind is Kind.INTERRUPTS and self.point.name == "main-exit"
 
     @property
     def exit_code(self) -> int:
         """Exit code with which the trial's main process must end."""
-        if self.effect is not Effect.ENDED:
+        if self.effect is not Effect.ENDED or self.is_interrupt_at_exit:
             return 0
         return -signal.SIGINT if self.fault.name == "ctrl-c" else self.fault.code
 
@@ -372,12 +332,15 @@ class Cell:
         return BATCHES
 
     @property
-    def is_told_by_python(self) -> bool:
-        """Whether a process may end with a traceback of the fault, which the user should see."""
+    def traceback(self) -> str:
+        """The exception with whose traceback a process may end, as the user should see; or ""."""
         fault, point = self.fault, self.point
-        if fault.name == "ctrl-c" or fault.kind is Kind.STARVES:
-            return True
-        return fault.kind is Kind.RAISES and point.place is Place.WORKER and point.name != "write"
+        if fault.name == "ctrl-c" or self.is_interrupt_at_exit:
+            return "KeyboardInterrupt"
+        if fault.kind is Kind.STARVES:
+            return "OSError"
+        is_ours = point.place is Place.WORKER and point.name != "write"
+        return fault.raises if is_ours else ""
 
 
 def cell_of(text: str) -> Cell:
@@ -386,16 +349,13 @@ def cell_of(text: str) -> Cell:
     Raises:
         ValueError: If there is no such cell.
     """
-    match = re.fullmatch(r"([\w-]+)@([\w-]+)-(\w+)-(\w+)", text)
-    try:
-        if match is None:
-            raise KeyError(text)
-        cell = Cell(FAULTS[match[1]], POINTS[match[2]], match[3], MODES[match[4]])
-    except KeyError:
-        raise ValueError(f"there is no cell {text!r}") from None
-    if cell.method not in METHODS or effect_of(cell.fault, cell.point, cell.mode) is None:
-        raise ValueError(f"there is no cell {text!r}")
-    return cell
+    fault, _, rest = text.partition("@")
+    point, method, mode = [*rest.rsplit("-", 2), "", ""][:3]
+    if fault in FAULTS and point in POINTS and method in METHODS and mode in MODES:
+        cell = Cell(FAULTS[fault], POINTS[point], method, MODES[mode])
+        if effect_of(cell.fault, cell.point, cell.mode):
+            return cell
+    raise ValueError(f"there is no cell {text!r}")
 
 
 def all_cells() -> list[Cell]:
@@ -409,26 +369,16 @@ def all_cells() -> list[Cell]:
     ]
 
 
-Pair = tuple[str, str, str]
-
-
-def pairs_of(cell: Cell) -> list[Pair]:
+def pairs_of(cell: Cell) -> list[tuple[str, ...]]:
     """Return the pairs of parts of a cell that the sample must cover.
 
     Every fault at every point would take more than three minutes. So the sample covers each fault
     in each place, each kind of fault at each point, and both kinds and places with each start
     method and mode.
     """
-    fault, point = cell.fault, cell.point
-    kind, place = fault.kind.name, point.place.name
-    return [
-        ("fault and place", fault.name, place),
-        ("kind and point", kind, point.name),
-        ("kind and method", kind, cell.method),
-        ("place and method", place, cell.method),
-        ("kind and mode", kind, cell.mode.name),
-        ("place and mode", place, cell.mode.name),
-    ]
+    kind, place = cell.fault.kind.name, cell.point.place.name
+    modes = [(part, other) for part in (kind, place) for other in (cell.method, cell.mode.name)]
+    return [(cell.fault.name, place), (kind, cell.point.name), *modes]
 
 
 def pairwise(cells: Iterable[Cell], cost: dict[str, int]) -> Iterator[Cell]:

@@ -7,12 +7,10 @@ wrong bytes or at a wrong place. A leak is what a program still holds, or leaves
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults import docs
-from tests.faults.harness import Starter, is_server, session_of, stacks_of
+from tests.faults.harness import Starter, is_server, options_of, session_of, stacks_of
 
 # Within so many seconds a program must make a step. A worker that is spawned imports torch.
 _STALL_S = {"fork": 20.0, "spawn": 90.0, "forkserver": 90.0}
@@ -82,7 +80,10 @@ class Chaos:
                 with self._lock:
                     number = self._programs
                     self._programs += 1
-                _Program(self, starter, number).run()
+                with tempfile.TemporaryDirectory(
+                    prefix="shmloader-chaos-", ignore_cleanup_errors=True
+                ) as name:
+                    _Program(self, starter, number, Path(name)).run()
         finally:
             starter.close()
 
@@ -92,13 +93,13 @@ class Chaos:
         found = Counter(problem.partition(":")[0] for _, problem in self.problems)
         return ", ".join(f"{found[sort]} {several}" for sort, several in _SORTS.items())
 
-    def count(self, what: str, times: int = 1) -> None:
-        """Note that something happened."""
+    def count(self, what: str) -> None:
+        """Count that something happened."""
         with self._lock:
-            self.counts[what] += times
+            self.counts[what] += 1
 
     def tell(self, number: int, counts: Counter[str], problems: list[str]) -> None:
-        """Note that a program has ended, and print its result."""
+        """Print the result of a program that has ended, and count it."""
         with self._lock:
             self.counts += counts
             self.counts["programs"] += 1
@@ -114,13 +115,13 @@ class Chaos:
 class _Program:
     """One program, and the kills of its workers and of itself."""
 
-    def __init__(self, chaos: Chaos, starter: Starter, number: int) -> None:
+    def __init__(self, chaos: Chaos, starter: Starter, number: int, directory: Path) -> None:
         self._chaos = chaos
         self._starter = starter
         self._number = number
         self._random = random.Random(f"{chaos.seed}/{number}")
         self._method = self._random.choice(_METHODS)
-        self._directory = Path(tempfile.mkdtemp(prefix="shmloader-chaos-"))
+        self._directory = directory
         self._pid = 0
         self._wait: Callable[[float], int | None] = lambda _: None
         self._steps = -1
@@ -128,12 +129,6 @@ class _Program:
         self._hang = ""
 
     def run(self) -> None:
-        try:
-            self._run()
-        finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _run(self) -> None:
         arguments = ["--hammered", f"{self._chaos.seed}/{self._number}", self._method]
         self._pid, self._wait = self._starter.start(arguments, self._directory)
         self._stepped = time.monotonic()
@@ -144,19 +139,19 @@ class _Program:
             code = self._live_until(lambda until=until: time.monotonic() > until, code)
             if code is None and not self._hang:
                 self._kill_worker()
-        is_main_killed = False
+        expected = 0
         if code is None and not self._hang:
             if self._random.randrange(10) < _MAINS_OF_TEN:
                 os.kill(self._pid, signal.SIGKILL)
                 self._chaos.count("programs killed")
-                is_main_killed = True
+                expected = -signal.SIGKILL
             else:
                 (self._directory / "stop").touch()
         code = self._live_until(lambda: False, code)
         ended = self._starter.ended(self._pid, self._directory, code, self._wait)
         problems = [self._hang] if self._hang else []
-        problems += _lines(self._directory / "problems")
-        expected = -signal.SIGKILL if is_main_killed else 0
+        if (told := self._directory / "problems").exists():
+            problems += told.read_text().splitlines()
         if not self._hang and ended.code != expected:
             problems.append(f"other problem: exit code {ended.code}, not {expected}")
         if ended.left:
@@ -193,35 +188,29 @@ class _Program:
                 self._chaos.count("workers killed")
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.chaos", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--kills", type=int, default=1000, metavar="N", help="kills (1000)")
-    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="programs at a time (2)")
-    parser.add_argument("--docs", action="store_true", help="write the result into the docs")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Kill as often as the command line says; exit with 1 if anything was wrong."""
-    options = _arguments()
-    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    print(f"--seed {seed}", flush=True)
+    options = options_of("chaos", __doc__, kills=(1000, "kills"), jobs=(2, "programs at a time"))
     began = time.monotonic()
-    chaos = Chaos(seed, options.kills)
+    chaos = Chaos(options.seed, options.kills)
     chaos.run(options.jobs)
-    minutes = (time.monotonic() - began) / 60
-    print(f"--seed {seed}: {chaos.done} kills in {minutes:.1f} minutes: {dict(chaos.counts)}")
+    counts, minutes = chaos.counts, (time.monotonic() - began) / 60
+    print(f"--seed {chaos.seed}: {chaos.done} kills in {minutes:.1f} minutes: {dict(counts)}")
     told = [f"program {number}: {problem}" for number, problem in chaos.problems]
     print(*told, chaos.verdict, sep="\n")
     if options.docs:
-        docs.write_chaos(seed, chaos.done, minutes, chaos.counts, chaos.verdict, told)
+        docs.write(
+            "chaos",
+            f"{docs.where_and_when()}; {minutes:.0f} minutes, `--seed {chaos.seed}`: "
+            f"**{chaos.done} kills, {chaos.verdict}**.",
+            "",
+            *docs.table(["", ""], [(name, f"{counts[name]:,}") for name in sorted(counts)]),
+            "",
+            "A step is a batch that was checked, the end of an epoch, a death that an error "
+            "reported, or a worker that was replaced. The separate counts of these are only of the "
+            "programs that were not killed in the end.",
+            *[f"- {problem.splitlines()[0]}" for problem in told],
+        )
     sys.exit(bool(chaos.problems))
 
 

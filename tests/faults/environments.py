@@ -21,10 +21,12 @@ import errno
 import faulthandler
 import fnmatch
 import functools
+import itertools
 import json
 import multiprocessing.popen_fork  # noqa: F401 - another user may be unable to read it
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -35,9 +37,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
@@ -78,19 +79,12 @@ class Outcome(enum.Enum):
 RIGHT = (Outcome.WORKS, Outcome.FALLS_BACK, Outcome.TELLS)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Where a loader has to get along.
+class Environment(NamedTuple):
+    """Where a loader has to get along."""
 
-    Attributes:
-        name: Name in tables; with its variant, after a space, if there are several of a kind.
-        enter: Puts this process there for good. Raises NotImplementedError where it cannot.
-        reasons: An error, or the output, must have one of these in its text.
-    """
-
-    name: str
-    enter: Callable[[], None]
-    reasons: tuple[str, ...]
+    name: str  # in tables; with its variant, after a space, if there are several of a kind
+    enter: Callable[[], object]  # puts this process there; NotImplementedError where it cannot
+    reasons: tuple[str, ...]  # an error, or the output, must have one of these in its text
 
 
 # Limits ------------------------------------------------------------------------------------------
@@ -129,64 +123,28 @@ def _limits() -> Iterator[Environment]:
 # Filters of system calls -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """A system call that is used, and which uses of it are denied.
+class Call(NamedTuple):
+    """A system call that is used, and which uses of it are denied."""
 
-    Attributes:
-        number: Its number on x86-64.
-        argument: Index of the argument that is tested, from 0. None: every use is denied.
-        mask: Bits of the argument that are tested.
-        value: A use is denied if the bits have this value.
-    """
+    number: int  # on x86-64
+    argument: int | None = None  # index of the argument that is tested; None: each use is denied
+    mask: int = 0xFFFFFFFF  # bits of the argument that are tested
+    value: int = 0  # a use is denied if the bits have this value
 
-    number: int
-    argument: int | None = None
-    mask: int = 0xFFFFFFFF
-    value: int = 0
-
-
-_CLONE_THREAD = 0x10000
-_F_ADD_SEALS, _F_SETSIG = 1033, 10
-_MAP_SHARED = 1
 
 # System calls of a loader, as strace shows them, except those that the interpreter needs.
-CALLS = {
-    "memfd_create": Call(319),
-    "ftruncate": Call(77),
-    "fcntl(F_ADD_SEALS)": Call(72, 1, value=_F_ADD_SEALS),
-    "fcntl(F_SETSIG)": Call(72, 1, value=_F_SETSIG),
-    "mmap(MAP_SHARED)": Call(9, 3, _MAP_SHARED, _MAP_SHARED),
-    "madvise": Call(28),
-    "munmap": Call(11),
-    "pidfd_open": Call(434),
-    "pidfd_send_signal": Call(424),
-    "eventfd2": Call(290),
-    "timerfd_create": Call(283),
-    "timerfd_settime": Call(286),
-    "socketpair": Call(53),
-    "sendmsg": Call(46),
-    "recvmsg": Call(47),
-    "sendto": Call(44),
-    "recvfrom": Call(45),
-    "shutdown": Call(48),
-    "getsockname": Call(51),
-    "poll": Call(7),
-    "pipe2": Call(293),
-    "clone (of a process)": Call(56, 0, _CLONE_THREAD, 0),
-    "clone3": Call(435),
-    "wait4": Call(61),
-    "kill": Call(62),
-    "prctl": Call(157),
-    "prlimit64": Call(302),
-    "sched_yield": Call(24),
-    "sched_getaffinity": Call(204),
-    "sigaltstack": Call(131),
-    "rt_sigprocmask": Call(14),
-    "ioctl": Call(16),
-    "getrandom": Call(318),
-    "sysinfo": Call(99),
-    "statfs": Call(137),
+_CALLS = """
+memfd_create 319, ftruncate 77, madvise 28, munmap 11, pidfd_open 434, pidfd_send_signal 424,
+eventfd2 290, timerfd_create 283, timerfd_settime 286, socketpair 53, sendmsg 46, recvmsg 47,
+sendto 44, recvfrom 45, shutdown 48, getsockname 51, poll 7, pipe2 293, clone3 435, wait4 61,
+kill 62, prctl 157, prlimit64 302, sched_yield 24, sched_getaffinity 204, sigaltstack 131,
+rt_sigprocmask 14, ioctl 16, getrandom 318, sysinfo 99, statfs 137
+"""
+CALLS = {name: Call(int(number)) for name, number in map(str.split, _CALLS.split(","))} | {
+    "fcntl(F_ADD_SEALS)": Call(72, 1, value=1033),
+    "fcntl(F_SETSIG)": Call(72, 1, value=10),
+    "mmap(MAP_SHARED)": Call(9, 3, mask=1, value=1),
+    "clone (of a process)": Call(56, 0, mask=0x10000),
 }
 ERRORS = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
@@ -217,11 +175,8 @@ def deny(call: Call, number: int) -> None:
         raise NotImplementedError("system calls have other numbers here")
     tests = [(_LOAD, _NUMBER_AT), (_EQUAL, call.number)]
     if call.argument is not None:
-        tests += [
-            (_LOAD, _ARGUMENTS_AT + 8 * call.argument),
-            (_AND, call.mask),
-            (_EQUAL, call.value),
-        ]
+        place = _ARGUMENTS_AT + 8 * call.argument
+        tests += [(_LOAD, place), (_AND, call.mask), (_EQUAL, call.value)]
     # A test that does not hold goes to the last instruction, which allows.
     code = [
         (kind, 0, len(tests) - at if kind == _EQUAL else 0, value)
@@ -358,25 +313,16 @@ def _child(environment: Environment, kind: str, said: int) -> None:
 # From outside ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a trial.
+def run_trial(environment: Environment, kind: str) -> tuple[Outcome, str]:
+    """Run a trial.
 
-    Attributes:
-        environment: The trial's environment.
-        kind: How batches were loaded, one of ``LOADERS``.
-        outcome: The outcome.
-        text: Details, with the output of the child if the outcome is not right.
+    Args:
+        environment: Where it runs.
+        kind: How batches are loaded, one of ``LOADERS``.
+
+    Returns:
+        The outcome, and details, with the output of the child if the outcome is not right.
     """
-
-    environment: Environment
-    kind: str
-    outcome: Outcome
-    text: str
-
-
-def run_trial(environment: Environment, kind: str) -> Verdict:
-    """Run a trial, and judge it."""
     with tempfile.TemporaryFile() as noise:
         read, write = os.pipe()
         sys.stdout.flush()
@@ -396,72 +342,88 @@ def run_trial(environment: Environment, kind: str) -> Verdict:
         outcome, text = _judge(pid, read)
         noise.seek(0)
         heard = noise.read().decode(errors="replace")
-        has_reason = any(one in text + heard for one in environment.reasons)
-        if outcome is Outcome.TELLS and not has_reason:
-            outcome = Outcome.UNCLEAR
-        if outcome not in RIGHT and outcome is not Outcome.UNTRIED:
-            text += "\n" + heard
-    return Verdict(environment, kind, outcome, text)
+    has_reason = any(one in text + heard for one in environment.reasons)
+    if outcome is Outcome.TELLS and not has_reason:
+        outcome = Outcome.UNCLEAR
+    if outcome not in RIGHT and outcome is not Outcome.UNTRIED:
+        text += "\n" + heard
+    return outcome, text
 
 
 def _judge(pid: int, read: int) -> tuple[Outcome, str]:
     pidfd = os.pidfd_open(pid)
-    try:
-        has_ended = bool(select.select([pidfd], [], [], LIMIT_S)[0])
-        if not has_ended:
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        os.set_blocking(read, False)
-        try:
-            data = os.read(read, 1 << 20)
-        except BlockingIOError:
-            data = b""
-        name, text, is_torch = json.loads(data or '["DIES", "", false]')
-        deadline = time.monotonic() + _LEFT_S[is_torch]
-        while session_of(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        left = end_session(pid)
-    finally:
-        os.close(pidfd)
-        os.close(read)
+    has_ended = bool(select.select([pidfd], [], [], LIMIT_S)[0])
+    os.close(pidfd)
+    if not has_ended:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.set_blocking(read, False)
+    with os.fdopen(read, "rb") as file:
+        name, text, is_torch = json.loads(file.read() or '["DIES", "", false]')
+    deadline = time.monotonic() + _LEFT_S[is_torch]
+    while session_of(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = end_session(pid)
     if not has_ended:
         return Outcome.HANGS, f"for {LIMIT_S:.0f} s"
-    if os.waitstatus_to_exitcode(status):
-        return Outcome.DIES, f"exit code {os.waitstatus_to_exitcode(status)}"
-    if left:
-        return Outcome.LEAVES, "\n".join(left)
-    return Outcome[name], text
+    if code:
+        return Outcome.DIES, f"exit code {code}"
+    return (Outcome.LEAVES, "\n".join(left)) if left else (Outcome[name], text)
 
 
 def main() -> None:
     """Run what the command line names; exit with 1 if our loader is not right in a trial."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.environments")
-    parser.add_argument("patterns", nargs="*", metavar="ENVIRONMENT", help="* allowed; all if none")
-    parser.add_argument("--loader", choices=LOADERS, action="append", help="default: all")
-    parser.add_argument("--only", nargs="+", metavar="NAME, LOADER", help="only these trials")
+    parser.add_argument("patterns", nargs="*", metavar="NAME, LOADER", help="* allowed; or all")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
     options = parser.parse_args()
-    verdicts = []
     failed = 0
-    for environment in environments():
-        if options.patterns and not any(
-            fnmatch.fnmatch(environment.name, pattern) for pattern in options.patterns
-        ):
+    found: dict[str, dict[str, Outcome]] = {}
+    for environment, kind in itertools.product(environments(), LOADERS):
+        name = f"{environment.name}, {kind}"
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.patterns or "*"):
             continue
-        for kind in options.loader or LOADERS:
-            if options.only and f"{environment.name}, {kind}" not in options.only:
-                continue
-            verdict = run_trial(environment, kind)
-            verdicts.append(verdict)
-            is_right = verdict.outcome in (*RIGHT, Outcome.UNTRIED) or kind == "torch"
-            failed += not is_right
-            mark = "" if is_right else "FAILED: "
-            text = verdict.text if not is_right else verdict.text.strip().rpartition("\n")[2]
-            print(f"{environment.name}, {kind}: {mark}{verdict.outcome.value} {text}", flush=True)
-    print(f"{failed} of {len(verdicts)} failed")
+        outcome, text = run_trial(environment, kind)
+        found.setdefault(environment.name, {})[kind] = outcome
+        is_right = outcome in (*RIGHT, Outcome.UNTRIED) or kind == "torch"
+        failed += not is_right
+        if is_right:
+            text = text.strip().rpartition("\n")[2]
+        print(f"{name}: {'' if is_right else 'FAILED: '}{outcome.value} {text}", flush=True)
+    print(f"{failed} of {sum(map(len, found.values()))} failed")
     if options.docs:
-        docs.write_environments([(v.environment.name, v.kind, v.outcome.value) for v in verdicts])
+        _write_docs(found)
     sys.exit(bool(failed))
+
+
+def _write_docs(found: dict[str, dict[str, Outcome]]) -> None:
+    """Write the table. Environments that differ only in an error at the end share a row."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, outcomes in found.items():
+        kind, _, variant = name.rpartition(" ") if re.search(r" E[A-Z]+$", name) else (name, "", "")
+        for loader, outcome in outcomes.items():
+            rows.setdefault(kind, {}).setdefault(f"{loader} {outcome.value}", []).append(variant)
+
+    def field(row: dict[str, list[str]], loader: str) -> str:
+        variants = {
+            outcome: names
+            for key, names in row.items()
+            for of_loader, _, outcome in [key.partition(" ")]
+            if of_loader == loader
+        }
+        if len(variants) == 1:
+            return next(iter(variants))
+        return "; ".join(f"{outcome} ({', '.join(names)})" for outcome, names in variants.items())
+
+    docs.write(
+        "environments",
+        f"{docs.where_and_when()}, workers by fork.",
+        "",
+        *docs.table(
+            ["where", *LOADERS],
+            [[kind, *[field(row, loader) for loader in LOADERS]] for kind, row in rows.items()],
+        ),
+    )
 
 
 if __name__ == "__main__":

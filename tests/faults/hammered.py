@@ -8,14 +8,12 @@ line of JSON at its end.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
 import mmap
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -106,7 +104,8 @@ class Hammered:
         before = Holdings.now()
         while not self._must_stop():
             self.run_loader()
-        self._judge_what_is_left(before)
+        if left := before.left(LEFT_S):
+            self._problem(str(left), "leak")
 
     def run_loader(self) -> None:
         """Run some epochs of one loader."""
@@ -218,33 +217,14 @@ class Hammered:
                 return -1
         return first // BATCH_SIZE
 
-    def _judge_what_is_left(self, before: Holdings) -> None:
-        deadline = time.monotonic() + LEFT_S
-        while True:
-            gc.collect()
-            left = Holdings.now().beyond(before)
-            if not left:
-                return
-            if time.monotonic() > deadline:
-                self._problem(str(left), "leak")
-                return
-            time.sleep(0.01)
-
-
-class _Count(logging.Handler):
-    def __init__(self, hammered: Hammered) -> None:
-        super().__init__()
-        self._hammered = hammered
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._hammered._step("workers replaced")
-
 
 def run(seed: str, method: str) -> None:
     """Run the program; prints its counts."""
     import shmloader  # noqa: F401 - before holdings are compared
 
     hammered = Hammered(seed, method)
-    logging.getLogger("shmloader").addHandler(_Count(hammered))
+    log = logging.Handler()
+    log.emit = lambda _: hammered._step("workers replaced")
+    logging.getLogger("shmloader").addHandler(log)
     hammered.run()
     print(json.dumps(hammered.counts), flush=True)

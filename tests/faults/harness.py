@@ -6,11 +6,12 @@ of the session dumps its stacks, and is killed by its pid.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,10 +69,11 @@ def describe_process(pid: int) -> str:
     return f"{pid} (gone)"
 
 
-def _answers_to(pid: int, number: int) -> bool:
+def _writes_stacks(pid: int) -> bool:
+    """Whether a process has a handler of SIGUSR1."""
     with contextlib.suppress(OSError):
         found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+        return found is not None and bool(int(found[1], 16) >> (signal.SIGUSR1 - 1) & 1)
     return False
 
 
@@ -97,7 +99,7 @@ def stacks_of(session: int, directory: Path) -> str:
         texts.append(describe_process(pid))
         stacks = directory / "stacks"
         size = stacks.stat().st_size if stacks.exists() else 0
-        if not _answers_to(pid, signal.SIGUSR1):
+        if not _writes_stacks(pid):
             texts.append("  (does not write its stacks)")
             continue
         with contextlib.suppress(ProcessLookupError):
@@ -166,19 +168,43 @@ class Starter:
         self._is_fresh = is_fresh
         self._template: Template | None = None
 
-    def run(self, arguments: list[str], directory: Path, limit_s: float) -> Ended:
-        """Run ``trial.py`` with these arguments to its end."""
-        pid, wait = self.start(arguments, directory)
-        return self.ended(pid, directory, wait(limit_s), wait)
-
     def start(
         self, arguments: list[str], directory: Path
     ) -> tuple[int, Callable[[float], int | None]]:
         """Start ``trial.py``; return its pid, and a function that waits for its exit code."""
-        environment = {**_ENVIRONMENT, actions.DIRECTORY: str(directory)}
-        with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
-            start = self._start_fresh if self._is_fresh else self._start_from_template
-            return start(arguments, environment, out.fileno(), err.fileno())
+        environment = environment_of_programs() | _ENVIRONMENT
+        environment[actions.DIRECTORY] = str(directory)
+        environment.pop("SHMLOADER_FAULT", None)
+        with (
+            Path(os.devnull).open() as null,
+            (directory / "out").open("wb") as out,
+            (directory / "err").open("wb") as err,
+        ):
+            if not self._is_fresh:
+                self._template = self._template or Template(_ENVIRONMENT)
+                forked = self._template.start(
+                    [str(TRIAL), *arguments],
+                    environment=environment,
+                    directory=ROOT,
+                    files=(null.fileno(), out.fileno(), err.fileno()),
+                )
+                return forked.pid, forked.wait
+            process = subprocess.Popen(
+                [sys.executable, str(TRIAL), *arguments],
+                stdin=null,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+        def wait(limit_s: float) -> int | None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(limit_s)
+            return None
+
+        return process.pid, wait
 
     def ended(
         self, pid: int, directory: Path, code: int | None, wait: Callable[[float], int | None]
@@ -191,62 +217,14 @@ class Starter:
                 os.kill(pid, signal.SIGKILL)
             wait(10)
         left = end_session(pid)
+        out, err = ((directory / name).read_text(errors="replace") for name in ("out", "err"))
         files = [path.name for path in Path("/dev/shm").iterdir() if f"_{pid}_" in path.name]
-        return Ended(
-            code,
-            (directory / "out").read_text(errors="replace"),
-            (directory / "err").read_text(errors="replace"),
-            left,
-            stacks,
-            files,
-        )
-
-    def _start_fresh(
-        self, arguments: list[str], environment: dict[str, str], out: int, err: int
-    ) -> tuple[int, Callable[[float], int | None]]:
-        process = subprocess.Popen(
-            [sys.executable, str(TRIAL), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env={**_clean_environment(), **environment},
-            cwd=ROOT,
-            start_new_session=True,
-        )
-
-        def wait(limit_s: float) -> int | None:
-            try:
-                return process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return None
-
-        return process.pid, wait
-
-    def _start_from_template(
-        self, arguments: list[str], environment: dict[str, str], out: int, err: int
-    ) -> tuple[int, Callable[[float], int | None]]:
-        if self._template is None:
-            self._template = Template(_ENVIRONMENT)
-        with open(os.devnull) as null:  # noqa: PTH123 - by its descriptor
-            forked = self._template.start(
-                [str(TRIAL), *arguments],
-                environment={**_clean_environment(), **environment},
-                directory=ROOT,
-                files=(null.fileno(), out, err),
-            )
-        return forked.pid, forked.wait
+        return Ended(code, out, err, left, stacks, files)
 
     def close(self) -> None:
         """End the template."""
         if self._template is not None:
             self._template.close()
-
-
-def _clean_environment() -> dict[str, str]:
-    environment = environment_of_programs()
-    for name in ("SHMLOADER_FAULT", actions.DIRECTORY):
-        environment.pop(name, None)
-    return environment
 
 
 @dataclass
@@ -269,16 +247,11 @@ class Verdict:
 def run_trial(cell: Cell, starter: Starter) -> Verdict:
     """Run a cell and judge it."""
     began = time.monotonic()
-    directory = Path(tempfile.mkdtemp(prefix="shmloader-trial-"))
-    try:
-        ended = starter.run([cell.id], directory, LIMIT_S[cell.method])
-        problems, measured = _judge(cell, ended, was_taken=(directory / "taken").exists())
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    return Verdict(cell, problems, time.monotonic() - began, measured)
-
-
-def _judge(cell: Cell, ended: Ended, *, was_taken: bool) -> tuple[list[str], dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="shmloader-trial-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        pid, wait = starter.start([cell.id], directory)
+        ended = starter.ended(pid, directory, wait(LIMIT_S[cell.method]), wait)
+        was_taken = (directory / "taken").exists()
     problems = []
     measured: dict[str, Any] = {}
     if ended.code is None:
@@ -286,8 +259,8 @@ def _judge(cell: Cell, ended: Ended, *, was_taken: bool) -> tuple[list[str], dic
     else:
         if not was_taken:
             problems.append("the fault was not taken")
-        if ended.code not in _codes(cell):
-            problems.append(f"exit code {ended.code}, not {_codes(cell)}")
+        if ended.code != cell.exit_code:
+            problems.append(f"exit code {ended.code}, not {cell.exit_code}")
         if ended.out:
             measured = json.loads(ended.out.splitlines()[-1])
             problems += measured.pop("problems")
@@ -297,17 +270,9 @@ def _judge(cell: Cell, ended: Ended, *, was_taken: bool) -> tuple[list[str], dic
         problems.append(f"processes left after {LEFT_S:g} s: {ended.left}")
     if ended.files:
         problems.append(f"files left in /dev/shm: {ended.files}")
-    noise = _without_what_is_meant(cell, ended.err)
-    if noise:
+    if noise := _without_what_is_meant(cell, ended.err):
         problems.append(f"on stderr: {noise}")
-    return problems, measured
-
-
-def _codes(cell: Cell) -> tuple[int, ...]:
-    if cell.fault.name in {"sigint", "ctrl-c"} and cell.point.name == "main-exit":
-        # The program is at its end; Python prints an interrupt of an exit function, and goes on.
-        return (0,)
-    return (cell.exit_code,)
+    return Verdict(cell, problems, time.monotonic() - began, measured)
 
 
 _TRACEBACK = re.compile(
@@ -323,19 +288,37 @@ def _without_what_is_meant(cell: Cell, err: str) -> str:
     err = err.replace("\0", "")
     if cell.fault.noise:
         err = re.sub(cell.fault.noise, "", err)
-    if cell.fault.name in {"sigint", "ctrl-c"} and cell.point.name == "main-exit":
+    if cell.is_interrupt_at_exit:
         err = _IN_EXIT.sub("", err, count=1)
-        err = _without_traceback(err, "KeyboardInterrupt")
-    elif cell.fault.name == "ctrl-c":
-        err = _without_traceback(err, "KeyboardInterrupt")
-    elif cell.is_told_by_python:
-        err = _without_traceback(err, cell.fault.raises or "OSError")
+    found = _TRACEBACK.search(err)
+    if cell.traceback and found is not None and found[1].startswith(cell.traceback):
+        err = err[: found.start()] + err[found.end() :]
     return err.strip()
 
 
-def _without_traceback(err: str, name: str) -> str:
-    """Remove one traceback that ends with this exception."""
-    found = _TRACEBACK.search(err)
-    if found is None or not found[1].startswith(name):
-        return err
-    return err[: found.start()] + err[found.end() :]
+def options_of(
+    program: str, doc: str | None, *, has_docs: bool = True, **numbers: tuple[float, str]
+) -> argparse.Namespace:
+    """Read the command line of a program that makes random choices, and print their seed.
+
+    Args:
+        program: Name of its module.
+        doc: The module's docstring, whose first paragraph describes it.
+        has_docs: Whether it has ``--docs``.
+        numbers: Its other options, each with the default and a text.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.faults.{program}", description=(doc or "").split("\n\n")[0]
+    )
+    for name, (default, text) in numbers.items():
+        help_text = f"{text} ({default})"
+        kind = type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=help_text)
+    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
+    if has_docs:
+        parser.add_argument("--docs", action="store_true", help="write the result into the docs")
+    options = parser.parse_args()
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(1 << 32)
+    print(f"--seed {options.seed}", flush=True)
+    return options

@@ -10,13 +10,12 @@ left: no process, no name of a socket, nothing in /dev/shm, no memory of a dead 
 
 Each trial is a process that adopts the orphans of its ranks and has a /dev/shm of its own, if it
 may mount one, so several can run at a time. In most trials the ranks fork what they would spawn
-(:mod:`tests.faults.spares`), and in a few the owner is a new interpreter. A kill that comes too
-late, when the process or all ranks have finished, does not count, and the trial is repeated.
+(:mod:`tests.faults.announcements`), and in a few the owner is a new interpreter. A kill that comes
+too late, when the process or all ranks have finished, does not count: the trial is repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import functools
@@ -32,10 +31,9 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -43,7 +41,8 @@ import torch
 from shmloader import ShardedDataLoader, share_on_host
 from shmloader.host import name_of_run, name_of_socket
 from tests.faults import docs
-from tests.faults.spares import Announcements, is_running, tell_forks_of_spawned
+from tests.faults.announcements import Announcements, is_running, tell_forks_of_spawned
+from tests.faults.harness import options_of
 from tests.process.ranks import FORK, Rank, variables
 
 _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
@@ -75,17 +74,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _NEW_MOUNTS, _PRIVATE_RECURSIVE = 0x20000, 0x44000
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What the ranks should get.
+class _Expected(NamedTuple):
+    """What the ranks should get."""
 
-    Attributes:
-        epochs: For each number of ranks, the epochs of each rank.
-        dataset: The digest of the shared dataset.
-    """
-
-    epochs: dict[int, list[Any]]
-    dataset: str
+    epochs: dict[int, list[Any]]  # for each number of ranks, the epochs of each rank
+    dataset: str  # the digest of the shared dataset
 
 
 class _Samples:
@@ -108,15 +101,17 @@ def _contents(batches: Any) -> list[Any]:
 
 def _expected() -> _Expected:
     """Return what the ranks should get, loaded without workers."""
-    found: dict[int, list[Any]] = {}
-    for ranks in range(2, _MOST_RANKS + 1):
-        found[ranks] = []
-        for rank in range(ranks):
-            with ShardedDataLoader(
-                _Samples(0), _BATCH, True, rank=rank, world_size=ranks, last_batch="keep"
-            ) as alone:
-                found[ranks].append([_contents(alone) for _ in range(_EPOCHS)])
-    return _Expected(found, _digest(_make_dataset()))
+
+    def epochs(rank: int, ranks: int) -> list[Any]:
+        with ShardedDataLoader(
+            _Samples(0), _BATCH, True, rank=rank, world_size=ranks, last_batch="keep"
+        ) as alone:
+            return [_contents(alone) for _ in range(_EPOCHS)]
+
+    of_ranks = {
+        ranks: [epochs(rank, ranks) for rank in range(ranks)] for ranks in range(2, _MOST_RANKS + 1)
+    }
+    return _Expected(of_ranks, _digest(_make_dataset()))
 
 
 # What a rank does ----------------------------------------------------------------------------
@@ -125,9 +120,9 @@ def _expected() -> _Expected:
 _Found = tuple[list[Any], list[tuple[str, float]]]
 
 
-def _read(announcements: Announcements, spare_count: int, is_persistent: bool) -> _Found:
+def _read(announcements: Announcements, is_fresh: bool, is_persistent: bool) -> _Found:
     """Read all epochs, and an epoch again if it fails."""
-    announcements.spawn_from_spares(spare_count)
+    announcements.watch_spawned(forks=not is_fresh)
     found: list[Any] = []
     errors: list[tuple[str, float]] = []
     with ShardedDataLoader(
@@ -180,19 +175,12 @@ def _digest(dataset: dict[str, Any]) -> str:
 # A trial -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What a trial has shown.
+class _Verdict(NamedTuple):
+    """What a trial has shown."""
 
-    Attributes:
-        was_late: Whether the victim, or all ranks, had finished before the kill.
-        problems: What is not as it must be.
-        errors: How many ranks got an error.
-    """
-
-    was_late: bool
+    was_late: bool  # whether the victim, or all ranks, had finished before the kill
     problems: list[str]
-    errors: int
+    errors: int  # how many ranks got an error
 
 
 class _Trial:
@@ -213,10 +201,6 @@ class _Trial:
         self._in_shm = set(Path("/dev/shm").iterdir())
         self._problems: list[str] = []
 
-    @property
-    def verdict(self) -> _Verdict:
-        return _Verdict(self._was_late, self._problems, self._errors)
-
     def _start_ranks(
         self, function: Callable[[int], Callable[[], _Found]], restarts: int = 0
     ) -> None:
@@ -230,10 +214,6 @@ class _Trial:
                 rank.process.kill()  # also one that is stopped
             rank.end()
         self._ranks.clear()
-
-    def run(self, expected: _Expected) -> None:
-        """Run the trial to its end."""
-        raise NotImplementedError
 
     def _pids_of_ranks(self) -> list[int]:
         return [rank.process.pid or 0 for rank in self._ranks]
@@ -252,38 +232,37 @@ class _Trial:
         """Wait for a random time, up to one of these limits."""
         time.sleep(self._random.uniform(0, self._random.choice(most_s)))
 
-    def _result(self, number: int) -> _Found | None:
-        """Return what a rank got; None if there is a problem, which is noted."""
+    def _check(self, number: int, is_right: Callable[[_Found], bool], *clear: str) -> None:
+        """Check what a rank got, and that it was told once, clearly, and in time.
+
+        Args:
+            number: The rank.
+            is_right: Whether it got what it should have.
+            clear: Texts of which an error must have one; none if there must be no error.
+        """
         rank = self._ranks[number]
         if not rank._ours.poll(max(0.0, self._killed_s + _HANG_S - time.monotonic())):
             self._problems.append(f"hang: rank {number}")
-            return None
+            return
         try:
             result = rank.result()
         except EOFError:
             result = RuntimeError("it has died")
+        name = f"other problem: rank {number}"
         if isinstance(result, BaseException):
-            self._problems.append(f"other problem: rank {number}: {result!r}")
-            return None
-        self._errors += bool(result[1])
-        return result
-
-    def _check_errors(self, number: int, errors: list[tuple[str, float]], *clear: str) -> None:
-        """Check that a rank was told once, clearly, and in time.
-
-        Args:
-            number: The rank.
-            errors: The rank's errors.
-            clear: Texts of which an error must have one; none if there must be no error.
-        """
+            self._problems.append(f"{name}: {result!r}")
+            return
+        if not is_right(result):
+            self._problems.append(f"wrong batch: rank {number}")
+        errors = result[1]
+        self._errors += bool(errors)
         if len(errors) > bool(clear):
-            self._problems.append(f"other problem: rank {number}: {errors}")
+            self._problems.append(f"{name}: {errors}")
         for text, at_s in errors:
             if not any(each in text for each in clear):
-                self._problems.append(f"other problem: rank {number}: unclear: {text}")
-            if at_s > self._killed_s + _TOLD_S:
-                late_s = at_s - self._killed_s
-                self._problems.append(f"other problem: rank {number}: error after {late_s:.1f} s")
+                self._problems.append(f"{name}: unclear: {text}")
+            if (late_s := at_s - self._killed_s) > _TOLD_S:
+                self._problems.append(f"{name}: error after {late_s:.1f} s")
 
     def _check_left(self, *topics: str, restarts: int = 0) -> None:
         """Check that nothing is left of a run."""
@@ -293,7 +272,8 @@ class _Trial:
             for one in _processes():
                 one.kill()
         os.environ.update(variables(self._run_id, 0, self._count, restarts))
-        names = {_name_of_meeting(topic) for topic in topics}
+        run = name_of_run(os.getpid())
+        names = {name_of_socket(run, topic).removeprefix("\0") for topic in topics}
         text = Path("/proc/net/unix").read_text()
         if names & set(re.findall(r"@(\S+)", text)):
             self._problems.append("leak: the name of a socket")
@@ -312,19 +292,22 @@ class _PoolTrial(_Trial):
         self._is_fresh = self._random.randrange(_FRESH_OF) == 0
 
     def run(self, expected: _Expected) -> None:
-        # A rank may start an owner, and another one when that is dead.
-        spare_count = 0 if self._is_fresh else 2
-        read = functools.partial(_read, self._announcements, spare_count, self._is_persistent)
+        epochs = expected.epochs[self._count]
+        read = functools.partial(_read, self._announcements, self._is_fresh, self._is_persistent)
+        clear = _OWNER_ERRORS if "owner" in self._victim else ()
+
+        def check(number: int) -> None:
+            self._check(number, lambda result: result[0] == epochs[number], *clear)
+
         self._start_ranks(lambda _: read)
         try:
             self._kill()
-            for number in range(self._count):
-                if number not in (self._dead_rank, self._stopped_rank):
-                    self._check(number, expected.epochs[self._count][number])
+            for number in {*range(self._count)} - {self._dead_rank, self._stopped_rank}:
+                check(number)
             if self._stopped_rank is not None:
                 os.kill(self._pids_of_ranks()[self._stopped_rank], signal.SIGCONT)
                 self._killed_s = time.monotonic()
-                self._check(self._stopped_rank, expected.epochs[self._count][self._stopped_rank])
+                check(self._stopped_rank)
         finally:
             self._end_ranks()
         self._check_left(*[f"workers {number}" for number in range(2 * _EPOCHS)])
@@ -334,7 +317,8 @@ class _PoolTrial(_Trial):
             case "worker":
                 self._wait_for("forked")
                 self._pause(0.4)
-                self._signal(self._random.choice(self._workers() or [0]), signal.SIGKILL)
+                workers = self._announcements.pids("forked")
+                self._signal(self._random.choice(workers or [0]), signal.SIGKILL)
             case "starting worker":
                 pid = self._random.choice(self._wait_for("forked") or [0])
                 self._pause(0.0, 0.05)
@@ -366,19 +350,8 @@ class _PoolTrial(_Trial):
                 self._stopped_rank = self._random.randrange(self._count)
                 self._signal(self._pids_of_ranks()[self._stopped_rank], signal.SIGSTOP)
 
-    def _workers(self) -> list[int]:
-        return self._announcements.pids("forked")
-
     def _is_used(self, memory: set[str]) -> bool:
-        return any(memory & _memory_of(pid) for pid in self._workers())
-
-    def _check(self, number: int, expected: list[Any]) -> None:
-        result = self._result(number)
-        if result is not None:
-            found, errors = result
-            if found != expected:
-                self._problems.append(f"wrong batch: rank {number}")
-            self._check_errors(number, errors, *(_OWNER_ERRORS if "owner" in self._victim else ()))
+        return any(memory & _memory_of(pid) for pid in self._announcements.pids("forked"))
 
 
 class _ShareTrial(_Trial):
@@ -399,9 +372,10 @@ class _ShareTrial(_Trial):
                     self._dead_rank, self._killed_s = None, time.monotonic()
                 else:
                     self._kill()
-                for number in range(self._count):
-                    if number != self._dead_rank:
-                        self._check(number, expected.dataset)
+                for number in {*range(self._count)} - {self._dead_rank}:
+                    self._check(
+                        number, lambda result: result[0] == [expected.dataset] or bool(result[1])
+                    )
             finally:
                 self._end_ranks()
             self._check_left("share_on_host 0", restarts=restarts)
@@ -422,18 +396,6 @@ class _ShareTrial(_Trial):
             )
         self._signal(pids[self._dead_rank], signal.SIGKILL)
         self._ranks[self._dead_rank].process.join()
-
-    def _check(self, number: int, expected: str) -> None:
-        result = self._result(number)
-        if result is not None:
-            found, errors = result
-            if found != ([] if errors else [expected]):
-                self._problems.append(f"wrong batch: rank {number} has another dataset")
-            self._check_errors(number, errors)
-
-
-def _name_of_meeting(topic: str) -> str:
-    return name_of_socket(name_of_run(os.getpid()), topic).removeprefix("\0")
 
 
 def _processes() -> list[psutil.Process]:
@@ -503,20 +465,19 @@ class _TrialProcess:
 
     def verdict(self) -> _Verdict:
         """Return the trial's verdict if the connection is readable; otherwise kill it: it hangs."""
-        verdict = _Verdict(was_late=False, problems=["hang: the trial"], errors=0)
-        if self.connection.poll(0):
-            try:
-                verdict = self.connection.recv()
-            except EOFError:
-                verdict = _Verdict(was_late=False, problems=["other problem: it died"], errors=0)
-        else:
+        problem = "other problem: it died"
+        with self.connection, contextlib.suppress(EOFError):
+            if self.connection.poll(0):
+                verdict: _Verdict = self.connection.recv()
+                self._process.join()
+                return verdict
+            problem = "hang: the trial"
             children = psutil.Process(self._process.pid).children(recursive=True)
             for one in [psutil.Process(self._process.pid), *children]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
-        self.connection.close()
         self._process.join()
-        return verdict
+        return _Verdict(was_late=False, problems=[problem], errors=0)
 
 
 def _run_trial(connection: Any, seed: str, victim: str, expected: _Expected) -> None:
@@ -528,7 +489,7 @@ def _run_trial(connection: Any, seed: str, victim: str, expected: _Expected) -> 
         trial.run(expected)
     except BaseException:
         trial._problems.append(f"other problem: {traceback.format_exc()}")
-    connection.send(trial.verdict)
+    connection.send(_Verdict(trial._was_late, trial._problems, trial._errors))
 
 
 def _verdicts(
@@ -564,38 +525,22 @@ def _in_child(function: Callable[[], Any]) -> Any:
     return result
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.host", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument(
-        "--times", type=int, default=300, metavar="N", help="trials (300), each victim in turn"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1)")
-    parser.add_argument("--docs", action="store_true", help="write the result into the docs")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Kill as often as the command line says; exit with 1 if anything was wrong."""
-    options = _arguments()
-    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    print(f"--seed {seed}", flush=True)
+    options = options_of(
+        "host", __doc__, times=(300, "trials, each victim in turn"), jobs=(1, "trials at a time")
+    )
     _adopt_orphans()
     resource_tracker.ensure_running()  # once for all ranks
     expected = _in_child(_expected)
     counts: dict[str, Counter[str]] = {victim: Counter() for victim in _VICTIMS}
     began_s = time.monotonic()
     wrong = 0
-    for trial, verdict in _verdicts(seed, options.times, options.jobs, expected):
-        found = Counter(problem.partition(":")[0] for problem in verdict.problems)
-        count = counts[trial.victim]
-        count += found
+    for trial, verdict in _verdicts(options.seed, options.times, options.jobs, expected):
+        counts[trial.victim] += Counter(one.partition(":")[0] for one in verdict.problems)
         if verdict.was_late and not verdict.problems:
             continue
-        count["trial"] += 1
-        count["rank told"] += verdict.errors
+        counts[trial.victim] += Counter({"trial": 1, "rank told": verdict.errors})
         wrong += bool(verdict.problems)
         elapsed_s = time.monotonic() - began_s
         told = "; ".join(verdict.problems) or "right"
@@ -603,13 +548,24 @@ def main() -> None:
     for victim, count in counts.items():
         print(f"{victim}: " + ", ".join(f"{count[what]} {several}" for what, several in _COUNTED))
     minutes = (time.monotonic() - began_s) / 60
-    print(f"--seed {seed}: {options.times} kills in {minutes:.1f} minutes: {wrong} with problems")
+    end = f"{minutes:.1f} minutes: {wrong} with problems"
+    print(f"--seed {options.seed}: {options.times} kills in {end}")
     if options.docs:
-        table = {
-            victim: {several: count[what] for what, several in _COUNTED}
-            for victim, count in counts.items()
-        }
-        docs.write_host(seed, options.times, minutes, table)
+        total = sum(counts.values(), Counter())
+        found = ", ".join(f"{total[what]} {several}" for what, several in _COUNTED[1:-1])
+        docs.write(
+            "host",
+            f"{docs.where_and_when()}; {minutes:.0f} minutes, `--seed {options.seed}`: "
+            f"**{options.times} kills, {found}**.",
+            "",
+            *docs.table(
+                ["killed", "times", *[several for _, several in _COUNTED[1:]]],
+                [
+                    [victim, *[f"{count[what]:,}" for what, _ in _COUNTED]]
+                    for victim, count in counts.items()
+                ],
+            ),
+        )
     sys.exit(bool(wrong))
 
 

@@ -8,7 +8,6 @@ is wrong, or if nothing happens for long.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -16,14 +15,12 @@ import itertools
 import logging
 import os
 import random
-import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -34,7 +31,7 @@ import torch
 
 from tests.faults import actions
 from tests.faults.hammered import BATCH_SIZE, Hammered, Samples, make_sample
-from tests.faults.harness import is_server
+from tests.faults.harness import is_server, options_of
 
 # Without a step for so long, it hangs. A worker that is spawned imports torch first.
 _STALL_S = 120.0
@@ -302,33 +299,18 @@ class Soak(Hammered):
                 self._problem(f"wrong bytes in sample {index}")
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.soak", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--minutes", type=float, default=20.0, metavar="N", help="duration (20)")
-    parser.add_argument("--seed", type=int, default=None, help="seed of all choices; printed")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Run as long as the command line says; exit with 1 if anything was wrong."""
-    options = _arguments()
-    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    print(f"--seed {seed}", flush=True)
+    options = options_of("soak", __doc__, has_docs=False, minutes=(20.0, "duration"))
     # Warnings of few cores or no accelerator, and logs of killed workers, are expected.
     warnings.simplefilter("ignore")
     logging.getLogger("shmloader").setLevel(logging.CRITICAL)
-    random.seed(seed)
-    directory = tempfile.mkdtemp(prefix="shmloader-soak-")
-    os.environ[actions.DIRECTORY] = directory
-    try:
-        soak = Soak(seed, options.minutes * 60)
+    random.seed(options.seed)
+    with tempfile.TemporaryDirectory(prefix="shmloader-soak-") as directory:
+        os.environ[actions.DIRECTORY] = directory
+        soak = Soak(options.seed, options.minutes * 60)
         soak.run()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    counts: Counter[str] = soak.counts
-    print(f"--seed {seed}: {options.minutes:g} minutes: {dict(counts)}")
+    print(f"--seed {options.seed}: {options.minutes:g} minutes: {dict(soak.counts)}")
     print(*soak.problems, f"{len(soak.problems)} problems", sep="\n")
     sys.exit(bool(soak.problems))
 
