@@ -18,8 +18,6 @@ In a test, with the fixture ``late``::
 In a program of its own (with the repository's root on ``PYTHONPATH``): ``late = switch_on()``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -6,8 +6,6 @@ arguments, environment, directory and session, and shmloader is not imported. Bu
 that an interpreter reads at its start, and torch at its import, is that of the template.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import functools

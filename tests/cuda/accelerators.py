@@ -4,8 +4,6 @@
 tests on the late device, so that a fault of theirs is found before there is a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -5,8 +5,6 @@ thread has registered slots and started copies. `main` prints what broke the cap
 and then whether the batches are whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

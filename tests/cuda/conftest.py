@@ -3,8 +3,6 @@
 With ``--accelerator=late`` they run on the late device instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

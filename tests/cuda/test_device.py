@@ -8,8 +8,6 @@ Where it matters, the loader's stream and the consumer's are kept busy before ea
 read (`copies_are_late`, ``sleep_ms``), and the same test fails for a loader that leaves a rule out.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -26,9 +24,6 @@ from tests.cuda.accelerators import COPY_MS, LENGTH, kind, make, on, sample, who
 from tests.process.support import Calls, Program, only, run_program
 
 MIB = 1 << 20
-
-
-# Content ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow_every", [0, 50], ids=["quick", "slow kernels"])
@@ -93,9 +88,6 @@ def test_small_fields_are_pinned_in_one_block() -> None:
         assert all(tensor.unique().tolist() == [index] for tensor in batch.values())
 
 
-# Careless policies -----------------------------------------------------------------------
-
-
 def frees_at_once(monkeypatch) -> None:
     """Slots are free when their copy has been started."""
     run = DeviceStage.run
@@ -157,9 +149,6 @@ def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(
             yield batch.to(kind(), non_blocking=True)
 
     assert (ends_of(copied_late(), 100) == whole(100)) == (not is_view)
-
-
-# Page locks ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -289,9 +278,6 @@ def test_after_a_kill_nothing_is_left_and_the_next_one_works(ends_of) -> None:
         assert done.code == -signal.SIGKILL
         assert done.left == []
     assert ends_of(make(20), 20) == whole(20)
-
-
-# Beside the user's own work --------------------------------------------------------------
 
 
 _CAPTURE = """

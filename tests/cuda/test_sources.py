@@ -5,8 +5,6 @@ reads, so that memory which is given back too early would be seen; ``--accelerat
 trials.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -93,8 +91,6 @@ def test_an_epoch_that_was_left_goes_on_with_the_next_batch(ends_of) -> None:
     assert sorted(uninterrupted) == whole(100)
 
 
-# Ranks ---------------------------------------------------------------------------------------
-
 _RANK = """
     import contextlib
     import os
@@ -148,9 +144,6 @@ def test_ranks_that_share_workers_have_the_device_and_the_workers_have_not(tmp_p
         *has_it, numbers = done.out.splitlines()
         assert has_it == [str(kind() == "cuda"), "False", "False", "False"]
         assert numbers == str([*range(rank, 200, 2)])
-
-
-# Training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("for_cuda_alone", "copies_are_late")

@@ -4,8 +4,6 @@ Each Python block runs alone, as pasted into a file. Where a page says that its 
 ones before them, they run one after the other in one namespace.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import re

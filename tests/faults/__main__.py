@@ -1,7 +1,5 @@
 """The whole campaign: ``python -m tests.faults``; ``--help`` lists the options."""
 
-from __future__ import annotations
-
 from tests.faults.campaign import main
 
 if __name__ == "__main__":

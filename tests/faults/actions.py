@@ -5,8 +5,6 @@ the trial's directory which process the fault hits, and when. This module import
 shmloader.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import multiprocessing.process
@@ -71,9 +69,6 @@ def _once(action: Callable[[], Any]) -> Callable[[], None]:
     return take
 
 
-# Ends ------------------------------------------------------------------------------------------
-
-
 def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
     if number != signal.SIGSTOP:
@@ -102,9 +97,6 @@ def fork_exit() -> None:
     os._exit(7)
 
 
-# Delays and interrupts -------------------------------------------------------------------------
-
-
 def keep_interpreter(seconds: float) -> None:
     """Hold the interpreter's lock in a call that sleeps."""
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
@@ -115,9 +107,6 @@ gil = _once(lambda: keep_interpreter(GIL_S))
 
 sigint = _once(lambda: os.killpg(0, signal.SIGINT))
 ctrl_c = _once(lambda: os.killpg(0, signal.SIGINT))
-
-
-# Exceptions ------------------------------------------------------------------------------------
 
 
 class TwoArgumentsError(Exception):
@@ -166,9 +155,6 @@ generator_exit = _once(lambda: _raise(GeneratorExit("of the trial")))
 sys_exit = _once(lambda: sys.exit(4))
 
 
-# No descriptors --------------------------------------------------------------------------------
-
-
 @_once
 def emfile() -> None:
     """Open files until this process has no descriptor left."""
@@ -188,9 +174,6 @@ def relieve() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-# In the main process, to a worker --------------------------------------------------------------
-
-
 def _signal_worker(number: int) -> None:
     # Not by active_children(), which would reap dead workers.
     workers = [process.pid or 0 for process in multiprocessing.process._children]
@@ -205,8 +188,6 @@ def kill_worker() -> None:
 def stop_worker() -> None:
     _signal_worker(signal.SIGSTOP)
 
-
-# The consumer, and faults beside it ------------------------------------------------------------
 
 keeps = _once(lambda: consumer.update(keeps=True))
 slow = _once(lambda: consumer.update(slow=True))

@@ -5,8 +5,6 @@ parent, the descriptors that are passed and no others, and runs the same program
 that torch and this package are imported already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Runs the cells of the fault campaign, prints each verdict, and counts the failures."""
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -5,8 +5,6 @@ effect it must have. The trial (:mod:`tests.faults.trial`) places the fault, and
 To add a point, add a line to ``_POINTS``; to add a mode, add one to ``_MODES``.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 import re

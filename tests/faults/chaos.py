@@ -5,8 +5,6 @@ SIGKILL at random times. A hang is a program that makes no step for long. A wron
 wrong bytes or at a wrong place. A leak is what a program still holds, or leaves behind, at its end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Writes results into ``docs/reliability.md``: a section for each command."""
 
-from __future__ import annotations
-
 import datetime as dt
 import os
 import platform

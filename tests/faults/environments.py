@@ -11,8 +11,6 @@ loads an epoch there. In every environment, the outcome must be one of these, an
 the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -87,9 +85,6 @@ class Environment(NamedTuple):
     reasons: tuple[str, ...]  # an error, or the output, must have one of these in its text
 
 
-# Limits ------------------------------------------------------------------------------------------
-
-
 def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
@@ -118,9 +113,6 @@ def _limits() -> Iterator[Environment]:
     for nbytes in (MIB, 4096, 0):
         enter = functools.partial(_limit, resource.RLIMIT_FSIZE, nbytes)
         yield Environment(f"RLIMIT_FSIZE {nbytes}", enter, ("File too large", "ulimit -f"))
-
-
-# Filters of system calls -------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -203,8 +195,6 @@ def _filters() -> Iterator[Environment]:
             yield Environment(f"{name} {errno.errorcode[number]}", enter, reasons)
 
 
-# Namespaces --------------------------------------------------------------------------------------
-
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
 _PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
 
@@ -237,9 +227,6 @@ def environments() -> list[Environment]:
     shm = Environment("user namespace, 1 MB /dev/shm", small, ("shm",))
     no_proc = Environment("user namespace, 1 MB /dev/shm, no /proc", bare, ("shm", "/proc"))
     return [here, *_limits(), *_filters(), shm, no_proc]
-
-
-# In the child ------------------------------------------------------------------------------------
 
 
 class _Data:
@@ -308,9 +295,6 @@ def _child(environment: Environment, kind: str, said: int) -> None:
     except BaseException:
         outcome, text, is_torch = Outcome.UNCLEAR, traceback.format_exc(), False
     os.write(said, json.dumps([outcome.name, text[:4000], is_torch]).encode())
-
-
-# From outside ------------------------------------------------------------------------------------
 
 
 def run_trial(environment: Environment, kind: str) -> tuple[Outcome, str]:

@@ -6,8 +6,6 @@ writes what goes wrong into ``problems`` at once, since it may be killed at any 
 line of JSON at its end.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -4,8 +4,6 @@ Each trial is a process in a session of its own, with a hard time limit. At the 
 of the session dumps its stacks, and is killed by its pid.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

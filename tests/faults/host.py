@@ -14,8 +14,6 @@ may mount one, so several can run at a time. In most trials the ranks fork what 
 too late, when the process or all ranks have finished, does not count: the trial is repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -114,8 +112,6 @@ def _expected() -> _Expected:
     return _Expected(of_ranks, _digest(_make_dataset()))
 
 
-# What a rank does ----------------------------------------------------------------------------
-
 # What a rank gets, and its errors with their times.
 _Found = tuple[list[Any], list[tuple[str, float]]]
 
@@ -170,9 +166,6 @@ def _digest(dataset: dict[str, Any]) -> str:
     digest = hashlib.sha256(dataset["numbers"].numpy().tobytes())
     digest.update("\n".join(dataset["texts"]).encode())
     return digest.hexdigest()
-
-
-# A trial -------------------------------------------------------------------------------------
 
 
 class _Verdict(NamedTuple):
@@ -426,9 +419,6 @@ def _is_soon(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-# All trials ----------------------------------------------------------------------------------
 
 
 def _adopt_orphans() -> None:

@@ -6,8 +6,6 @@ memory, descriptors, threads, mappings. The program fails if one of these keeps 
 is wrong, or if nothing happens for long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -56,7 +54,7 @@ class Measured(NamedTuple):
     mappings: int
 
     @classmethod
-    def now(cls) -> Measured:
+    def now(cls) -> "Measured":
         gc.collect()
         usage = Path("/proc/self/smaps_rollup").read_text()
         return cls(
@@ -210,8 +208,6 @@ class Soak(Hammered):
             f"{descriptors:4} descriptors {threads:3} threads {mappings:5} mappings",
             flush=True,
         )
-
-    # Mixes; ``run_loader`` of the base class is one more ---------------------------------
 
     def _epochs(self, batches: Any, check: Callable[[Any], None], *, leaves: bool = True) -> None:
         """Take some epochs of an iterable of batches, each of which may be left early."""

@@ -1,7 +1,5 @@
 """The parts of the fault campaign. ``make sample`` and ``make faults`` run its cells."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -6,8 +6,6 @@ wrong, and what was measured. If the fault ends this very process, it prints not
 :mod:`tests.faults.harness` judges alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -58,9 +56,6 @@ def _reach(point: str) -> None:
 
     if FAULTS is not None:
         FAULTS.reach(point)
-
-
-# What is loaded --------------------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -118,9 +113,6 @@ def expected_hashes() -> dict[str, int]:
         batch = torch.stack([make_sample(index) for index in indices]), torch.tensor([*indices])
         hashes[hash_of(batch)] = number
     return hashes
-
-
-# Modes -----------------------------------------------------------------------------------------
 
 
 def copy_slowly(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,9 +178,6 @@ def simulate_device() -> None:
     device.Backend = Device
 
 
-# One trial -------------------------------------------------------------------------------------
-
-
 class _Interrupts:
     """Raises KeyboardInterrupt only in the loader's calls, so that the trial loses no batch."""
 
@@ -245,8 +234,6 @@ class Trial:
         self._stall_s = self._close_s = 0.0
         self._interrupts = None if cell.fault.name == "ctrl-c" else _Interrupts()
 
-    # Tools -------------------------------------------------------------------------------
-
     def _mark(self, what: str) -> None:
         """Record a sign of life."""
         self._marks.append((time.monotonic_ns(), what))
@@ -298,8 +285,6 @@ class Trial:
             multiprocessing_context=method,
             **options,
         )
-
-    # The scenario ------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run the whole trial."""
@@ -502,8 +487,6 @@ class Trial:
             self._loader.close()
         self._close_s = max(self._close_s, time.monotonic() - began)
         self._check(self._close_s < TOLD_S, f"close() took {self._close_s:.2f} s")
-
-    # Judgement ---------------------------------------------------------------------------
 
     def _judge_the_fault(self) -> None:
         cell = self.cell

@@ -9,8 +9,6 @@ torch's run is recorded whole; ours is compared step by step and each batch is d
 next is asked for, as in a training loop.
 """
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import gc
@@ -65,8 +63,6 @@ class Step(NamedTuple):
     value: Any
     rng: Rng
 
-
-# ---------------------------------------------------------------- running
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -274,9 +270,6 @@ def outcome(call: Callable[..., Any], *args: Any) -> Outcome:
     return Outcome(value, failure, warned)
 
 
-# ---------------------------------------------------------------- comparing
-
-
 def assert_same_failure(ours: Failure, theirs: Failure) -> None:
     """Same type; torch's first two lines begin ours; what the user's code said is in it."""
     assert ours.kind is theirs.kind, f"{ours.kind} for torch's {theirs.kind}: {ours.text}"
@@ -440,9 +433,6 @@ def _compare_arrays(
         np.testing.assert_array_equal(ours, theirs, at)  # long doubles have bytes of no meaning
     else:
         assert ours.tobytes() == theirs.tobytes(), f"{at}: values {ours}, torch's {theirs}"
-
-
-# ---------------------------------------------------------------- what is shared
 
 
 def nodes(batch: Any) -> Iterator[Any]:

@@ -1,7 +1,5 @@
 """What all parity tests need before the first of them runs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from multiprocessing import forkserver

@@ -1,7 +1,5 @@
 """Datasets, samplers and functions of the parity cases, importable in spawned workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
-
-# ---------------------------------------------------------------- map-style
 
 
 class Squares(Dataset):
@@ -198,9 +194,6 @@ def only(samples: list[Any]) -> Any:
     return sample
 
 
-# ---------------------------------------------------------------- iterable
-
-
 class Sharded(IterableDataset):
     """0 … size-1, dealt to the workers like cards."""
 
@@ -271,7 +264,7 @@ class OneShot(IterableDataset):
     def __init__(self, size: int) -> None:
         self.left = size
 
-    def __iter__(self) -> OneShot:
+    def __iter__(self) -> "OneShot":
         return self
 
     def __next__(self) -> int:
@@ -292,9 +285,6 @@ class WhoamiStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for _ in range(3):
             yield {"marked_by": self.marked_by, **describe_worker(self)}
-
-
-# ---------------------------------------------------------------- failing
 
 
 class TwoArgumentsError(Exception):
@@ -360,7 +350,7 @@ class Moody(IterableDataset):
     def __init__(self) -> None:
         self.number = 0
 
-    def __iter__(self) -> Moody:
+    def __iter__(self) -> "Moody":
         self.number = 0
         return self
 
@@ -382,9 +372,6 @@ def fail_on_5(samples: list[int]) -> list[int]:
     if 5 in samples:
         raise OwnError("cannot collate 5")
     return samples
-
-
-# ---------------------------------------------------------------- samplers
 
 
 class Backwards(Sampler[int]):

@@ -2,8 +2,6 @@
 
 # ruff: noqa: PLW0108 - "lambda: x.to_sparse()" is what quietly() calls
 
-from __future__ import annotations
-
 import array
 import collections
 import dataclasses
@@ -163,7 +161,7 @@ class Image(torch.Tensor):
     """A tensor subclass with an attribute."""
 
     @staticmethod
-    def named(tensor: torch.Tensor, name: str) -> Image:
+    def named(tensor: torch.Tensor, name: str) -> "Image":
         image = tensor.as_subclass(Image)
         image.name_of_image = name  # type: ignore[attr-defined]
         return image
@@ -230,8 +228,6 @@ def nan_with_payload() -> torch.Tensor:
     bits = torch.tensor([0x7FC00000, 0x7FC00123, -0x3FFEDD], dtype=torch.int32)
     return bits.view(torch.float32)
 
-
-# ---------------------------------------------------------------- whole batches of a custom collate
 
 WHOLE: dict[str, Callable[[int], Any]] = {
     # plain Python
@@ -439,8 +435,6 @@ TORCH_FAILS: dict[str, Callable[[int], Any]] = {
     ),
 }
 
-# ---------------------------------------------------------------- samples for default_collate
-
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "ints": lambda n: n,
     "huge ints": lambda n: 2**62 + n,
@@ -537,8 +531,6 @@ REFUSED_IN_OTHER_WORDS: dict[str, Callable[[int], Any]] = {
     "large tensors of different shapes": lambda n: floats(n + 1, 100_000),
     "arrays of different shapes": lambda n: np.ones(n + 1),
 }
-
-# ---------------------------------------------------------------- samples for default_convert
 
 CONVERTED: dict[str, Callable[[int], Any]] = {
     "numbers": lambda n: (n, n / 3, True, None, 2j, "x", b"y"),

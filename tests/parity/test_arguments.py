@@ -1,7 +1,5 @@
 """The constructor: signature, checks in torch's order and words, attributes, warnings."""
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os
@@ -300,9 +298,6 @@ def test_the_context_is_checked_when_it_is_set_later(workers: int, context: Any)
 
     ours, theirs = both_outcomes(change)
     assert ours == theirs
-
-
-# ---------------------------------------------------------------- warnings
 
 
 def test_too_many_workers_warn_when_asked() -> None:

@@ -1,7 +1,5 @@
 """The same batch whatever it is made of: values, dtypes, shapes, strides, types, sharing."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,8 +46,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
-# ---------------------------------------------------------------- many cases in one epoch
-
 
 def dozens(cases: Iterable[str]) -> list[Any]:
     """Parameters: a dozen cases each, since workers take longer to start than to load them."""
@@ -78,9 +74,6 @@ def naming(
             raise
 
     return compare
-
-
-# ---------------------------------------------------------------- a custom collate's batches
 
 
 @pytest.mark.sampled(1)
@@ -171,9 +164,6 @@ def test_writing_to_one_view_of_a_storage_shows_in_the_other() -> None:
 def views(n: int, size: int) -> tuple[torch.Tensor, ...]:
     whole = floats(size, 6, start=n)
     return whole, whole[1], whole, whole.t()
-
-
-# ---------------------------------------------------------------- default_collate
 
 
 @pytest.mark.sampled(2)
@@ -324,9 +314,6 @@ def test_a_type_added_to_torchs_collate_map_is_collated_by_its_function(workers:
     assert batches[0].name == "0+1"
 
 
-# ---------------------------------------------------------------- default_convert
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [{"num_workers": 0}, {"num_workers": 1}], ids=["in-process", "one"])
 @pytest.mark.parametrize("cases", dozens(CONVERTED))
@@ -337,9 +324,6 @@ def test_default_convert_makes_the_same_of(cases: list[str], way: dict[str, Any]
         same=naming(cases, 3),
     )
     assert len(batches) == 3 * len(cases)
-
-
-# ---------------------------------------------------------------- sizes
 
 
 @pytest.mark.slow

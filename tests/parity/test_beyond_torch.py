@@ -1,7 +1,5 @@
 """Where torch's loader warns, fails or hangs, ours works or says why; torch's does not run here."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same batches from every kind of dataset: map-style, iterable, torch's own, odd ones."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -50,8 +48,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
-
-# ---------------------------------------------------------------- map-style
 
 MAPS: dict[str, Callable[[], Any]] = {
     "a class without a base": lambda: Squares(9),
@@ -179,9 +175,6 @@ def test_what_a_sample_changes_in_its_dataset_stays_where_it_is(loader: Any) -> 
     return batches
 
 
-# ---------------------------------------------------------------- iterable
-
-
 class ReadyMade(IterableDataset):
     """Its samples are batches."""
 
@@ -269,9 +262,6 @@ def test_len_called_in_the_middle_of_an_epoch_counts_from_the_next() -> None:
     assert ours == theirs
     assert theirs.value == [3, 4]
     assert len(theirs.warned) == 2
-
-
-# ---------------------------------------------------------------- in_order=False
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The same exceptions at the same place, with texts that begin as torch's; then on as torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

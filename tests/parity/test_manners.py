@@ -1,7 +1,5 @@
 """A drop-in in the rest, too: typing, copying, threads, start methods, batches kept for ever."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -42,8 +40,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
-
-# ---------------------------------------------------------------- the class
 
 
 def test_the_class_is_torchs_and_takes_a_type_in_brackets() -> None:
@@ -128,9 +124,6 @@ def test_the_iterator_has_what_others_read() -> None:
     ours, theirs = both_outcomes(go)
     assert ours == theirs
     assert theirs.value[2:] == [2, True, True]
-
-
-# ---------------------------------------------------------------- where it runs
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -250,9 +243,6 @@ def test_grad_mode_of_the_consumer_does_not_matter() -> None:
     assert torch.equal(batches[0]["index"], torch.arange(2))
 
 
-# ---------------------------------------------------------------- start methods
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("as_object", [False, True], ids=["by name", "by object"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -279,9 +269,6 @@ class ByName(Squares):
 
     def __getitem__(self, index: int) -> Any:
         return WHOLE[self.CASES[index % 3]](index)
-
-
-# ---------------------------------------------------------------- batches outlive the loader
 
 
 def images(size: int = 40, side: int = 96) -> dict[str, Any]:
@@ -391,9 +378,6 @@ def test_training_with_the_batches_gives_the_same_weights(loader: Any) -> list[A
     return [p.detach() for p in model.parameters()]
 
 
-# ---------------------------------------------------------------- lambdas and closures, forked
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lambdas_and_closures_work(workers: int) -> None:
     offset = 100
@@ -417,9 +401,6 @@ def test_a_finished_loader_leaves_no_warning() -> None:
         return 1
 
     assert outcome(go) == (1, None, [])
-
-
-# ---------------------------------------------------------------- attributes that raise
 
 
 class Touchy:

@@ -1,7 +1,5 @@
 """The same samples in the same order, and the same draws from the main process's streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -173,8 +171,6 @@ test_batches_come_in_torchs_order = tried(
     },
 )
 
-# ---------------------------------------------------------------- several iterators
-
 
 @compared(shuffled, quick=1, check=lambda pairs: len(pairs) == 12)
 def test_two_iterators_of_one_loader_do_not_touch_each_other(loader: Any) -> list[Any]:
@@ -210,9 +206,6 @@ def test_loops_over_one_loader_can_be_nested(loader: Any) -> list[Any]:
 def test_two_loaders_side_by_side_draw_as_torchs_do(loader: Any) -> list[Any]:
     other = type(loader)(Squares(15), batch_size=2, shuffle=True, num_workers=1)
     return [pair for _ in range(2) for pair in zip(loader, other, strict=False)]
-
-
-# ---------------------------------------------------------------- ends
 
 
 @compared(over, THREE)
@@ -278,8 +271,6 @@ def test_as_many_index_batches_are_drawn_ahead(loader: Any) -> list[int]:
     return [loader.batch_sampler.drawn, *(loader.batch_sampler.drawn for _batch in iterator)]
 
 
-# ---------------------------------------------------------------- length
-
 MEASURED = {"dataset": Measured(11, 11)}
 LENGTHS: dict[str, Make] = {
     "a map-style dataset": over,
@@ -302,9 +293,6 @@ LENGTHS: dict[str, Make] = {
 def test_len_is_torchs_for(case: str) -> None:
     ours, theirs = both_outcomes(lambda cls: len(cls(**LENGTHS[case]())))
     assert ours == theirs
-
-
-# ---------------------------------------------------------------- the samplers themselves
 
 
 @pytest.mark.parametrize("good", [0, 3, 9])

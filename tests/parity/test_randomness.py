@@ -1,7 +1,5 @@
 """The same random streams in the workers, and the same answers to "where am I?"."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading
@@ -118,9 +116,6 @@ def test_the_start_method_changes_no_stream(method: str) -> None:
         return [*loader, *loader]
 
     assert_same(run_ours(lambda: make(method), drive), run_torch(lambda: make("fork"), drive))
-
-
-# ---------------------------------------------------------------- get_worker_info
 
 
 def unbatched(make: Callable[[int], Any]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ A `Case` is walked over epochs by `run_both`. A function under `compared` drives
 likes; what it returns has to be the same with torch's loader and with ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What the environment says of a run and its host."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmloader.host import name_of_run, ranks_of_host

@@ -1,7 +1,5 @@
 """Interruptions are distinguished from what the user's code raises."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Callable

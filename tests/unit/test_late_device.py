@@ -1,7 +1,5 @@
 """The late device by itself: it is as late as its head says, and says what it was asked for."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

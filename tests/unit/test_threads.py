@@ -1,7 +1,5 @@
 """When a background thread is parked, and when it has ended."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

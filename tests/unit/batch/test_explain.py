@@ -106,8 +106,6 @@ def test_any_other_error_is_raised_as_it_is(samples, collate_fn):
     assert not hasattr(error_of(collate_fn, samples, [0, 1]), "__notes__")
 
 
-# Objects that cannot be pickled -----------------------------------------------------------
-
 LOCK = threading.Lock()
 
 

@@ -23,9 +23,6 @@ def test_bytes_of_a_batch_are_those_of_tensors_and_arrays_in_containers():
     assert bytes_of("text") == bytes_of([]) == 0
 
 
-# ---------------------------------------------------------------- bad samples
-
-
 class Bad(LookupError):  # noqa: N818 - as users name theirs
     """The datasets below raise this."""
 

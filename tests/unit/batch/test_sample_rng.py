@@ -71,8 +71,6 @@ def load(placed, dataset=None, seed=7, collate_fn=list, **options):
         return fetcher.fetch(indices)
 
 
-# ---------------------------------------------------------------- the derivation
-
 # Of seed 7 and epoch 2: computed apart, by the digests that the module describes.
 GOLDEN = {
     "seed of a rank": 40062857030981248189027118876438016068,
@@ -156,9 +154,6 @@ def test_a_normal_number_left_over_by_the_sample_before_is_forgotten():
     )
 
 
-# ---------------------------------------------------------------- batches and steps
-
-
 def test_collate_draws_by_the_first_sample_of_its_own_batch():
     plan = FetchConfig(False, True, False, may_shard=True)
 
@@ -192,15 +187,9 @@ def test_a_stop_iteration_of_iter_does_not_silently_end_the_epoch():
         load(PositionedIndices([None], 2, 0), Stopping())
 
 
-# ---------------------------------------------------------------- datasets
-
-
 def test_a_dataset_without_either_fails_as_it_does_by_itself():
     with pytest.raises(TypeError, match="'object' object is not subscriptable"):
         load(PositionedIndices([1], 0, 0), object())
-
-
-# ---------------------------------------------------------------- sample_rng
 
 
 def test_all_calls_in_one_sample_return_the_same_generator():

@@ -41,9 +41,6 @@ def made_up(module, peer, round_, *, case="A", error=None, **figures):
     return module.Run(case, peer, round_, None if error else figures, error)
 
 
-# ---------------------------------------------------------------- tables
-
-
 def test_a_cell_has_the_median_with_least_and_most(report, record_module):
     figure = report.Figure("us", "µs", ",.1f", less=True, scale=10)
     runs = [made_up(record_module, "torch", n, us=us) for n, us in enumerate((300, 100, 200))]
@@ -129,9 +126,6 @@ def test_other_content_is_told(report, record_module):
     assert "Content DIFFERS: `aa` shmloader, torch; `bb` grain." in text
 
 
-# ---------------------------------------------------------------- the record
-
-
 def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
     path = tmp_path / "build" / "runs.jsonl"
     about = {"torch": "2.13.0", "workers": 2}
@@ -152,9 +146,6 @@ def test_a_campaign_goes_on_where_it_was_interrupted(record_module, tmp_path):
     again.add(made_up(record_module, "torch", 1, us_per_batch=2.0))
     assert [run.round for run in record_module.Record(path, about).runs] == [0, 0, 1]
     assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-# ---------------------------------------------------------------- fresh processes
 
 
 @pytest.mark.parametrize("session", ["its own", "the run's"])

@@ -1,7 +1,5 @@
 """What ``make gpu`` makes of its steps: verdicts, the check of batches, limits of time."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

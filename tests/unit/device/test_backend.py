@@ -1,7 +1,5 @@
 """Which device the ``device`` argument names, and what its backend does by the kind of device."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How the drivers' functions are called, over libraries that only write down."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 

@@ -1,7 +1,5 @@
 """Beside torch's own `pin_memory`, on the late device's pinned memory."""
 
-from __future__ import annotations
-
 import collections
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Types beside torch's own `pin_memory`, which says what becomes of a container."""
 
-from __future__ import annotations
-
 import array
 import collections
 import copy

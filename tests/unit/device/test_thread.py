@@ -1,7 +1,5 @@
 """Epochs of an engine on a thread of its own, without workers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

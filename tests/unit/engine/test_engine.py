@@ -37,9 +37,6 @@ def all_of(engine: Engine) -> list[int]:
             return found
 
 
-# Bad samples -------------------------------------------------------------------------------
-
-
 def watch(max_failures=None, *, keep_size=False) -> FailureWatch:
     return FailureWatch(FailureList(), max_failures, keep_size=keep_size, replaces=False)
 
@@ -62,9 +59,6 @@ def test_what_is_left_out_at_an_epoch_s_end_is_not_told_in_the_next():
     assert engine.delivery.left_out == ()
 
 
-# Samples that hang -------------------------------------------------------------------------
-
-
 def test_a_sample_that_has_time_left_is_looked_at_again_when_it_has_not(monkeypatch):
     engine, pool = engine_of(nothing, sample_timeout_s=2)
     monkeypatch.setattr(time, "monotonic", lambda: pool.now_s)
@@ -83,9 +77,6 @@ def test_a_sample_that_has_time_left_is_looked_at_again_when_it_has_not(monkeypa
     assert pool.now_s == began_s + 0.5
 
 
-# Epochs ------------------------------------------------------------------------------------
-
-
 def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
     engine, pool = engine_of(nothing, worker_count=1, window=1)
 
@@ -102,9 +93,6 @@ def test_a_slot_that_cannot_be_mapped_costs_its_batch_and_is_filled_again():
             next_of(engine)
     pool.answer(0)
     assert next_of(engine) == 3
-
-
-# Timeouts ----------------------------------------------------------------------------------
 
 
 def test_what_is_passed_over_begins_the_time_anew(monkeypatch):

@@ -87,9 +87,6 @@ def test_the_verdicts_follow_from_the_sums(batches, most, may_all_fail):
         assert said[-1] is ((most is not None and failed > most) or all_failed)
 
 
-# ---------------------------------------------------------------- list and log
-
-
 def bad(index: object, error: Exception | None = None) -> BadSample:
     try:
         raise error or ValueError(f"sample {index} is bad")

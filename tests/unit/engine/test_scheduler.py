@@ -130,8 +130,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waiting: list[Known] = []  # in the pool's queue, or about to be sent to it
         self.unreported: Death | None = None  # a death that no ticket was there to report
 
-    # What the engine and the workers do ---------------------------------------------------
-
     def _may_offer(self):
         return (
             self.is_running
@@ -469,8 +467,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lent.remove(slot_id)
         self.scheduler.slots.free(slot_id)
 
-    # Epochs -------------------------------------------------------------------------------
-
     @precondition(lambda self: self.is_running)
     @rule(happens=RARELY)
     def the_user_breaks_off(self, happens):
@@ -512,8 +508,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(InternalError):
                 self.scheduler.answered(seq, self.epoch - epochs_back, "stray", taker=0)
             assert self.scheduler.slots.states == before, "I6: a stray answer moved a slot"
-
-    # What must hold after each step -------------------------------------------------------
 
     def _held(self) -> dict[int, SlotState]:
         """Every slot that somebody holds, by the model."""
@@ -625,9 +619,6 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-# By hand: what the model leaves out ---------------------------------------------------------
-
-
 def scheduler(
     worker_count=2, window=4, lend_limit=2, *, in_order=True, restart_limit=0
 ) -> Scheduler:
@@ -678,9 +669,6 @@ def test_more_tickets_than_the_window_are_an_internal_error():
         subject.offer([2])
 
 
-# How many workers there are ----------------------------------------------------------------
-
-
 def with_workers(present: int, worker_count=3, restart_limit=0) -> Scheduler:
     return Scheduler(
         worker_count,
@@ -728,12 +716,6 @@ def test_a_worker_that_comes_back_asks_for_no_further_tickets():
         while (worker := subject.workers.next_missing()) is not None:
             subject.worker_started(worker.worker_id)
         assert subject.pop_wanted_tickets() == asked
-
-
-# A pool with a queue -----------------------------------------------------------------------
-
-
-# Samples that take too long -----------------------------------------------------------------
 
 
 def hang(subject: Scheduler, worker_id: int, seq: int, epoch: int = 0, sample: int = 0) -> None:

@@ -1,7 +1,5 @@
 """Where the next batch was while the consumer waited, from the times of batches."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Durations, sizes and numbers as text."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

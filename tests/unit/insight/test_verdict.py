@@ -1,7 +1,5 @@
 """The rules of the verdict, on measurements that are written down here."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Transforms that a loader's seed reaches by a hook."""
 
-from __future__ import annotations
-
 import pickle
 import random
 

@@ -1,7 +1,5 @@
 """The arguments of a loader as its iterators see them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DistributedSampler

@@ -1,7 +1,5 @@
 """Lightning predicts with a loader that it makes from the attributes of a sharded one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Loaders that a framework makes anew: from the public attributes, and from the samplers."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 

@@ -1,7 +1,5 @@
 """A seeded loader's sampler is the order it delivers, however it is read, wrapped or iterated."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -223,9 +223,6 @@ def test_with_no_descriptor_left_the_error_is_the_system_s():
     assert in_a_child(work) == "EMFILE"
 
 
-# Pages --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", ["this", "before 5.14"])
 def test_pages_can_be_had_before_they_are_written(arena, slot, kernel, monkeypatch):
     if kernel != "this":
@@ -245,9 +242,6 @@ def test_pages_that_cannot_be_had_are_an_error_and_no_signal():
     assert populate(mapping, 0, PAGESIZE)
     assert not populate(mapping, 0, 2 * PAGESIZE)
     os.close(fd)
-
-
-# Interruptions -----------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)

@@ -42,8 +42,6 @@ class Record:
     value: object
 
 
-# Hypothesis: nested batches -----------------------------------------------------------------
-
 NUMPY_DTYPES = [
     *("?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D", "g"),
     *(">i4", ">f8", ">u2", "M8[ns]", "m8[s]", ">M8[D]", "S5", "U3", "V7"),
@@ -223,9 +221,6 @@ def test_a_batch_that_is_copied_out_does_not_change_with_its_slot(batch):
         assert_same(arrived, expected)
 
 
-# Tensors ------------------------------------------------------------------------------------
-
-
 def test_a_tensor_brings_only_the_bytes_that_it_spans(bench):
     base = torch.arange(10**6, dtype=torch.int32)
     part = bench.send(base[1000:1010], lent=False)
@@ -241,17 +236,11 @@ def test_a_tensor_with_a_graph_is_refused_with_the_remedy(bench):
         bench.encode({"x": tensor})
 
 
-# What is lent, and what is copied out -------------------------------------------------------
-
-
 @pytest.mark.parametrize(("nbytes", "is_lent"), [(COPY_OUT_BYTES, False), (LARGE, True)])
 @pytest.mark.parametrize("make", [np.zeros, lambda n, dtype: torch.zeros(n, dtype=torch.uint8)])
 def test_the_limit_of_copying_out_counts_bytes_of_a_part(bench, make, nbytes, is_lent):
     layout = bench.encode([make(nbytes, dtype=np.uint8), make(10, dtype=np.uint8)])
     assert PickledReader(layout).lends == is_lent
-
-
-# What lies in the slot already --------------------------------------------------------------
 
 
 def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
@@ -275,9 +264,6 @@ def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):
     arrived = bench.send([inside, torch.full((LARGE,), 2, dtype=torch.uint8)], lent=False)
     assert bench.writer.used_bytes - used == -(-LARGE // 64) * 64
     assert [int(tensor[0]) for tensor in arrived] == [1, 2]
-
-
-# Errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

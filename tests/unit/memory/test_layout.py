@@ -14,9 +14,6 @@ def packer(bench):
     return FlatPacker(bench.writer)
 
 
-# What is lent, and what is copied out -------------------------------------------------------
-
-
 def large_and_small(count=4):
     return [
         {"image": torch.full((LARGE // 4,), float(n)), "label": n, "box": torch.tensor([n, n])}

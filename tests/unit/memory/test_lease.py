@@ -170,9 +170,6 @@ def test_an_arena_may_die_before_its_leases(book):
     assert tensor.sum() == 1000
 
 
-# The check of SHMLOADER_DEBUG -------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
 )

@@ -150,9 +150,6 @@ def test_this_machine_has_something_free():
     assert found.nbytes > 0
 
 
-# What is admitted -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def arena():
     """One slot, which is mapped."""
@@ -249,9 +246,6 @@ def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):
     assert not admission.is_tight
     grow(admission, arena, 0, 10 * MIB + 1)
     assert admission.is_tight
-
-
-# What the system has to support -----------------------------------------------------------
 
 
 def refuse(*_: object, **__: object) -> None:

@@ -32,8 +32,6 @@ class Level(enum.IntEnum):
     HIGH = 2
 
 
-# Hypothesis: samples of many kinds ----------------------------------------------------------
-
 # Where torch refuses a mixture of scalars (of uint16 with others, of bool arrays with numbers),
 # the short way takes some: those dtypes stand in the tables below.
 TENSOR_DTYPES = [
@@ -161,8 +159,6 @@ def test_any_samples_collate_as_in_a_worker_of_torch(samples, lent):
         assert we_warn <= torch_warns
 
 
-# What is flat -------------------------------------------------------------------------------
-
 FLAT = {
     "tensors": [torch.arange(3), torch.arange(3) * 2],
     "0-d tensors": [torch.tensor(1.5), torch.tensor(2.5)],
@@ -212,9 +208,6 @@ def test_flat_samples_go_the_short_way_and_arrive_as_torch_s(bench, packer, samp
     assert isinstance(layout, FlatLayout)
     arrived = bench.read(pickle.loads(pickle.dumps(layout)), lent=lent)
     assert_same(arrived, collated_by_torch(samples))
-
-
-# Layouts ------------------------------------------------------------------------------------
 
 
 def test_the_layout_is_the_same_object_while_batches_are_alike(bench, packer):
@@ -269,9 +262,6 @@ def test_a_packed_batch_is_not_held(bench, packer):
     assert not bench.writer.part()
 
 
-# Several batches in a slot ---------------------------------------------------------------------
-
-
 KINDS = {
     "tensors": lambda n: torch.arange(6.0) * n,
     "numbers": lambda n: n,
@@ -308,8 +298,6 @@ def test_a_batch_that_cannot_be_packed_leaves_those_before_it(bench, packer) -> 
     assert_same(bench.read(layout, lent=False), collated_by_torch(good))
     assert_same(bench.read(other, lent=False), collated_by_torch([torch.arange(5.0)]))
 
-
-# Stacking gives what torch.stack gives, whichever way it takes ------------------------------
 
 ROW = 20_011  # odd, so that rows begin at every alignment
 

@@ -1,7 +1,5 @@
 """Files of shared memory, while they are written."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -94,9 +94,6 @@ def test_memory_is_admitted_only_beyond_what_was_touched_or_granted(bench):
     assert len(admission.asked) == 2, "the slot is as large as it was"
 
 
-# A slot that is mapped further in the midst of a task ---------------------------------------------
-
-
 @pytest.fixture
 def arena():
     arena = Arena.create(64 * MIB, 4)

@@ -1,7 +1,5 @@
 """What the tests of pipelines share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Mistakes are told when the pipeline is built, with the argument's name and value."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 The autouse check of I8 sees to it that no thread is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

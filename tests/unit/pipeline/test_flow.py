@@ -1,7 +1,5 @@
 """A flow under every order of events: what is bounded, what arrives, and in which order."""
 
-from __future__ import annotations
-
 import collections
 import random
 from typing import Any

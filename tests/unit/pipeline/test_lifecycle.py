@@ -1,7 +1,5 @@
 """`setup` and `teardown` of stages: where, how often, and what they raise."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import gc

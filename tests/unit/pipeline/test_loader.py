@@ -1,7 +1,5 @@
 """``PipelineDataLoader``: the usual chain in one call."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import threading

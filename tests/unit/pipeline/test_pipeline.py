@@ -1,7 +1,5 @@
 """What comes out of pipelines on threads and coroutines: items, order, failures, epochs."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -158,9 +156,6 @@ def test_an_executor_that_was_shut_down_is_told_whatever_may_fail():
         list(builder.add_sink(2).build(timeout=SOON_S))
 
 
-# ---------------------------------------------------------------- order, concurrency
-
-
 def meet(parties):
     """An op in which so many calls meet."""
     barrier = threading.Barrier(parties)
@@ -240,9 +235,6 @@ def test_a_slow_item_is_overtaken_or_waited_for(is_async, order):
     assert (taken[0] == 0) == (order == "input")
 
 
-# ---------------------------------------------------------------- back-pressure
-
-
 def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     pipeline = chain(iter(inbox.get, None), double, double_soon, num_threads=1)
@@ -255,9 +247,6 @@ def test_a_source_that_blocks_holds_up_neither_the_loop_nor_threads():
         inbox.put(None)
         with pytest.raises(EOFError):
             pipeline.get_item(SOON_S)
-
-
-# ---------------------------------------------------------------- timeouts
 
 
 @pytest.mark.parametrize("is_of_build", [True, False])
@@ -289,9 +278,6 @@ def test_a_timeout_that_is_none_is_told_and_consumes_nothing(timeout, error):
             with pytest.raises(error, match="timeout should"):
                 ask(timeout)
         assert pipeline.get_item() == 1
-
-
-# ---------------------------------------------------------------- failures
 
 
 class Bad(LookupError):  # noqa: N818 - as users name theirs
@@ -508,9 +494,6 @@ def test_an_epoch_in_which_all_failed_raises(of_stage):
     pipeline = builder.aggregate(2).add_sink().build(max_failures=None if of_stage else Fraction(1))
     with pytest.raises(TooManyFailures, match=r"(\d) of \1 calls failed"):
         list(pipeline)
-
-
-# ---------------------------------------------------------------- epochs
 
 
 def test_epoch_after_epoch_with_nothing_carried_over():

@@ -1,7 +1,5 @@
 """Resumed pipelines: no item is lost and none comes twice, whatever was read ahead."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -293,9 +291,6 @@ def test_the_few_calls_that_are_left_do_not_say_that_all_have_failed():
         return builder.add_sink().build()
 
     assert resumed_at_each_item(make, None) == list(range(9))
-
-
-# Errors ----------------------------------------------------------------------------------
 
 
 def test_completion_order_has_no_position():

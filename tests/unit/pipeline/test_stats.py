@@ -1,7 +1,5 @@
 """A pipeline's statistics: what is counted, what adds up, and what the verdict names."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import threading
@@ -155,9 +153,6 @@ def test_a_table_a_line_and_html():
     html = stats._repr_html_()
     assert "&lt;decode&gt;" in html
     assert "<decode>" not in html
-
-
-# The verdict -----------------------------------------------------------------------------
 
 
 def stage(name, share, **changes):

@@ -1,7 +1,5 @@
 """What a timeout says: which stages have items in work, for how long, and which ones wait."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import re

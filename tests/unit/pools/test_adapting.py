@@ -1,7 +1,5 @@
 """How many workers there should be, by what a consumer sees of a made-up machine."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

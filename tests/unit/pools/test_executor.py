@@ -1,7 +1,5 @@
 """What an executor's pool sends and awaits, by an executor that a test answers for."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """What a process of an executor keeps between tasks."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the start of a worker leaves as it was, and how a worker ends with the main process."""
 
-from __future__ import annotations
-
 import os
 import signal
 

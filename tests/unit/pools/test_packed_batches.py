@@ -1,7 +1,5 @@
 """Batches as a pickle and arrays, as an executor sends them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The queue of tasks: what the kernel does not take waits here, and is sent once."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When a thread is left behind, and when its answer is waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Which objects have a state of the protocol: a state_dict without arguments, one to load it."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """A shuffled order: a permutation, evenly spread, the same everywhere."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """One global order, cut into steps, shards and ranks: the same whoever looks at it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -244,9 +242,6 @@ def test_a_sampler_that_counts_epochs_is_told_the_epoch() -> None:
     assert orders[0] != orders[1] != orders[2]
 
 
-# ---------------------------------------------------------------- batch samplers
-
-
 def batches(length: int, size: int = 3) -> BatchSampler:
     return BatchSampler(SequentialSampler(range(length)), size, drop_last=False)
 
@@ -295,9 +290,6 @@ def test_a_step_that_cannot_be_loaded_is_named(step) -> None:
     assert next(steps) == [1, 2]
     with pytest.raises(ValueError, match="step 1 of the batch sampler should be a list of indices"):
         next(steps)
-
-
-# ---------------------------------------------------------------- rollover
 
 
 @pytest.mark.parametrize("kind", KINDS)

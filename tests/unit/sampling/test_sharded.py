@@ -1,7 +1,5 @@
 """ShardedSampler: a rank's part of any sampler, for torch's loader as well."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Samplers whose iterator begins anew when ``iter()`` of it is called, as Lightning's wrapper."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

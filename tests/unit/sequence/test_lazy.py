@@ -1,7 +1,5 @@
 """Lazy sequences: what they give, when they compute it, and what they say of a failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pickle

@@ -14,8 +14,6 @@ from shmloader.memory.segment import SegmentWriter
 from shmloader.shared import containers
 from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
 
-# Lists -------------------------------------------------------------------------------------
-
 SIMPLE = (
     st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates, too
     | st.binary(max_size=20)
@@ -142,8 +140,6 @@ def test_a_repr_of_a_list_shows_the_first_items():
     assert repr(shared_list(["a", 1])) == "SharedList(['a', 1], 2 items)"
     assert repr(shared_list(range(1_000))) == "SharedList([0, 1, 2, 3, 4, 5, ...], 1000 items)"
 
-
-# Dicts -------------------------------------------------------------------------------------
 
 NUMBERS = st.integers() | st.booleans() | st.floats(allow_nan=False) | st.fractions()
 SIMPLE_KEYS = st.text(max_size=4) | st.binary(max_size=4) | NUMBERS | st.none()
