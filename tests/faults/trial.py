@@ -275,7 +275,7 @@ class Trial:
             Numbers(
                 is_late=self.cell.point.name == "main-next",
                 is_late_in_0=self.cell.mode.is_dynamic
-                and (self.cell.point.is_of_a_task or self.cell.point.name == "init"),
+                and (self.cell.point.is_of_a_task or self.cell.point.name in {"init", "idle"}),
                 stuck_from=self.cell.stuck_from,
             ),
             batch_size=BATCH_SIZE,
