@@ -12,7 +12,7 @@ import importlib
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from shmloader.interruptions import attempt
@@ -252,10 +252,6 @@ def _pass_on(future: _Future, done: _Future) -> None:
 def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function. This is the only remote function of an executor.
 
-    Ray interrupts a task that is cancelled while it runs, as Ctrl-C would. Here the interruption is
-    ignored and the task is completed: an interruption could hit the user's code anywhere, in a
-    process that runs further tasks.
-
     Ray ends a process by SIGTERM, for instance on a node that is drained. Ray's handler raises
     SystemExit in the function. The function may catch that, as the one that makes batches does. Its
     result is then dropped and SystemExit is raised again, so that Ray runs the task elsewhere.
@@ -263,39 +259,21 @@ def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if threading.current_thread() is not threading.main_thread():
         return fn(*args, **kwargs)
     ended: list[SystemExit] = []
-    before_term: Any = signal.getsignal(signal.SIGTERM)
+    before: Any = signal.getsignal(signal.SIGTERM)
 
     def end(number: int, frame: object) -> None:
         try:
-            before_term(number, frame)
+            before(number, frame)
         except SystemExit as error:
             ended.append(error)
             raise
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_handling(signal.SIGINT, signal.SIG_IGN))
-        if callable(before_term):
-            stack.enter_context(_handling(signal.SIGTERM, end))
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            if ended:
-                raise ended[0]
-
-
-@contextlib.contextmanager
-def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
-    """Set a signal's handler for the block, unless the present handler was not set by Python.
-
-    If code in the block sets another handler, that one stays after the block.
-    """
-    before = signal.getsignal(number)
-    if before is None:  # a handler not set by Python, which Python could not restore
-        yield
-        return
-    signal.signal(number, handler)
+    if callable(before):
+        signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        return fn(*args, **kwargs)
     finally:
-        if signal.getsignal(number) is handler:
-            signal.signal(number, before)
+        if signal.getsignal(signal.SIGTERM) is end:  # not if the function has set another
+            signal.signal(signal.SIGTERM, before)
+        if ended:
+            raise ended[0]

@@ -32,12 +32,12 @@ import torch.utils.data
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shmloader.batch.failures import OnError
-from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.options import (
     DEFAULTS,
     OPTIONS,
     SnapshotInterval,
+    describe_unsupported,
     is_data_pipe,
     starts_processes,
 )

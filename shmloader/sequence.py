@@ -269,7 +269,7 @@ class _Prefetched(LazySequence):
     def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():
             self._open()
-        if index != self._next or self._items.is_closed:
+        if index != self._next or getattr(self._items, "is_closed", False):
             self._order.start = index
             self._items = iter(self._loader)
         self._next = -1

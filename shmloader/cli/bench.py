@@ -1,6 +1,7 @@
 """``shmloader bench``: runs a loader, and shows where its time goes."""
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import time
@@ -14,10 +15,12 @@ from shmloader.insight.record import Record, Statistics
 from shmloader.insight.stats import LoaderStats, Machine
 from shmloader.insight.verdict import snapshot
 from shmloader.interruptions import probe
-from shmloader.loader.by_torch import samples_of
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.pools.cores import usable_cores
+
+# Levels of nested containers that are searched for a tensor; a container may contain itself.
+_DEEPEST = 8
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -87,7 +90,7 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
         record.begin()
         began_ns, is_empty = time.monotonic_ns(), True
         for batch in iterator:
-            samples = samples_of(batch, batch_size)
+            samples = _samples_of(batch, batch_size)
             record.add(began_ns, time.monotonic_ns(), 0, None, samples, 0)
             is_empty = False
             del batch
@@ -97,6 +100,18 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
         record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
     if statistics.epochs == 1:
         raise UsageError("the loader returns no batch")
+
+
+def _samples_of(batch: Any, batch_size: int) -> int:
+    """Return the number of samples of a batch, as its first value shows it, or the batch size."""
+    with contextlib.suppress(Exception):  # the batch may be any object
+        for _ in range(_DEEPEST):
+            if isinstance(batch, list | tuple):
+                batch = batch[0]
+            elif isinstance(batch, dict):
+                batch = next(iter(batch.values()))
+        return int(batch.shape[0])
+    return batch_size
 
 
 def _print_rounds(rounds: Sequence[Sequence[LoaderStats]]) -> None:

@@ -25,8 +25,8 @@ class Record:
 
     Args:
         epoch: Number of the epoch.
-        kind: What loads: "processes", "threads", "executor", "in-process", "torch" (its own
-            iterator), or "other" (a loader that is not ours).
+        kind: What loads: "processes", "threads", "executor", "in-process", or "other" (a
+            loader that is not ours).
         worker_count: Number of workers.
         keeps_workers: Whether the workers persist after the epoch.
         in_order: Whether batches wait for earlier ones.

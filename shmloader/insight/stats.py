@@ -87,7 +87,6 @@ class WaitStats:
         startup_s: The part of ``total_s`` in ``iter()`` and the first ``next()`` of each epoch.
         causes: Where the next batch was during ``total_s``; the fields add up to it. The verdict
             is based on them. Without workers, the consumer's own thread loads the batch meanwhile.
-            Where torch's own iterator loads, all waiting is in ``start`` and ``other``.
     """
 
     total_s: float = 0.0
@@ -189,9 +188,8 @@ class LoaderStats:
         epoch: Number of the epoch; None for all epochs together.
         epochs: Number of epochs begun, for all epochs together; otherwise 1, or 0 before the first.
         is_over: Whether the epoch has ended or was given up.
-        kind: What loads: "processes", "threads", "executor", "in-process", "torch" (torch's own
-            iterator) or, in ``shmloader bench``, "other" (a loader that is not ours); "" before
-            the first epoch.
+        kind: What loads: "processes", "threads", "executor", "in-process" or, in ``shmloader
+            bench``, "other" (a loader that is not ours); "" before the first epoch.
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
         batches: Number of batches delivered.

@@ -77,7 +77,7 @@ _TEXTS = {
     ),
     Finding.UNKNOWN: (
         "{part}an error was raised in place of a batch (skip bad samples by on_error=), or the "
-        "loader is not one of shmloader's, or torch's own iterator loads."
+        "loader is not one of shmloader's."
     ),
     Finding.COPYING: (
         "{part}the next batch was being pinned or copied to the device: copy batches straight to "

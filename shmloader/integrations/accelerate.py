@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import SkipBatchSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
-from shmloader.integrations.rebuilding import check_loader, rebuild
+from shmloader.integrations import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.states import sealed
 

@@ -6,7 +6,7 @@ import ray.train
 import ray.train.torch
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from shmloader.integrations.rebuilding import check_loader, rebuild
+from shmloader.integrations import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
 from shmloader.sampling.ranks import divides_for_ranks
 from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
@@ -50,18 +50,12 @@ def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _of_rank(loader: DataLoader[Any], count: int, rank: int) -> DataLoader[Any]:
     """Return a loader of the same class with the samples of one of ``count`` ranks."""
-    if loader.batch_size is None:
-        raise ValueError(
-            "prepare_data_loader cuts the samples for the ranks, which a batch_sampler of your "
-            "own, or batch_size=None, does not allow: give batch_size, or a batch sampler that "
-            "yields only the batches of its rank, and has num_replicas and rank"
-        )
-    if not _has_default_sampler(loader):
+    if loader.batch_size is None or not _has_default_sampler(loader):
         raise ValueError(
             "prepare_data_loader divides the samples by a DistributedSampler, which would replace "
-            f"your {type(loader.sampler).__name__}: give shuffle= instead of sampler=, or a "
-            "sampler that yields only the samples of its rank, such as "
-            "shmloader.sampling.ShardedSampler"
+            f"your {type(loader.sampler).__name__}: give batch_size and shuffle=; or a sampler or "
+            "batch sampler that yields only what is its rank's, and has num_replicas and rank, "
+            "such as shmloader.sampling.ShardedSampler"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,

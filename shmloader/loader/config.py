@@ -40,13 +40,11 @@ class Sharing(NamedTuple):
 
     Attributes:
         devices: The devices of a step's batches, as the user gave them; None if there are no steps.
-        window: Number of batches in flight; None if ``prefetch_factor`` decides it.
         scope: Whether the workers are this rank's own, or shared by the ranks of its host.
         ranks: The rank and the number of ranks that the order is divided among; None if it is not.
     """
 
     devices: Any = None
-    window: int | None = None
     scope: WorkerScope = "rank"
     ranks: Ranks | None = None
 
@@ -75,7 +73,6 @@ class LoaderConfig(SimpleNamespace):
             ``has_steps``.
         has_steps: Whether each step is a list of batches, one for each device.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
-        fixed_window: Batches in flight, if that does not depend on the workers; otherwise None.
         is_dynamic: Whether a batch may come from any worker (dynamic dispatch).
         root: Directory that contains ``proc`` and ``sys``.
         rank: Number of this rank, where ranks share the workers.
@@ -87,7 +84,6 @@ class LoaderConfig(SimpleNamespace):
     devices: tuple[Any, ...] = (None,)
     has_steps = False
     most_workers = 0
-    fixed_window: int | None = None
     host_ranks = 1
 
     def replace(self, **changes: Any) -> Self:
@@ -123,8 +119,6 @@ class LoaderConfig(SimpleNamespace):
         expensive needs 0.58 or less of the time that its share of the workers alone would need;
         without it, 0.6 or more (8 of 64 workers, ``prefetch_factor=2``).
         """
-        if self.fixed_window:
-            return int(self.fixed_window)
         window: int = -(-worker_count // self.host_ranks) * (self.prefetch_factor or 0)
         return window + 1 if self.host_ranks > 1 and window < worker_count else window
 

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import inspect
 import itertools
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from shmloader.batch.arrays import is_plain_data, may_be_columns
 from shmloader.batch.failures import OnError
@@ -31,21 +34,20 @@ from shmloader.grammar import warn_user
 from shmloader.insight.record import sum_of
 from shmloader.insight.sums import Sums
 from shmloader.interruptions import probe
-from shmloader.loader.by_torch import TorchIterator, warn_of_torch_workers
 from shmloader.loader.config import LoaderConfig, Sharing
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
     DEFAULTS,
     DEVICE_PREFETCH,
-    OPTIONS,
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
     check_last_batch,
     describe_loader,
+    describe_unsupported,
     is_map_style,
     read_options,
 )
-from shmloader.loader.resumable import FixedArgument, ResumableLoader
+from shmloader.loader.resumable import ResumableLoader
 from shmloader.memory.collate import is_plain
 from shmloader.memory.limits import free_memory, is_supported
 from shmloader.pools.adapting import Adapter, AutoCount
@@ -306,19 +308,12 @@ class DataLoader(ResumableLoader[_T_co]):
         sample_timeout: float | None = None,
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
-        # In the order of the table.
-        options = (
-            shm_size, worker_restarts, device, device_transform, device_prefetch, on_error,
-            max_failures, last_batch, thread_pool, seed, snapshot_every_n_steps, fetch_concurrency,
-            sample_timeout, executor,
-        )  # fmt: skip
-        is_own = type(self) is not DataLoader  # whose class may have attributes of these names
-        if is_own or any(map(operator.is_not, options, DEFAULTS.values())):
-            # Now, since torch's constructor calls check_worker_number_rationality(), and past the
-            # descriptors, which refuse to set some.
-            given = zip(OPTIONS.values(), options, strict=True)
-            own = {each.name: value for each, value in given if is_own or value is not each.default}
-            self.__dict__.update(own)
+        given, is_own = locals(), type(self) is not DataLoader
+        # Now, since torch's constructor calls check_worker_number_rationality(), and past
+        # __setattr__, which refuses some. A user's class may have attributes of these names.
+        for name, default in DEFAULTS.items():
+            if is_own or given[name] is not default:
+                self.__dict__[name] = given[name]
         if num_workers == "auto" or isinstance(num_workers, AutoCount):
             num_workers = self._begin_adapting(num_workers, dataset)
         if executor is not None and num_workers and prefetch_factor is None:
@@ -430,7 +425,8 @@ class DataLoader(ResumableLoader[_T_co]):
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
-            plan.counter.iterator = weakref.ref(iterator)
+            is_ours = isinstance(iterator, BatchIterator)
+            plan.counter.iterator = weakref.ref(iterator) if is_ours else lambda: None
             return iterator
 
     def _make_iterator(self) -> Any:
@@ -438,27 +434,32 @@ class DataLoader(ResumableLoader[_T_co]):
         plan, parts = self._plan, self._parts
         assert plan is not None
         iterator: Any
-        has_processes = self.num_workers and not self.thread_pool and self.executor is None
         is_unsupported = self.num_workers and not self.thread_pool and not is_supported()
-        if has_processes:
+        if self.num_workers:
             self.check_worker_number_rationality()
         if is_unsupported:
-            warn_of_torch_workers(self._options_of_ours())
-        if is_unsupported or type(self.dataset) in WRAPPED_DATA_PIPES:
-            iterator = TorchIterator(self, plan, parts)
-        else:
+            self._warn_of_torchs_workers()
+        if not is_unsupported and type(self.dataset) not in WRAPPED_DATA_PIPES:
             iterator = BatchIterator(self, self._config(), plan, parts)
+        elif self.num_workers:
+            iterator = _MultiProcessingDataLoaderIter(self)
+        else:
+            return _SingleProcessDataLoaderIter(self)
         parts.add(iterator)
         if self._is_closed:  # by another thread, while the workers were started
-            iterator.close()
+            iterator._shutdown_workers()
             raise ClosedLoaderError(LOADER_CLOSED)
         return iterator
 
-    def _options_of_ours(self) -> list[str]:
-        """Return the names of the arguments that torch's own workers cannot do."""
-        changes_nothing = {"devices", "snapshot_every_n_steps"}
-        given = [name for name in read_options(self) if name not in changes_nothing]
-        return given if self._sharing.ranks is None else ["ShardedDataLoader", *given]
+    def _warn_of_torchs_workers(self) -> None:
+        """Warn that torch's own workers load, or raise if they cannot do all arguments."""
+        text = describe_unsupported()
+        given = [*(read_options(self).keys() - {"devices", "snapshot_every_n_steps"})]
+        if self._sharing.ranks is not None:
+            given.append("ShardedDataLoader")
+        if given:
+            raise RuntimeError(f"{text} These cannot be combined with {', '.join(sorted(given))}.")
+        warn_user(text, RuntimeWarning)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
@@ -526,7 +527,6 @@ class DataLoader(ResumableLoader[_T_co]):
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
             most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
-            fixed_window=sharing.window,
             is_dynamic=is_map and (is_free or self._adapter is not None),
             root=self._root,
             worker_scope=sharing.scope,
@@ -564,8 +564,7 @@ class DataLoader(ResumableLoader[_T_co]):
         what limits the speed and what to change.
 
         A call takes some milliseconds for each living worker, to measure its memory. If torch's own
-        iterator loads (data pipes, or a system without memfd and pidfd), only the batches and the
-        waits for them are known.
+        iterator loads (data pipes, or a system without memfd and pidfd), nothing is measured.
 
         Args:
             of: "epoch": the newest epoch, running or over. "total": all epochs since the loader
@@ -632,12 +631,12 @@ class DataLoader(ResumableLoader[_T_co]):
         """End all workers of this loader and free its memory. May be called again.
 
         Batches that were delivered stay as they are. Further calls of ``iter()`` and ``next()``
-        raise ``ClosedLoaderError``.
+        raise ``ClosedLoaderError``; those of torch's own iterator raise what torch raises.
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # if a close is interrupted, the others still run
             for iterator in self._parts.open_iterators():
-                stack.callback(iterator.close)
+                stack.callback(iterator._shutdown_workers)
         self._parts.host_pool = self._parts.nursery = None
         # Last, since no exception is raised from an iterator that is freed as garbage.
         self._iterator = None
@@ -653,8 +652,6 @@ class DataLoader(ResumableLoader[_T_co]):
 
 for _name, _default in DEFAULTS.items():
     setattr(DataLoader, _name, _default)
-for _name in ("seed", "last_batch"):
-    setattr(DataLoader, _name, FixedArgument(_name))
 
 
 class CachedBatches(Generic[_T]):

@@ -5,10 +5,8 @@ of the package.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.arrays import Arrays
@@ -24,7 +22,6 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.inline import do_nothing
 from shmloader.memory.arena import Arena, uncapped_slot_bytes
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
@@ -38,42 +35,16 @@ from shmloader.pools.thread import ThreadConfig, ThreadPool
 from shmloader.shared.sharing import describe_many
 
 
-@dataclass(slots=True)
-class Opened:
-    """An engine with workers, and what its iterator does with it besides asking for batches.
+class Workers:
+    """The workers of an iterator, their engine, and what the iterator does besides taking batches.
 
     Attributes:
         engine: The engine.
         source: The engine, or a stage on another thread that is behind it.
         pool: The engine's workers.
         end: Ends all. It refers neither to the sampler nor to the iterator.
-        begin_epoch: Called before the epoch's first index batch is drawn.
-        set_window: Sets how many index batches are drawn when the next epoch begins.
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
         is_on_device: Whether the source has called the ``device_transform``.
-        keeps: An object that the pool refers to only weakly.
-    """
-
-    engine: Any
-    source: Any
-    pool: Any
-    end: Callable[[], object]
-    begin_epoch: Callable[[], object]
-    set_window: Callable[[int], object] = do_nothing
-    adapter: Any = None
-    is_on_device: bool = False
-    keeps: object = None
-
-
-def open_workers(
-    config: LoaderConfig,
-    parts: LoaderParts,
-    *,
-    base_seed: int,
-    checkpoints: DatasetCheckpoints | None,
-    pin: tuple[bool, str | None],
-) -> Opened:
-    """Start the workers of an iterator, and return their engine.
 
     Args:
         config: The loader's arguments.
@@ -85,27 +56,171 @@ def open_workers(
     Raises:
         Exception: What starting a worker or pickling the dataset raises.
     """
-    if not config.prefetch_factor:
-        raise AssertionError(
-            "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+
+    engine: Engine
+    pool: Any
+    _arrays: Arrays | None = None
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        parts: LoaderParts,
+        *,
+        base_seed: int,
+        checkpoints: DatasetCheckpoints | None,
+        pin: tuple[bool, str | None],
+    ) -> None:
+        if not config.prefetch_factor:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        self._parts, self.adapter = parts, parts.adapter
+        stage, locker = _make_stage(config, parts, *pin)
+        if config.kind == "threads":
+            self._open_threads(config)
+        elif config.kind == "executor":
+            self._open_executor(config, base_seed)
+        else:
+            self._open_processes(config, base_seed, checkpoints, locker)
+        self.end: Callable[[], object] = self.pool.close
+        self.source: Any = self.engine
+        self.is_on_device = not isinstance(stage, PinStage | None)
+        if stage is not None:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.end)
+                self.pool.enable_wake()
+                self.source = StagedEngine(self.engine, stage, config.window, config.timeout)
+                stack.pop_all()
+            self.end = self.source.owner.end
+
+    def begin_epoch(self) -> None:
+        """Prepare for an epoch whose first index batch is drawn next."""
+        self.pool.dataset_epoch = self._parts.dataset_epoch.told
+        if self._arrays is not None:
+            self._arrays.begin_epoch()
+
+    def set_window(self, window: int) -> None:
+        """Set how many index batches are drawn when the next epoch begins."""
+        if self.source is not self.engine:
+            self.source.window = window
+
+    def _make_engine(
+        self,
+        config: LoaderConfig,
+        checkpoints: DatasetCheckpoints | None = None,
+        **given: Any,
+    ) -> None:
+        scheduler = Scheduler(
+            in_order=config.in_order,
+            restart_limit=config.worker_restarts,
+            first_worker=0 if checkpoints is None else checkpoints.next_worker,
+            beginnings=None if checkpoints is None else checkpoints.checkpoints,
+            is_iterable=config.fetch.is_iterable,
+            has_queue=self.pool.has_queue,
+            has_slots=self.pool.memory is not None,
+            **given,
         )
-    stage, locker = _make_stage(config, parts, *pin)
-    if config.kind == "threads":
-        opened = _open_threads(config, parts)
-    elif config.kind == "executor":
-        opened = _open_executor(config, parts, base_seed)
-    else:
-        opened = _open_processes(config, parts, base_seed, checkpoints, locker)
-    if stage is not None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(opened.end)
-            opened.pool.enable_wake()
-            source = StagedEngine(opened.engine, stage, config.window, config.timeout)
+        self.engine = Engine(
+            self.pool,
+            scheduler,
+            timeout_s=config.timeout,
+            sample_timeout_s=config.sample_timeout,
+            base_seed=None if checkpoints is None else checkpoints.base_seed,
+            watch=config.watch_failures(self._parts),
+        )
+
+    def _open_threads(self, config: LoaderConfig) -> None:
+        """Start threads of this process, which make batches without copies or shared memory."""
+        self._arrays = Arrays(config.dataset) if config.fetch.takes_arrays else None
+        functions = config.collate_fn, config.on_error, config.worker_init_fn
+        thread_config = ThreadConfig(config.fetch, config.dataset, *functions, self._arrays)
+        self._keeps = thread_config  # the pool refers to it only weakly
+        count = config.num_workers
+        self.pool = ThreadPool(count, weakref.ref(thread_config))
+        self._make_engine(config, worker_count=count, window=config.window, lend_limit=0)
+
+    def _open_executor(self, config: LoaderConfig, base_seed: int) -> None:
+        """Have tasks of the user's executor make the batches."""
+        assert config.executor is not None
+        objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
+        payload = attempt(PortablePayload, (*objects, tuple(config.fetch), config.num_workers))
+        if isinstance(payload, Caught):
+            names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
+            remedy = (
+                "Make it in each process: on first use, or in worker_init_fn. What lies in shared "
+                "memory of this machine, such as a lock or a queue, cannot be used by an executor."
+            )
+            found = find_unpicklable(objects, names)
+            raise explain_unpicklable(payload.error, found, "the executor's processes", remedy)
+        self.pool = ExecutorPool(
+            config.executor,
+            payload,
+            loader=self._parts.executor_key,
+            numbers=self._parts.task_numbers,
+            base_seed=base_seed,
+        )
+        window = config.most_window  # to the engine, each batch in flight is a worker
+        self._make_engine(config, worker_count=window, window=window, lend_limit=0)
+
+    def _open_processes(
+        self,
+        config: LoaderConfig,
+        base_seed: int,
+        checkpoints: DatasetCheckpoints | None,
+        locker: PageLocker | None,
+    ) -> None:
+        """Start worker processes, or attach to those that the ranks of this host share."""
+        _warn_of_many_objects(config, self._parts)
+        is_shared = config.worker_scope == "host"
+        with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
+            starter: Any
+            if is_shared:
+                # Few loaders share workers.
+                from shmloader.pools import host_pool  # noqa: PLC0415
+
+                pool_of_host = self._parts.host_pool = host_pool.open_host_pool(
+                    config.dataset,
+                    config.worker_init_fn,
+                    config.most_workers,
+                    base_seed,
+                    None if self.adapter is None else config.num_workers,
+                    rank=config.rank,
+                    is_alone=config.host_ranks == 1,
+                )
+                if self.adapter is not None:
+                    # The rank that began the pool decides the maximum; the pool adapts the number.
+                    adapter = self.adapter = host_pool.SharedAdapter(pool_of_host)
+                    config = config.replace(num_workers=adapter.count, most_workers=adapter.most)
+            tasks = _make_tasks(config)
+            stack.callback(tasks.close)
+            if is_shared:
+                functions = (config.collate_fn, config.on_error)
+                starter = host_pool.SharedWorkers(pool_of_host, functions, tasks)
+            else:
+                starter = OwnWorkers(
+                    config.multiprocessing_context,
+                    config.most_workers,
+                    (config.dataset, config.worker_init_fn, config.collate_fn, config.on_error),
+                    tasks,
+                    base_seed,
+                )
+            may_replace = config.may_replace_workers or is_shared
+            pool = ProcessPool(starter, tasks, config.num_workers, locker, may_replace=may_replace)
+            self.pool, self._parts.nursery = pool, pool.nursery
+            stack.callback(pool.end_workers)
+            self._make_engine(
+                config,
+                checkpoints,
+                worker_count=config.most_workers,
+                window=config.most_window,
+                lend_limit=config.lend_limit,
+                present=config.num_workers,
+                sharers=config.host_ranks,
+                tickets_each=config.prefetch_factor,
+            )
+            self.engine.counts.share_bytes = config.slot_bytes or 0
+            self.engine.resume()
             stack.pop_all()
-        opened.source, opened.end = source, source.owner.end
-        opened.set_window = functools.partial(setattr, source, "window")
-        opened.is_on_device = not isinstance(stage, PinStage)
-    return opened
 
 
 def _make_stage(
@@ -125,161 +240,10 @@ def _make_stage(
     return DeviceStage(backends[0], locks, ahead, transform), locks
 
 
-def _make_engine(
-    pool: Any,
-    config: LoaderConfig,
-    parts: LoaderParts,
-    checkpoints: DatasetCheckpoints | None = None,
-    **given: Any,
-) -> Engine:
-    scheduler = Scheduler(
-        in_order=config.in_order,
-        restart_limit=config.worker_restarts,
-        first_worker=0 if checkpoints is None else checkpoints.next_worker,
-        beginnings=None if checkpoints is None else checkpoints.checkpoints,
-        is_iterable=config.fetch.is_iterable,
-        has_queue=pool.has_queue,
-        has_slots=pool.memory is not None,
-        **given,
-    )
-    return Engine(
-        pool,
-        scheduler,
-        timeout_s=config.timeout,
-        sample_timeout_s=config.sample_timeout,
-        base_seed=None if checkpoints is None else checkpoints.base_seed,
-        watch=config.watch_failures(parts),
-    )
-
-
-def _open_threads(config: LoaderConfig, parts: LoaderParts) -> Opened:
-    """Start threads of this process, which make batches without copies or shared memory."""
-    arrays = Arrays(config.dataset) if config.fetch.takes_arrays else None
-    thread_config = ThreadConfig(
-        config.fetch,
-        config.dataset,
-        config.collate_fn,
-        config.on_error,
-        config.worker_init_fn,
-        arrays,
-    )
-    pool = ThreadPool(config.num_workers, weakref.ref(thread_config))
-    engine = _make_engine(
-        pool,
-        config,
-        parts,
-        worker_count=config.num_workers,
-        window=config.window,
-        lend_limit=0,
-    )
-    begin = do_nothing if arrays is None else arrays.begin_epoch
-    return Opened(engine, engine, pool, pool.close, begin, keeps=thread_config)
-
-
-def _open_executor(config: LoaderConfig, parts: LoaderParts, base_seed: int) -> Opened:
-    """Return an engine whose batches are made by tasks of the user's executor."""
-    assert config.executor is not None
-    objects = (config.dataset, config.collate_fn, config.worker_init_fn, config.on_error)
-    payload = attempt(PortablePayload, (*objects, tuple(config.fetch), config.num_workers))
-    if isinstance(payload, Caught):
-        names = ("dataset", "collate_fn", "worker_init_fn", "on_error")
-        remedy = (
-            "Make it in each process: on first use, or in worker_init_fn. What lies in shared "
-            "memory of this machine, such as a lock or a queue, cannot be used by an executor."
-        )
-        found = find_unpicklable(objects, names)
-        raise explain_unpicklable(payload.error, found, "the executor's processes", remedy)
-    pool = ExecutorPool(
-        config.executor,
-        payload,
-        loader=parts.executor_key,
-        numbers=parts.task_numbers,
-        base_seed=base_seed,
-    )
-    window = config.most_window  # to the engine, each batch in flight is a worker
-    engine = _make_engine(pool, config, parts, worker_count=window, window=window, lend_limit=0)
-    return Opened(engine, engine, pool, pool.close, _telling_epoch(pool, parts))
-
-
-def _telling_epoch(pool: Any, parts: LoaderParts) -> Callable[[], object]:
-    """Return a function that tells the pool which epoch the datasets of workers are told."""
-    return lambda: setattr(pool, "dataset_epoch", parts.dataset_epoch.told)
-
-
-# Worker processes ------------------------------------------------------------------------------
-
-
-def _open_processes(
-    config: LoaderConfig,
-    parts: LoaderParts,
-    base_seed: int,
-    checkpoints: DatasetCheckpoints | None,
-    locker: PageLocker | None,
-) -> Opened:
-    """Start worker processes, or attach to those that the ranks of this host share."""
-    _warn_of_many_objects(config, parts)
-    adapter = parts.adapter
-    with contextlib.ExitStack() as stack:  # after a Ctrl-C no other code closes them
-        starter: Any
-        if config.worker_scope == "host":
-            # Few loaders share workers.
-            from shmloader.pools import host_pool  # noqa: PLC0415
-
-            pool_of_host = parts.host_pool = host_pool.open_host_pool(
-                config.dataset,
-                config.worker_init_fn,
-                config.most_workers,
-                base_seed,
-                None if adapter is None else config.num_workers,
-                rank=config.rank,
-                is_alone=config.host_ranks == 1,
-            )
-            if adapter is not None:
-                # The rank that began the pool decides the maximum; the pool adapts the number.
-                adapter = host_pool.SharedAdapter(pool_of_host)
-                config = config.replace(num_workers=adapter.count, most_workers=adapter.most)
-            tasks = _make_tasks(config)
-            functions = (config.collate_fn, config.on_error)
-            starter = host_pool.SharedWorkers(pool_of_host, functions, tasks)
-        else:
-            tasks = _make_tasks(config)
-            starter = OwnWorkers(
-                config.multiprocessing_context,
-                config.most_workers,
-                (config.dataset, config.worker_init_fn, config.collate_fn, config.on_error),
-                tasks,
-                base_seed,
-            )
-        stack.callback(tasks.close)
-        may_replace = config.may_replace_workers or config.worker_scope == "host"
-        pool = ProcessPool(starter, tasks, config.num_workers, locker, may_replace=may_replace)
-        parts.nursery = pool.nursery
-        stack.callback(pool.end_workers)
-        engine = _make_engine(
-            pool,
-            config,
-            parts,
-            worker_count=config.most_workers,
-            window=config.most_window,
-            lend_limit=config.lend_limit,
-            checkpoints=checkpoints,
-            present=config.num_workers,
-            sharers=config.host_ranks,
-            tickets_each=0 if config.fixed_window else config.prefetch_factor,
-        )
-        engine.counts.share_bytes = config.slot_bytes or 0
-        engine.resume()
-        stack.pop_all()
-    begin = _telling_epoch(pool, parts)
-    return Opened(engine, engine, pool, pool.close, begin, adapter=adapter)
-
-
 def _make_tasks(config: LoaderConfig) -> TaskConfig:
     """Return how tasks are served, with a new arena."""
-    is_free = config.fixed_window is None and config.host_ranks == 1
     # The figures by which workers check that there is memory for the slots.
-    window = config.prefetch_factor * config.num_workers if is_free else config.window
-    memory = MemoryConfig(config.num_workers, window + config.loop_holds, config.root)
+    memory = MemoryConfig(config.num_workers, config.window + config.loop_holds, config.root)
     slot_bytes = config.slot_bytes
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(

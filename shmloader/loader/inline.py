@@ -2,24 +2,35 @@
 
 ``seed=`` sets the process's random number generators for each sample. Their earlier states are
 restored after each batch.
+
+As with workers, the dataset's state is taken after a batch, and the loader's state has the
+checkpoint after the last delivered batch. A dataset that resumes is made ready when its first batch
+is asked for, so that what its ``load_state_dict()`` sets is the last thing that happens before its
+first sample. An iterable dataset then finds the process's global generators in the states of the
+earlier run, and the process's own states are restored after the batch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.batch.arrays import Arrays
+from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.collator import Timer
+from shmloader.batch.dataset_state import dump_in_main, load_dataset, read
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.maker import BatchMaker
-from shmloader.engine.delivery import Delivery, Instead, delivery_of
+from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.loader.local_dataset import LocalDataset
+from shmloader.memory.collate import is_plain
+from shmloader.messages import Unsaved
 from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.rng import changed, global_rng_state, kept, set_global_rng_state
 
 
 def do_nothing(*_: object) -> None:
@@ -29,66 +40,72 @@ def do_nothing(*_: object) -> None:
 class InlineEngine:
     """Makes the batches of an epoch when they are asked for.
 
-    It has what the iterator uses of an :class:`~shmloader.engine.engine.Engine`.
+    It has what the iterator uses of an :class:`~shmloader.engine.engine.Engine`. It is constructed
+    before the sampler is iterated, which may depend on the dataset's state, and opened after that.
 
     Args:
         config: The loader's arguments.
-        plan: The plan of the loader's epochs.
         parts: The objects that all iterators of the loader share.
-        local: Tracks the dataset's state; None if it is not saved.
-        pins: Whether batches are copied to page-locked memory.
-        pin_device: The type of the accelerator that will read it.
 
     Attributes:
+        checkpoints: Where the dataset is after the last delivered batch; None if that is not saved.
         end: Ends the threads that load samples.
         staged: The name, in the statistics, of what is done to a batch after it is collated.
     """
 
-    is_waiting = False
+    is_waiting = is_closed = False
     beginnings = counts = None
+    checkpoints: DatasetCheckpoints | None = None
     delivery: Delivery | None = None
     draw_ns, staged = 0, "build"
-    is_closed = False
-    _seq, _closed_because = -1, ""
-    _step: Callable[[Any], Any] | None = None
     end: Callable[[], object] = staticmethod(do_nothing)
     record: Record  # of the epoch, which the iterator sets
+    _seq, _closed_because = -1, ""
+    _step: Callable[[Any], Any] | None = None
+    _updates: tuple[tuple[int, Checkpoint], ...] = ()
+    _maker: BatchMaker | None = None  # None until a dataset that resumes is ready
 
-    def __init__(
-        self,
-        config: LoaderConfig,
-        plan: EpochPlan,
-        parts: LoaderParts,
-        local: LocalDataset | None,
-        pins: bool,
-        pin_device: str | None,
-    ) -> None:
-        fetch = config.fetch
-        timer = self._timer = Timer()
+    def __init__(self, config: LoaderConfig, parts: LoaderParts) -> None:
+        self._config, self._is_iterable = config, config.fetch.is_iterable
+        self._watch = config.watch_failures(parts)
+        resumed = self._resumed = parts.pop_resumed()
+        self._loaded = parts.loaded_generators
+        if resumed is not None and config.saves_dataset and not self._is_iterable:
+            with kept():  # the state is loaded again before the first sample
+                load_dataset(config.dataset, read(resumed.checkpoints[0].snapshot))
+
+    def open(self, plan: EpochPlan, pins: bool, pin_device: str | None) -> None:
+        """Prepare to make batches; an iterable dataset is iterated now, unless it is resumed.
+
+        Args:
+            plan: The plan of the loader's epochs.
+            pins: Whether batches are copied to page-locked memory.
+            pin_device: The type of the accelerator that will read it.
+        """
+        config, fetch = self._config, self._config.fetch
         fetcher = fetch.make_concurrent_fetcher()
         if fetcher is not None:
             self.end = fetcher.close
-
-        def make_maker() -> BatchMaker:  # does not refer to the engine, which may keep it
-            return BatchMaker(
-                fetch,
-                config.dataset,
-                config.collate_fn,
-                config.on_error,
-                where="in the main process",
-                timer=timer,
-                epoch=plan.epoch,
-                restores_rngs=True,
-                arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
-                concurrent_fetcher=fetcher,
-            )
-
-        if local is not None:
-            local.begin(make_maker, is_elsewhere=plan.is_elsewhere)
-        self._local, self._maker = local, local or make_maker()
+        self._timer = Timer()
+        self._make_maker = functools.partial(
+            BatchMaker,
+            fetch,
+            config.dataset,
+            config.collate_fn,
+            config.on_error,
+            where="in the main process",
+            timer=self._timer,
+            epoch=plan.epoch,
+            restores_rngs=True,
+            arrays=Arrays(config.dataset) if fetch.takes_arrays else None,
+            concurrent_fetcher=fetcher,
+        )
+        if self._is_iterable or config.saves_dataset:
+            self._begin_checkpoints(plan.is_elsewhere)
+        else:
+            self._maker = self._make_maker()
         if pins or config.has_device or config.device_transform is not None:
             self.staged, self._step = make_step(config, pins=pins, pin_device=pin_device)
-        self._watch, self._is_stream = config.watch_failures(parts), fetch.is_iterable
 
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
@@ -117,12 +134,12 @@ class InlineEngine:
                     FAULTS.reach("main.deliver")
                 if self._step is not None:
                     batch = self._step(batch)
-                self._deliver(timer.read())
+                self.delivery = delivery_of((self._seq, (), self._updates, timer.read()))
                 return batch
             except Instead:
                 raise
             except StopIteration as stop:
-                if not drawn or self._is_stream:
+                if not drawn or self._is_iterable:
                     raise Instead(self._end_epoch()) from None
                 error: Exception = map_style_stop(stop)
             except Exception as raised:
@@ -130,24 +147,23 @@ class InlineEngine:
                     raise
                 error = raised
             if drawn and not self.is_closed:
-                self._deliver(None)
+                self.delivery = delivery_of((self._seq, (), self._updates, None))
             raise Instead(error) from None
-
-    def _deliver(self, times: Any) -> None:
-        datasets = () if self._local is None else self._local.updates
-        self.delivery = delivery_of((self._seq, (), datasets, times))
 
     def _load(self, indices: Any) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""
         batch: Any
         try:
-            batch = self._maker.make(indices)
+            if self.checkpoints is None:
+                batch = self._maker.make(indices)  # type: ignore[union-attr]
+            else:
+                batch = self._make_and_save(indices)
         except EmptyBatchError:
             batch = EmptyBatchError
         except StopIteration:
             raise
         except Exception:
-            if self._local is not None and self._local.is_resuming:
+            if self._maker is None:
                 self._close_since("its dataset could not be resumed")
             elif self._watch is not None:
                 self._count_failures()
@@ -165,8 +181,10 @@ class InlineEngine:
         Raises:
             Instead: With a TooManyFailures if too many have failed.
         """
-        watch, error, report = self._watch, None, self._maker.pop_report()
+        watch, maker, error = self._watch, self._maker, None
         assert watch is not None
+        assert maker is not None
+        report = maker.pop_report()
         if report is not None:
             self.record.failures += report.failed_count
             error = watch.add(report, f"batch {self._seq}")
@@ -183,6 +201,99 @@ class InlineEngine:
         if error is not None:
             self._close_since(error)
         return error or StopIteration()
+
+    # The dataset's state -----------------------------------------------------------------------
+
+    def _begin_checkpoints(self, is_elsewhere: bool) -> None:
+        """Begin to save where the dataset is.
+
+        Args:
+            is_elsewhere: Whether the global generators have the states of the run that is resumed
+                now, and will not have them when the first batch is made.
+        """
+        resumed, checkpoint = self._resumed, Checkpoint()
+        # Whether the dataset may draw from the process's generators.
+        self._draws = draws = self._is_iterable and self._config.fetch.seed is None
+        if resumed is not None:
+            (checkpoint,) = resumed.checkpoints
+        if draws and (is_elsewhere or resumed is None):
+            checkpoint = checkpoint._replace(rng=(global_rng_state(),))
+        if resumed is None and not (draws and is_elsewhere):
+            self._maker = self._make_maker()
+            checkpoint = Checkpoint.beginning(self._state(0), checkpoint.rng)
+        self.checkpoints = DatasetCheckpoints([checkpoint], worker_count=0)
+
+    def _state(self, given: int) -> bytes | Unsaved | None:
+        """Return the dataset's state after so many batches; None if none is due."""
+        every = self._config.fetch.snapshot_every
+        if not every or self._maker is None or (self._is_iterable and given % every):
+            return None
+        state: bytes | Unsaved | None = self._maker.save(dump_in_main)
+        return state
+
+    def _make_and_save(self, indices: Any) -> Any:
+        """Make the batch of a ticket's indices, and take the dataset's state after it."""
+        checkpoints = self.checkpoints
+        assert checkpoints is not None
+        (checkpoint,) = checkpoints.checkpoints
+        try:
+            if self._maker is None:
+                return self._resume(checkpoint, indices)
+            if self._draws and not checkpoint.given:
+                self._add_rng(checkpoint, checkpoint.rng[0])
+            return self._maker.make(indices)
+        finally:
+            (checkpoint,) = checkpoints.checkpoints
+            snapshot, fingerprint = self._state(checkpoint.given + 1), None
+            if self._is_iterable and self._maker is not None:
+                fingerprint = self._maker.fetcher.fingerprint
+            self._updates = ((0, checkpoint.after_batch(snapshot, fingerprint)),)
+
+    def _add_rng(self, checkpoint: Checkpoint, at_start: dict[str, Any]) -> None:
+        """Save the generators' states: the dataset may draw its order with its first sample."""
+        assert self.checkpoints is not None
+        rng = at_start, global_rng_state()
+        self.checkpoints.checkpoints = (checkpoint._replace(rng=rng),)
+
+    def _resume(self, checkpoint: Checkpoint, indices: Any) -> Any:
+        """Make the dataset ready where it resumes, and make its first batch.
+
+        Raises:
+            Exception: If the dataset cannot be resumed, or what its first batch raises.
+        """
+        saved, rng = read(checkpoint.snapshot), checkpoint.rng
+        own = global_rng_state() if rng else {}
+        if rng and not checkpoint.skip and own == rng[-1]:
+            own = {}  # they go on as in the earlier run
+        loaded = [*self._loaded]  # generators that the dataset's load_state_dict() has set
+        try:
+            set_global_rng_state(rng[0] if rng else {})
+            at_start = global_rng_state()
+            load_dataset(self._config.dataset, saved)
+            loaded += changed(at_start)
+            maker = self._make_maker()
+            if self._is_iterable and saved is not None:
+                before = global_rng_state()
+                maker.fetcher.resume(saved)
+                loaded += changed(before)
+            if len(rng) > 1:
+                others = {name: each for name, each in rng[1].items() if name not in loaded}
+                set_global_rng_state(others)
+            elif self._draws:
+                self._add_rng(checkpoint, at_start)
+            if self._is_iterable and checkpoint.skip:
+                with maker.loading(indices) as plain:
+                    only_reads = is_plain(self._config.collate_fn)
+                    maker.fetcher.replay(checkpoint, plain, only_reads=only_reads)
+            self._maker = maker
+            if not checkpoint.skip:  # it draws its order by now
+                return maker.make(indices)
+        finally:
+            left = global_rng_state()
+            set_global_rng_state({**own, **{name: left[name] for name in loaded if name in left}})
+        return maker.make(indices)
+
+    # The end -----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -41,7 +41,6 @@ from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
 from shmloader.loader.inline import InlineEngine, do_nothing, make_step
-from shmloader.loader.local_dataset import LocalDataset
 from shmloader.sampling.plan import EpochPlan
 
 _REPLACED = (
@@ -111,11 +110,11 @@ class BatchIterator(_BaseDataLoaderIter):
         began_ns = time.monotonic_ns()
         # Python keeps up to 30 attributes of an object in less time and memory; torch has 19.
         self._config, self._plan, self._parts = config, plan, parts
-        self._order, local = plan.newest, None
-        if not config.num_workers and (config.fetch.is_iterable or config.saves_dataset):
-            # Before the sampler is iterated, which may depend on the dataset's state.
-            local = LocalDataset(config, parts)
-        resumed = parts.pop_resumed()
+        self._order = plan.newest
+        if config.num_workers:
+            resumed = parts.pop_resumed()
+        else:
+            inline = InlineEngine(config, parts)
         # The seed of a resumed epoch was drawn when the epoch first began. So torch's global
         # generator is set back afterwards: a user may have restored its state.
         before = torch.get_rng_state() if plan.is_continued and plan.generator is None else None
@@ -129,7 +128,7 @@ class BatchIterator(_BaseDataLoaderIter):
             if config.num_workers:
                 unwrapped(self._open_workers, loader, resumed)
             else:
-                self._open_inline(local)
+                self._open_inline(inline)
             self._begin_record(loader, began_ns)
             if config.num_workers:
                 # A second time, as torch does.
@@ -153,21 +152,20 @@ class BatchIterator(_BaseDataLoaderIter):
 
     # Epochs ----------------------------------------------------------------------------------
 
-    def _open_inline(self, local: LocalDataset | None) -> None:
+    def _open_inline(self, engine: InlineEngine) -> None:
         """Open the engine that makes batches on this thread."""
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        pin = self._pin_memory, self._pin_memory_device
-        engine = InlineEngine(self._config, self._plan, self._parts, local, *pin)
+        engine.open(self._plan, self._pin_memory, self._pin_memory_device)
         self._engine = self._source = engine
-        if local is not None:
-            self._checkpoints = self._parts.checkpoints = local.checkpoints
+        if engine.checkpoints is not None:
+            self._checkpoints = self._parts.checkpoints = engine.checkpoints
         if engine.end is not do_nothing:
             self._end_with_iterator(engine.end)
 
     def _open_workers(self, loader: Any, resumed: DatasetCheckpoints | None) -> None:
         """Start the workers, and open their engine."""
-        from shmloader.loader.engines import open_workers  # noqa: PLC0415 - as long as torch's
+        from shmloader.loader.engines import Workers  # noqa: PLC0415 - as long as torch's
 
         config, parts = self._config, self._parts
         if config.saves_dataset:
@@ -176,7 +174,7 @@ class BatchIterator(_BaseDataLoaderIter):
             )
             self._base_seed = first.base_seed or self._base_seed
             self._checkpoints = parts.checkpoints = first
-        opened = self._opened = open_workers(
+        opened = self._opened = Workers(
             config,
             parts,
             base_seed=int(self._base_seed),

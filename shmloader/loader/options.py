@@ -38,6 +38,7 @@ from torch.utils.data.datapipes.datapipe import (
 
 from shmloader.grammar import warn_user
 from shmloader.interruptions import probe
+from shmloader.memory.limits import why_unsupported
 from shmloader.pools.adapting import AutoCount
 from shmloader.sampling.steps import LastBatch
 
@@ -70,79 +71,12 @@ def is_data_pipe(dataset: object) -> bool:
     return isinstance(dataset, (IterDataPipe, MapDataPipe))
 
 
-# Values ----------------------------------------------------------------------------------------
-# Each function returns a value as loaders use it, or raises a ValueError without a text.
-
-
-def _must(holds: object) -> None:
-    if not holds:
-        raise ValueError
-
-
-def _from(minimum: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        _must(value >= minimum)
-        return int(value)
-
-    return read
-
-
-def _seconds(value: Any) -> float:
-    _must(0 < float(value) < math.inf)
-    return float(value)
-
-
-def _handler(value: Any) -> Any:
-    _must(callable(value) or value in ("raise", "skip"))
-    return value
-
-
-def _interval(value: Any) -> Any:
-    _must(value in (None, "auto") or (isinstance(value, Integral) and int(value) >= 0))
-    return value
-
-
-def _one_of(words: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        _must(value in get_args(words))
-        return value
-
-    return read
-
-
-def _processes(value: Any) -> Any:
-    _must(not isinstance(value, concurrent.futures.ThreadPoolExecutor))
-    # Dask's own executor has futures that may stay pending for ever.
-    _must(type(value).__module__.partition(".")[0] != "distributed")
-    return value
-
-
-def _share_or_count(value: Any) -> int | Fraction:
-    if isinstance(value, Integral):
-        return _from(0)(value)
-    _must(0 < value <= 1)
-    # A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
-    return value if isinstance(value, Fraction) else Fraction(str(value))
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None:
-            raise ValueError
-        number, prefix, is_binary = match.groups()
-        base = 1024 if is_binary else 1000
-        value = float(number) * base ** " kmgt".index((prefix or " ").lower())
-    _must(value >= 1)
-    return int(value)
-
-
-def _device(value: object, name: str = "device") -> torch.device | None:
-    if value is None:
-        return None
-    from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
-
-    return parse_device(value, name)
+def describe_unsupported() -> str:
+    """Return why a loader runs on torch's own workers."""
+    return (
+        f"shmloader cannot have worker processes of its own here, since {why_unsupported()}; this "
+        "loader runs on torch's own workers instead."
+    )
 
 
 # The table -------------------------------------------------------------------------------------
@@ -157,7 +91,8 @@ class Option:
         default: Its default, which needs no check.
         what: What it should be, for the message.
         kinds: The types that it may have.
-        read: Returns a value as loaders use it, or raises ValueError.
+        is_right: Whether a value of these types is right.
+        read: Returns a right value as loaders use it.
         needs: "workers", "indices" (a map-style dataset), both or neither.
         excludes: The options that it cannot be combined with.
     """
@@ -166,6 +101,7 @@ class Option:
     default: Any
     what: str
     kinds: Any
+    is_right: Callable[[Any], object] = lambda _: True
     read: Callable[[Any], Any] = lambda value: value
     needs: str = ""
     excludes: tuple[str, ...] = ()
@@ -179,16 +115,13 @@ class Option:
         """
         if value is self.default is None:
             return None
+        text = f"{self.name} should be {self.what}, but got {self.name}={reprlib.repr(value)}"
         is_bool = isinstance(value, bool) and self.kinds not in (bool, object)
         if is_bool or not isinstance(value, self.kinds):
-            raise TypeError(self._text(value))
-        try:
-            return self.read(value)
-        except ValueError as error:
-            raise ValueError(str(error) or self._text(value)) from None
-
-    def _text(self, value: Any) -> str:
-        return f"{self.name} should be {self.what}, but got {self.name}={reprlib.repr(value)}"
+            raise TypeError(text)
+        if not self.is_right(value):
+            raise ValueError(text)
+        return self.read(value)
 
     def check_needs(self, loader: Any) -> None:
         """Raise ValueError if a loader lacks what the option needs, or has what it excludes."""
@@ -206,84 +139,98 @@ class Option:
         return "a map-style dataset" if is_missing else ""
 
 
+def _is_share_or_count(value: Any) -> bool:
+    return int(value) >= 0 if isinstance(value, Integral) else bool(0 < value <= 1)
+
+
+def _share_or_count(value: Any) -> int | Fraction:
+    # A float is the decimal fraction that it is written as: 0.1 is one tenth exactly.
+    return int(value) if isinstance(value, Integral) else Fraction(str(value))
+
+
+def _size(value: Any) -> int:
+    """Return a number of bytes; 0 for a text that is none."""
+    if not isinstance(value, str):
+        return int(value)
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        return 0
+    number, prefix, is_binary = match.groups()
+    base = 1024 if is_binary else 1000
+    return int(float(number) * base ** " kmgt".index((prefix or " ").lower()))
+
+
+def _device(value: object, name: str = "device") -> torch.device | None:
+    if value is None:
+        return None
+    from shmloader.device.backend import parse_device  # noqa: PLC0415 - few loaders have a device
+
+    return parse_device(value, name)
+
+
+def _has_processes(executor: Any) -> bool:
+    # Dask's own executor has futures that may stay pending for ever.
+    is_dask = type(executor).__module__.partition(".")[0] == "distributed"
+    return not is_dask and not isinstance(executor, concurrent.futures.ThreadPoolExecutor)
+
+
+def _is_interval(value: Any) -> bool:
+    return value in (None, "auto") or (isinstance(value, Integral) and int(value) >= 0)
+
+
+def _from(minimum: int) -> tuple[Any, Callable[[Any], object], Callable[[Any], int]]:
+    """Return the kinds, the test and the reader of a whole number."""
+    return Integral, lambda value: value >= minimum, int
+
+
+def _word(words: Any) -> tuple[Any, Callable[[Any], object]]:
+    """Return the kinds and the test of a word."""
+    return object, lambda value: value in get_args(words)
+
+
 _TABLE = (
     Option(
-        "shm_size",
-        None,
-        "a positive number of bytes or a text such as '512MiB' or '8GiB'",
-        (Integral, str),
-        _size,
+        "shm_size", None, "a positive number of bytes or a text such as '512MiB' or '8GiB'",
+        (Integral, str), lambda value: _size(value) >= 1, _size,
     ),
-    Option("worker_restarts", 0, "a number of workers, 0 or more", Integral, _from(0), "workers"),
-    Option("device", None, "a device", object, _device),
+    Option("worker_restarts", 0, "a number of workers, 0 or more", *_from(0), needs="workers"),
+    Option("device", None, "a device", object, read=_device),
     Option("device_transform", None, "callable", Callable),
-    Option("device_prefetch", DEVICE_PREFETCH, "a positive number", Integral, _from(1)),
+    Option("device_prefetch", DEVICE_PREFETCH, "a positive number", *_from(1)),
     Option(
-        "on_error",
-        "raise",
-        "'raise', 'skip' or a function (index, exception) -> sample",
-        (str, Callable),
-        _handler,
-        "indices",
+        "on_error", "raise", "'raise', 'skip' or a function (index, exception) -> sample",
+        (str, Callable), lambda value: callable(value) or value in ("raise", "skip"),
+        needs="indices",
     ),
     Option(
-        "max_failures",
-        None,
+        "max_failures", None,
         "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
-        Real,
-        _share_or_count,
-        "indices",
+        Real, _is_share_or_count, _share_or_count, "indices",
     ),
+    Option("last_batch", None, "'keep', 'discard', 'rollover' or 'pad'", *_word(LastBatch)),
     Option(
-        "last_batch",
-        None,
-        "'keep', 'discard', 'rollover' or 'pad'",
-        object,
-        _one_of(LastBatch),
-    ),
-    Option(
-        "thread_pool",
-        False,
-        "a bool",
-        bool,
-        needs="workers, indices",
+        "thread_pool", False, "a bool", bool, needs="workers, indices",
         excludes=("multiprocessing_context", "shm_size", "worker_restarts"),
     ),
-    Option("seed", None, "a whole number, 0 or more", Integral, _from(0)),
+    Option("seed", None, "a whole number, 0 or more", *_from(0)),
     Option(
-        "snapshot_every_n_steps",
-        "auto",
-        "'auto', a number of batches, or 0 or None for never",
-        (Integral, str, type(None)),
-        _interval,
+        "snapshot_every_n_steps", "auto", "'auto', a number of batches, or 0 or None for never",
+        (Integral, str, type(None)), _is_interval,
     ),
     Option(
-        "fetch_concurrency",
-        None,
-        "a positive number of samples",
-        Integral,
-        _from(1),
-        "indices",
+        "fetch_concurrency", None, "a positive number of samples", *_from(1), needs="indices"
     ),
     Option(
-        "sample_timeout",
-        None,
-        "a positive number of seconds or None",
-        Real,
-        _seconds,
-        "workers",
+        "sample_timeout", None, "a positive number of seconds or None", Real,
+        lambda value: 0 < float(value) < math.inf, float, "workers",
     ),
     Option(
-        "executor",
-        None,
-        "a concurrent.futures.Executor of processes, for Dask "
+        "executor", None, "a concurrent.futures.Executor of processes, for Dask "
         "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
-        concurrent.futures.Executor,
-        _processes,
-        "workers, indices",
+        concurrent.futures.Executor, _has_processes, needs="workers, indices",
         excludes=("thread_pool", "multiprocessing_context", "sample_timeout", "shm_size"),
     ),
-)
+)  # fmt: skip
 
 _AUTO = Option(
     "num_workers='auto'", 0, "'auto'", object, needs="indices", excludes=("thread_pool", "executor")
@@ -291,14 +238,9 @@ _AUTO = Option(
 
 # Only ShardedDataLoader has it.
 _SCOPE = Option(
-    "worker_scope",
-    "rank",
-    "'rank' or 'host'",
-    object,
-    _one_of(WorkerScope),
-    "workers",
+    "worker_scope", "rank", "'rank' or 'host'", *_word(WorkerScope), needs="workers",
     excludes=("thread_pool", "executor", "multiprocessing_context"),
-)
+)  # fmt: skip
 
 #: The arguments that torch's loader does not have, in the order of the constructor.
 OPTIONS = {option.name: option for option in _TABLE}
@@ -453,7 +395,6 @@ def check_last_batch(
 
 # Values that an attribute has without its argument, besides the argument's default.
 _USUAL = {"collate_fn": (default_collate, default_convert), "prefetch_factor": (2,)}
-_USUAL_SAMPLERS = SequentialSampler | _InfiniteConstantSampler | None
 
 
 def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
@@ -464,17 +405,16 @@ def describe_loader(loader: Any, parameters: dict[str, Any]) -> str:
         parameters: The defaults of the constructor's arguments.
     """
     shown = [describe_source(getattr(loader, "dataset", None))]
-    for name in dict.fromkeys(("batch_size", "num_workers", *parameters)):
-        default = parameters[name]
-        value = getattr(loader, name, default)
-        if name == "batch_sampler":
-            is_usual = value is None or getattr(loader, "batch_size", 1) is not None
-        elif name == "sampler":
-            is_usual = isinstance(value, _USUAL_SAMPLERS)
-        else:
-            usual = (default, *_USUAL.get(name, ()))
-            is_usual = any(value is one or value == one for one in usual)
-        if name in ("batch_size", "num_workers") or not (is_usual or name == "dataset"):
+    always, hidden = ("batch_size", "num_workers"), {"dataset"}
+    if getattr(loader, "batch_size", 1) is not None:
+        hidden.add("batch_sampler")
+    for name in dict.fromkeys((*always, *parameters)):
+        usual = (parameters[name], *_USUAL.get(name, ()))
+        value = getattr(loader, name, usual[0])
+        is_usual = isinstance(value, SequentialSampler | _InfiniteConstantSampler) or any(
+            value is one or value == one for one in usual
+        )
+        if name in always or not (is_usual or name in hidden):
             shown.append(f"{name}={_describe_value(value)}")
     return f"{type(loader).__name__}({', '.join(shown)})"
 

@@ -18,9 +18,12 @@ from shmloader.batch.dataset_state import Saved, save_dataset
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.grammar import warn_user
-from shmloader.loader.by_torch import describe_unsupported
 from shmloader.loader.config import LoaderParts
-from shmloader.loader.options import WRAPPED_DATA_PIPES, SnapshotInterval
+from shmloader.loader.options import (
+    WRAPPED_DATA_PIPES,
+    SnapshotInterval,
+    describe_unsupported,
+)
 from shmloader.loader.states import check_facts, check_state, sealed
 from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
@@ -49,39 +52,11 @@ _CUTTING = BatchSampler, RolloverBatchSampler
 _SEEDED = {RandomSampler: SeededRandomSampler, SequentialSampler: SeededSequentialSampler}
 
 
-# Why states do not contain the dataset's, if the dataset has none.
-_NO_METHODS = "a dataset without state_dict() and load_state_dict()"
-
-
-class FixedArgument:
-    """A loader's attribute that only its constructor sets.
-
-    Setting it later would have no effect, so it raises. A user's subclass may have an attribute of
-    the same name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+class _Epoch:
+    """``loader.epoch``. A user's class may have an attribute of this name, which comes first."""
 
     def __get__(self, loader: Any, _: type | None = None) -> Any:
-        return None if loader is None else loader.__dict__.get(self._name)
-
-    def __set__(self, loader: Any, value: object) -> None:
-        kind = type(loader)
-        if kind.__module__.partition(".")[0] == "shmloader":
-            raise ValueError(
-                f"{self._name} attribute should not be set after {kind.__name__} is initialized"
-            )
-        loader.__dict__[self._name] = value
-
-
-class _Epoch(FixedArgument):
-    """``loader.epoch``; the attribute of a user's class if that has set one."""
-
-    def __get__(self, loader: Any, kind: type | None = None) -> Any:
-        if loader is None or "epoch" in loader.__dict__:
-            return super().__get__(loader, kind)
-        return loader._present_plan.present_epoch
+        return None if loader is None else loader._present_plan.present_epoch
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -111,6 +86,17 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _passes_epochs = True
 
     _own_parts: LoaderParts | None = None
+    #: Attributes that only the constructor sets, besides torch's.
+    _fixed: tuple[str, ...] = ("epoch", "last_batch", "seed")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, unless that would have no effect. A user's class may have its own."""
+        kind = type(self)
+        if name in self._fixed and kind.__module__.partition(".")[0] == "shmloader":
+            raise ValueError(
+                f"{name} attribute should not be set after {kind.__name__} is initialized"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _parts(self) -> LoaderParts:
@@ -257,7 +243,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # Epochs --------------------------------------------------------------------------------
 
     #: Number of the epoch that is iterated; see the class of the loader.
-    epoch = _Epoch("epoch")
+    epoch: Any = _Epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; without this call, epochs are numbered from 0.
@@ -363,26 +349,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return operator.index(every or 0)
 
     @property
-    def _why_unsaved(self) -> str:
-        """The reason why states do not contain the dataset's; "" if they do.
+    def _saves_dataset(self) -> bool:
+        """Whether a state contains the position of each worker's dataset, or its own state.
 
         Threads share one dataset, which is ahead of the delivered batches. With "auto", resuming
         from the states of all workers would need the same number of workers again.
         """
-        if self._is_iterable:
-            return ""
-        if not self._asks_for_state:
-            return _NO_METHODS
-        if self.thread_pool:
-            return "thread_pool=True"
-        if self.executor is not None:
-            return "executor="
-        return "" if self._adapter is None else "num_workers='auto'"
-
-    @property
-    def _saves_dataset(self) -> bool:
-        """Whether a state contains the position of each worker's dataset, or its own state."""
-        return not self._why_unsaved
+        is_fixed = not self.thread_pool and self.executor is None and self._adapter is None
+        return self._is_iterable or (is_fixed and self._asks_for_state)
 
     @property
     def _asks_for_state(self) -> bool:
@@ -429,13 +403,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _add_checkpoints(self, state: dict[str, Any], plan: EpochPlan) -> None:
         """Add the positions or states of the workers' datasets to a state."""
-        checkpoints, why_unsaved = self._parts.checkpoints, self._why_unsaved
-        if why_unsaved:
-            if why_unsaved != _NO_METHODS:
+        checkpoints = self._parts.checkpoints
+        if not self._saves_dataset:
+            if self._asks_for_state:
                 warn_user(
-                    "the dataset has state_dict() and load_state_dict(), but with "
-                    f"{why_unsaved} the loader's state does not contain the dataset's: save it "
-                    "yourself, use a fixed number of worker processes, or set "
+                    "the dataset has state_dict() and load_state_dict(), but with threads, an "
+                    "executor or num_workers='auto', the loader's state does not contain the "
+                    "dataset's: save it yourself, use a fixed number of worker processes, or set "
                     "snapshot_every_n_steps=0 if it need not be saved"
                 )
             return
@@ -495,11 +469,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             DatasetCheckpoints.load(loaded["datasets"], self.num_workers)  # or it raises
         elif needs or (not saves and ("datasets" in loaded or "dataset" in loaded)):
             one, other = ("needs", "does not contain") if needs else ("cannot load", "contains")
-            why = "" if needs or not self._why_unsaved else f" (because of {self._why_unsaved})"
             raise ValueError(
                 f"the state does not fit this loader: it {other} the states of the dataset, which "
-                f"this loader {one}{why}. Give the arguments with which the state was saved; or "
-                "set snapshot_every_n_steps=0 in both, if the dataset's states need not be saved"
+                f"this loader {one}. Give the dataset and the arguments with which the state was "
+                "saved; or set snapshot_every_n_steps=0 in both, if these states need not be saved"
             )
 
     def _check_has_state(self) -> None:

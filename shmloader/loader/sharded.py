@@ -25,7 +25,6 @@ from shmloader.loader.options import (
     check_last_batch,
     is_map_style,
 )
-from shmloader.loader.resumable import FixedArgument
 from shmloader.sampling.checks import whole_number
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
@@ -39,9 +38,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 # The arguments that every loader has, and those that only this one has.
 _OF_ALL = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
-_OF_SHARDS = (
-    "rank", "world_size", "num_shards", "devices", "batchify_fn", "prefetch", "worker_scope",
-)  # fmt: skip
+_OF_SHARDS = ("rank", "world_size", "num_shards", "devices", "worker_scope")
 
 
 class Indexable(Protocol[_T_co]):
@@ -72,7 +69,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         batch_size: Number of samples in a rank's batch, or in each shard's batch if a step has
             several. None only with ``batch_sampler``.
         collate_fn: Makes a batch of a list of samples.
-        batchify_fn: GluonNLP's name for ``collate_fn``; the two cannot be combined.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last global batch. "pad" (the
             default) adds samples from the start of the epoch, so that all batches of all ranks are
@@ -135,14 +131,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
             ``worker_init_fn``. Linux only.
         executor: A ``concurrent.futures.Executor`` whose processes make the batches.
         pin_memory: Whether tensors are copied into page-locked memory.
-        prefetch: GluonNLP's name for the number of steps in flight; None for
-            ``prefetch_factor * num_workers``.
 
         **As for** :class:`shmloader.DataLoader`
 
         fetch_concurrency: How many samples of a batch each worker loads at once.
         prefetch_factor: Number of steps in flight for each worker; None for 2, or for 1 with
-            ``executor``. Cannot be combined with ``prefetch``.
+            ``executor``.
         in_order: Whether steps are delivered in the epoch's order; otherwise, as soon as they are
             made.
         persistent_workers: Whether workers persist after an epoch.
@@ -177,12 +171,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    num_shards = FixedArgument("num_shards")
-    batchify_fn = FixedArgument("batchify_fn")
+    num_shards: int | None
     devices: Sequence[Any] | None
-    prefetch: int | None
     worker_scope: WorkerScope
     _sample_seed: int
+    _fixed = (*DataLoader._fixed, "num_shards")
 
     def __init__(
         self,
@@ -193,7 +186,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[Any] | Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        batchify_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         last_batch: LastBatch | None = None,
         seed: int = 0,
@@ -208,7 +200,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         fetch_concurrency: int | None = None,
         sample_timeout: float | None = None,
         worker_scope: WorkerScope = "rank",
-        prefetch: int | None = None,
         prefetch_factor: int | None = None,
         in_order: bool = True,
         persistent_workers: bool = False,
@@ -227,8 +218,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
         snapshot_every_n_steps: SnapshotInterval = "auto",
     ) -> None:
         given = dict(locals())
-        if batchify_fn is not None and collate_fn is not None:
-            raise TypeError("batchify_fn is another name for collate_fn: give one of the two")
         if not is_map_style(dataset):
             raise ValueError(
                 "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
@@ -244,12 +233,6 @@ class ShardedDataLoader(DataLoader[_T_co]):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
-        if prefetch is not None:
-            whole_number(prefetch, "prefetch", minimum=1)
-            if num_workers == 0:
-                raise ValueError(f"prefetch needs num_workers > 0, but got prefetch={prefetch!r}")
-            if prefetch_factor is not None:
-                raise ValueError("prefetch is mutually exclusive with prefetch_factor")
         _count_shards(devices, num_shards, has_batch_sampler=batch_sampler is not None)
         leave_out_repeats(batch_sampler)
         self._ranks = Ranks(rank, world_size)
@@ -257,16 +240,12 @@ class ShardedDataLoader(DataLoader[_T_co]):
         # All arguments are readable as attributes, some of which cannot be set by setattr(). The
         # properties rank and world_size return the resolved values instead.
         self.__dict__.update({name: given[name] for name in _OF_SHARDS})
-        given.update(
-            batch_size=1 if batch_size is None else batch_size,
-            shuffle=bool(shuffle),
-            collate_fn=collate_fn or batchify_fn,
-        )
+        given.update(batch_size=1 if batch_size is None else batch_size, shuffle=bool(shuffle))
         super().__init__(**{name: given[name] for name in _OF_ALL})
 
     @property
     def _sharing(self) -> Sharing:  # type: ignore[override]
-        return Sharing(self.devices, self.prefetch, self.worker_scope, self._ranks)
+        return Sharing(self.devices, self.worker_scope, self._ranks)
 
     def _make_plan(self, sampler: object, batch_sampler: object) -> None:
         counter = EpochCounter()

@@ -87,7 +87,9 @@ def test_the_last_batch_is_treated_as_the_loader_says(arguments, lengths) -> Non
 )
 def test_a_sampler_that_cannot_be_divided_is_refused_and_not_replaced(sampler) -> None:
     loader = DataLoader(ROWS, 4, sampler=sampler)
-    with pytest.raises(ValueError, match=rf"replace your {type(sampler).__name__}: give shuffle="):
+    with pytest.raises(
+        ValueError, match=rf"replace your {type(sampler).__name__}: give batch_size"
+    ):
         adapter.prepare_data_loader(loader)
     assert loader.sampler is sampler
 

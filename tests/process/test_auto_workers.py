@@ -183,7 +183,7 @@ def test_a_warning_where_content_may_depend_on_the_worker() -> None:
 
 
 def test_a_sharded_loader_takes_it() -> None:
-    loader = ShardedDataLoader(torch.arange(40), 2, num_workers="auto", num_shards=2, prefetch=3)
+    loader = ShardedDataLoader(torch.arange(40), 2, num_workers="auto", num_shards=2)
     with loader:
         batches = iter(loader)
         next(batches)

@@ -245,13 +245,15 @@ def test_one_of_several_iterators_may_be_dropped() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*datapipes.*")
-def test_torchs_iterator_of_a_data_pipe_has_its_attributes() -> None:
-    loader = DataLoader(IterableWrapper(range(6)), num_workers=1, persistent_workers=True)
+@pytest.mark.parametrize("persists", [False, True])
+def test_torchs_workers_for_a_data_pipe_end_with_the_loader(persists) -> None:
+    loader = DataLoader(IterableWrapper(range(6)), num_workers=1, persistent_workers=persists)
     assert [int(batch) for batch in loader] == list(range(6))
-    (worker,) = loader._iterator._workers
-    loader._iterator._shutdown_workers()  # as Lightning ends a loader's workers
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    (worker,) = iterator._workers
+    loader.close()
     assert not worker.is_alive()
-    assert not hasattr(loader._iterator, "of_none")
 
 
 def test_a_second_loader_does_not_hold_the_memory_of_the_first(slots) -> None:

@@ -138,18 +138,18 @@ def test_a_state_without_the_datasets_own_is_refused_and_so_is_one_too_many() ->
         with pytest.raises(ValueError, match="does not contain the states of the dataset, which"):
             loader.load_state_dict(plain.state_dict())
         state = loader.state_dict()
-        with pytest.raises(ValueError, match=r"because of a dataset without state_dict\(\)"):
+        with pytest.raises(ValueError, match="this loader cannot load"):
             plain.load_state_dict(state)
-    for options, why in (
-        ({"thread_pool": True}, "because of thread_pool=True"),
-        ({"snapshot_every_n_steps": 0}, "set snapshot_every_n_steps=0 in both"),
-        ({"num_workers": "auto", "seed": 1}, "because of num_workers='auto'"),
+    for options in (
+        {"thread_pool": True},
+        {"snapshot_every_n_steps": 0},
+        {"num_workers": "auto", "seed": 1},
     ):
         with make(2, seed=options.get("seed")) as loader:
             next(iter(loader))
             state = loader.state_dict()
         others = {"num_workers": 2, **options}
-        told = pytest.raises(ValueError, match=f"contains the states of the dataset.*{why}")
+        told = pytest.raises(ValueError, match="contains the states of the dataset")
         with make(others.pop("num_workers"), **others) as other, told:
             other.load_state_dict(state)
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe
+from torch.utils.data import DistributedSampler, IterableDataset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
@@ -158,27 +158,6 @@ def test_of_several_iterators_the_newest_counts(options) -> None:
         assert loader.epoch == 1
         list(newer)
         assert loader.epoch == 2
-
-
-class Pipe(IterDataPipe):
-    """A data pipe, which torch's own iterator loads."""
-
-    def __iter__(self):
-        return iter(range(LENGTH))
-
-
-@pytest.mark.parametrize("way", ["in process", "workers", "persistent"])
-def test_epochs_that_torchs_iterator_loads_are_numbered_alike(way) -> None:
-    with DataLoader(Pipe(), 4, **WAYS[way]) as loader:
-        for number in range(2):
-            assert loader.epoch == number
-            iterator = iter(loader)
-            assert loader.epoch == number
-            list(iterator)
-            assert loader.epoch == number + 1
-        iterator = iter(loader)
-        iterator.close()
-        assert loader.epoch == 3
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -552,14 +552,14 @@ def test_a_handler_that_a_task_sets_on_ray_stays() -> None:
     def own(*_: object) -> None:
         pass
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        _call(signal.signal, signal.SIGINT, own)
-        assert signal.getsignal(signal.SIGINT) is own
+        _call(signal.signal, signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
         _call(list)
-        assert signal.getsignal(signal.SIGINT) is own
+        assert signal.getsignal(signal.SIGTERM) is own
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, before)
 
 
 # The dataset's journey ---------------------------------------------------------------------

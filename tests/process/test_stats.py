@@ -17,16 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import (
     CachedBatches,
-    ClosedLoaderError,
     DataLoader,
     LoaderStats,
     ShardedDataLoader,
 )
-from shmloader.insight.stats import Finding
 from shmloader.insight.sums import Sums
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
@@ -343,22 +340,3 @@ def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> No
             tracemalloc.stop()
     # New durations may need buckets.
     assert sizes[-1] - sizes[1] < 16 * 1024
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_data_pipes_count(workers) -> None:
-    pipe = IterableWrapper([(torch.zeros(5), number) for number in range(6)])
-    loader = DataLoader(pipe, batch_size=2, num_workers=workers)
-    for _ in range(2):
-        assert len(list(loader)) == 3
-        stats = loader.stats()
-        assert (stats.kind, stats.batches, stats.samples) == ("torch", 3, 6)
-        assert stats.is_over
-        assert stats.wait.total_s > 0
-    assert stats.finding is not Finding.NOTHING_YET
-    assert loader.stats("total").batches == 6
-    batches = iter(loader)
-    next(batches)
-    loader.close()
-    with pytest.raises(ClosedLoaderError):
-        next(batches)

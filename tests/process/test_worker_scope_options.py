@@ -64,10 +64,9 @@ GOOD, BAD = Samples(), bad(3, 8, 20)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "collate_fn": {"collate_fn": collate},
-    "batchify_fn": {"batchify_fn": collate},
     "persistent_workers": {"persistent_workers": True},
     "prefetch_factor": {"prefetch_factor": 1},
-    "many in flight": {"prefetch": 11},
+    "many in flight": {"prefetch_factor": 4},
     "in_order": {"in_order": False},
     "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(COUNT)), 4, False)},
     "sampler": {"sampler": range(COUNT - 1, -1, -1)},

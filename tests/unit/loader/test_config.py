@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.loader import config
 from shmloader.loader.config import LEND_LIMIT
@@ -64,11 +64,6 @@ def test_with_auto_the_window_grows_with_the_workers() -> None:
     assert found.most_workers > found.num_workers
     assert found.window == 2 * found.num_workers
     assert found.most_window == 2 * found.most_workers
-
-
-def test_a_fixed_window_depends_on_no_worker() -> None:
-    found = config_of(ShardedDataLoader, num_workers=2, prefetch=7)
-    assert (found.fixed_window, found.window, found.most_window) == (7, 7, 7)
 
 
 @pytest.mark.parametrize("num_workers", [2, "auto"])

@@ -52,10 +52,10 @@ SHOWN = {
         device=torch.device("cpu"), device_transform=list,
     ),
     "ShardedDataLoader(<Tensor of length 12>, batch_size=2, num_workers=1, "
-    "sampler=<SeededShardSampler>, collate_fn=list, batchify_fn=list, last_batch='pad', seed=7, "
-    "rank=0, world_size=2, devices=['cpu', 'cpu'], prefetch=3)": ShardedDataLoader(
-        DATA, 2, batchify_fn=list, last_batch="pad", rank=0, world_size=2, seed=7,
-        devices=["cpu", "cpu"], num_workers=1, prefetch=3,
+    "sampler=<SeededShardSampler>, collate_fn=list, last_batch='pad', seed=7, "
+    "rank=0, world_size=2, devices=['cpu', 'cpu'])": ShardedDataLoader(
+        DATA, 2, collate_fn=list, last_batch="pad", rank=0, world_size=2, seed=7,
+        devices=["cpu", "cpu"], num_workers=1,
     ),
 }  # fmt: skip
 
