@@ -4,10 +4,9 @@ There is one backend for each loader and device. Its stream is made once, becaus
 keeps device memory for the stream that first used it. Nothing here initializes a device before the
 loader's thread starts, so that the workers of the first epoch can be forked.
 
-Of CUDA's driver, the functions are called that torch does not offer: page locks, and the mode of
-graph capture. They are the driver's, not the runtime's: the runtime would keep the error of a
-refused call, and the user's next call would report it. `DRIVERS` lists the kinds of device that
-have a driver. Batches for other kinds, and for ROCm, go through torch's pinned memory.
+CUDA's driver does what torch does not offer: page locks, and the mode of graph capture. (The
+runtime would keep the error of a refused call, and the user's next call would report it.) Batches
+for kinds of device without a driver in `DRIVERS`, and for ROCm, go through torch's pinned memory.
 """
 
 import contextlib
@@ -35,14 +34,11 @@ _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def parse_device(value: object, argument: str = "device") -> torch.device | None:
-    """Check a device that the user gave.
+    """Return the device that the user gave, with its index; None for the CPU.
 
     Args:
         value: None, a str such as ``"cuda:0"``, an index, or a ``torch.device``.
         argument: The name of the argument, for the texts of errors.
-
-    Returns:
-        The device, with its index; None for the CPU.
 
     Raises:
         TypeError: If the value is of another type.
@@ -101,9 +97,6 @@ def _accelerator_kind() -> str | None:
 
 class CudaDriver:
     """The driver of CUDA. Called from any thread.
-
-    Args:
-        library: ``libcuda``; None loads it.
 
     Raises:
         OSError: If its library is missing.
@@ -252,11 +245,9 @@ class Backend:
         return self._record(self.device, self.stream)
 
     def record_all(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, Event]:
-        """Record what the calling thread has enqueued for a batch.
+        """Record events of the calling thread's current streams.
 
-        Returns:
-            An event of the thread's current stream, for the loader's device and for each device
-            that the batch has tensors on.
+        There is one for the loader's device, and one for each device that the batch is on.
         """
         devices = dict.fromkeys([self.device, *(tensor.device for tensor in tensors)])
         return {device: self._record(device, self._current_stream(device)) for device in devices}
@@ -288,11 +279,7 @@ class Backend:
         ]
 
     def wait_for_user(self, newest: int) -> None:
-        """Wait until the user's work on earlier batches is done.
-
-        Args:
-            newest: How many of the most recent batches are not waited for.
-        """
+        """Wait until the user's work on all batches but the ``newest`` is done."""
         while len(self._delivered) > newest:
             oldest = next(iter(self._delivered.copy()))
             for event in self._delivered.pop(oldest, ()):

@@ -27,11 +27,12 @@ from shmloader.device.backend import Backend, Event, relax_this_thread
 from shmloader.device.page_locks import PageLocks
 from shmloader.device.stage import (
     Stage,
+    all_tensors,
     is_small,
+    map_tensors,
     pin_block,
     split_block,
 )
-from shmloader.device.structure import all_tensors, map_tensors
 from shmloader.interruptions import probe
 from shmloader.memory.pickled import sparse_parts
 
@@ -148,7 +149,7 @@ class DeviceStage(Stage):
             source: The batch that it was computed from, if that was on the device; else None.
 
         Returns:
-            The result, for :meth:`deliver`; None if it is not on the device.
+            What :meth:`deliver` takes; None if the result is not on the device.
         """
         if next(self._storages(value), None) is None:
             return None

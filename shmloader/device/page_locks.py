@@ -115,9 +115,6 @@ class PageLocks:
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:
         """Keep a tensor's memory locked in the block, if it is locked.
 
-        Args:
-            tensor: A CPU tensor without gaps.
-
         Yields:
             Whether a device may read the memory directly.
         """

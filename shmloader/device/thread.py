@@ -8,10 +8,10 @@
     next() ◀── items: a batch, an exception, ─── stage.run(batch): pin, or copy to the device
                or a request
 
-Only the user's thread draws the sampler, one ticket for each batch that is taken, so the main
-process's random generators are used as torch uses them. It also starts workers that replace dead
-ones, and additional workers: a fork copies the forking thread, and the user's thread is the one
-that forked the others.
+Only the user's thread draws the sampler, one ticket for each batch that it receives, so the main
+process's random generators are used as torch uses them. It also starts workers, since a fork copies
+the forking thread. The sampler may hold the loader: neither the thread nor its owner refers to it,
+so that they end when the loader is garbage.
 
 Adding an item and waking a thread take no lock, because the garbage collector may end an iterator
 at any point, on either thread.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shmloader.device.stage import Stage, clear_frames
-from shmloader.engine.delivery import Delivery, Instead
+from shmloader.engine.delivery import Delivery, Instead, not_an_end
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
@@ -56,12 +56,6 @@ class Result(NamedTuple):
     staged: tuple[str, int, int] | None = None
 
 
-class TicketRequest(NamedTuple):
-    """Asks for one more ticket: beside all others, or in place of one that yields no batch."""
-
-    is_addition: bool
-
-
 @dataclass
 class CallRequest:
     """A function for the user's thread to call, while the engine's thread waits for that."""
@@ -70,11 +64,13 @@ class CallRequest:
     is_over: bool = False
 
 
-class EngineThread(OwnThread):
-    """Runs the engine and the stage for one epoch.
+#: What an engine's thread sends to the user's. A bool asks for one more ticket: beside all others
+#: (True), or in place of one that yields no batch.
+Item = Result | CallRequest | bool
 
-    Does not refer to the sampler, which may hold the loader: when the loader is garbage, the thread
-    must end.
+
+class EngineThread(OwnThread):
+    """Runs the engine and the stage for one epoch. Does not refer to the sampler.
 
     Attributes:
         items: What the user's thread is to take, in order.
@@ -86,7 +82,7 @@ class EngineThread(OwnThread):
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__(stage.name)
         self.engine, self._stage = engine, stage
-        self.items: collections.deque[Result | TicketRequest | CallRequest] = collections.deque()
+        self.items: collections.deque[Item] = collections.deque()
         self.has_item, self.may_go_on = Wakeup(), Wakeup()
         self.tickets: collections.deque[object] = collections.deque()
 
@@ -101,8 +97,15 @@ class EngineThread(OwnThread):
         """Run the engine and the stage until the last result, or until :meth:`stop`."""
         try:
             self._stage.start()
-            while self._serve_one():
-                pass
+            is_last = False
+            while not is_last:
+                self.pause()
+                while self._stage.ahead is not None and len(self.items) >= self._stage.ahead:
+                    self._rest()
+                result = self._next_result()
+                self._put(result)
+                is_last = result.is_last
+                del result  # which would keep its batch alive
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - a thread's outermost line
@@ -113,18 +116,9 @@ class EngineThread(OwnThread):
         self.items.clear()
         close(self.engine, self._stage)
 
-    def _put(self, item: Result | TicketRequest | CallRequest) -> None:
+    def _put(self, item: Item) -> None:
         self.items.append(item)
         self.has_item.set()
-
-    def _serve_one(self) -> bool:
-        """Pass one result to the user's thread. Returns whether another may follow."""
-        self.pause()
-        while self._stage.ahead is not None and len(self.items) >= self._stage.ahead:
-            self._rest()
-        result = self._next_result()
-        self._put(result)
-        return not result.is_last
 
     def _next_result(self) -> Result:
         try:
@@ -140,14 +134,10 @@ class EngineThread(OwnThread):
             result = self._stage.run(batch)
             staged = (self._stage.kind, began_ns, time.monotonic_ns())
             return Result(result, None, delivery, staged=staged)
-        except StopIteration as error:  # which would silently end the epoch
-            text = "a batch's device_transform or pin_memory raised StopIteration"
-            explained = RuntimeError(text)
-            explained.__cause__ = error
-            return Result(None, explained, delivery)
         except BaseException as error:  # noqa: BLE001 - the user's thread raises it
             clear_frames(error)
-            return Result(None, error, delivery)
+            what = "a batch's device_transform or pin_memory"
+            return Result(None, not_an_end(error, what), delivery)
         finally:
             del batch  # an exception's traceback pins this frame, which must not pin the slot
 
@@ -172,7 +162,7 @@ class EngineThread(OwnThread):
 
     def ask(self, *, is_addition: bool) -> None:
         """Ask the user's thread for one more ticket."""
-        self._put(TicketRequest(is_addition))
+        self._put(is_addition)
 
     def call(self, function: Callable[[], None]) -> None:
         """Have the user's thread call a function, and wait until it has."""
@@ -191,10 +181,7 @@ def close(engine: Engine, stage: Stage) -> None:
 
 
 class ThreadOwner:
-    """Owns an engine, its stage, and the present epoch's thread.
-
-    An iterator's finalizer calls :meth:`end`, so this refers neither to the iterator nor to the
-    sampler.
+    """Owns an engine, its stage, and the present epoch's thread. An iterator's finalizer ends it.
 
     Attributes:
         pid: Id of the process that made this object.
@@ -258,8 +245,7 @@ class StagedEngine:
         timeout_s: Longest wait for a batch in seconds; 0 waits without a limit.
 
     Attributes:
-        owner: Ends the engine, the stage and the thread. Refers neither to this object nor to the
-            sampler.
+        owner: Ends the engine, the stage and the thread.
         window: Tickets that are drawn at the next epoch's start.
         is_waiting: Whether :meth:`next_batch` waits, or was left by an exception while it only
             waited.
@@ -316,11 +302,11 @@ class StagedEngine:
             raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
-            item = self._wait_for_result(thread, deadline)
+            item = self._wait_for_item(thread, deadline)
             if isinstance(item, Result):
                 return self._deliver(thread, item)
-            if isinstance(item, TicketRequest):
-                self._tickets_out -= not item.is_addition
+            if isinstance(item, bool):
+                self._tickets_out -= not item
                 self._draw_one(thread)
             else:
                 self._make(thread, item)
@@ -358,10 +344,8 @@ class StagedEngine:
         self.staged = result.staged
         return self._stage.deliver(result.batch)
 
-    def _wait_for_result(
-        self, thread: EngineThread, deadline: float | None
-    ) -> Result | TicketRequest | CallRequest:
-        """Wait for the thread's next item, and take it."""
+    def _wait_for_item(self, thread: EngineThread, deadline: float | None) -> Item:
+        """Wait for the thread's next item, and return it."""
         items = thread.items
         while not items:
             # Checked after each wait, because another thread may have closed the iterator.

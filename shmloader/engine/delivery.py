@@ -43,6 +43,15 @@ class Instead(Exception):  # noqa: N818 - never raised to the user
         self.error = error
 
 
+def not_an_end(error: BaseException, what: str) -> BaseException:
+    """Return an exception of the user's code that does not silently end the epoch."""
+    if not isinstance(error, StopIteration):
+        return error
+    explained = RuntimeError(f"{what} raised StopIteration")
+    explained.__cause__ = error
+    return explained
+
+
 def unwrapped(function: Callable[..., object], *arguments: object) -> None:
     """Call a function, and raise the exception that an :class:`Instead` of it carries."""
     try:
@@ -136,10 +145,7 @@ class DatasetCheckpoints:
     def dump(
         self, save_first: Callable[[], Saved | Unsaved | None] = lambda: None
     ) -> dict[str, Any]:
-        """Return all that is needed to resume, as a new dict.
-
-        It holds plain numbers, texts and lists, except for ``state``, which is what the user's
-        ``state_dict()`` returned.
+        """Return all that is needed to resume, as a new dict of plain values and users' states.
 
         Args:
             save_first: Returns the state with which a worker's dataset began. It is called if a

@@ -20,7 +20,13 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
+from shmloader.engine.delivery import (
+    DatasetCheckpoints,
+    Delivery,
+    Instead,
+    delivery_of,
+    not_an_end,
+)
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
@@ -98,14 +104,11 @@ class OwnThread(BackgroundThread):
         self.engine.wake()
 
     def ends_in(self, timeout_s: float | None) -> bool:
-        """Wait for the thread's end, or leave closing to it.
+        """Wait for the thread's end. Returns whether the caller is to close what it has used.
 
         The thread cannot be waited for if the garbage collector calls this on a background thread,
-        or if it is stuck in the user's code. It still uses the engine then, and closes it when it
-        ends: only the workers are ended here.
-
-        Returns:
-            Whether the caller is to close what the thread has used.
+        or if it is stuck in the user's code. It closes the engine itself then, when it ends, and
+        only the workers are ended here.
         """
         if super().join(timeout_s) or not self.leave_closing():
             return True
@@ -122,8 +125,7 @@ class Engine:
             batch; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
         draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
-            in the sampler. Not meaningful while the engine belongs to a thread of its own, since
-            the user's thread draws then.
+            in the sampler, unless the user's thread draws for a thread of the engine's own.
         staged: Times of a stage; None here, since an engine is no stage.
         is_closed: Whether the engine was closed, by the user or because of an error.
 
@@ -177,7 +179,7 @@ class Engine:
     # Epochs ------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Tell each worker where its dataset begins. Called before the first task is sent.
+        """Tell each worker where its dataset begins, before the first task is sent.
 
         Raises:
             OSError: If there are no descriptors left for a state.
@@ -190,12 +192,8 @@ class Engine:
     @property
     def beginnings(self) -> DatasetCheckpoints | None:
         """The datasets' checkpoints at the epoch's beginning; None if none are kept."""
-        beginnings = self._scheduler.beginnings
-        return (
-            None
-            if beginnings is None
-            else DatasetCheckpoints(beginnings, base_seed=self._base_seed)
-        )
+        first = self._scheduler.beginnings
+        return None if first is None else DatasetCheckpoints(first, base_seed=self._base_seed)
 
     @property
     def next_beginnings(self) -> tuple[Checkpoint, ...]:
@@ -203,14 +201,7 @@ class Engine:
         return self._scheduler.next_beginnings
 
     def start(self, tickets: Iterator[object]) -> None:
-        """Begin the first epoch.
-
-        Args:
-            tickets: The sampler's index batches, drawn on the calling thread.
-
-        Raises:
-            Instead: With the sampler's own exception.
-        """
+        """Begin the first epoch. Raises an Instead with the sampler's own exception."""
         self._draw = tickets.__next__
         self.draw_ns = 0
         for _ in range(self._scheduler.tickets_asked):
@@ -302,8 +293,7 @@ class Engine:
                 self.send_drawn()
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
-            # Most often the awaited answer is here already, or about to be. Receiving it now saves
-            # a call of the selector.
+            # Most often the awaited answer is here already: no call of the selector is needed.
             has_received, ticket = False, scheduler.first()
             if ticket is None or ticket.answer is None:
                 has_received = pool.poll(UNASSIGNED if ticket is None else ticket.worker_id, self)
@@ -391,11 +381,7 @@ class Engine:
             if is_interruption(error):
                 raise
             self._offer()
-            if not isinstance(error, StopIteration):
-                raise Instead(error) from None
-            explained = RuntimeError("unpickling a batch raised StopIteration")
-            explained.__cause__ = error
-            raise Instead(explained) from None
+            raise Instead(not_an_end(error, "unpickling a batch")) from None
         self._offer()
         return batch
 
@@ -523,11 +509,7 @@ class Engine:
     # Answers in --------------------------------------------------------------------------
 
     def _receive_any(self, deadline: float | None) -> bool:
-        """Wait until the pool reports something, and handle all reports.
-
-        Returns:
-            False if nothing has happened and the deadline has passed.
-        """
+        """Wait for the pool's reports, and handle them. Returns False once the deadline is over."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
         if self._sample_timeout_s is not None:
             look_s = end_hanging(self._slot_pool, self._scheduler, self._sample_timeout_s)
@@ -544,9 +526,8 @@ class Engine:
     def _adjust_workers(self) -> None:
         """Replace lost workers, start wanted ones, and have others leave.
 
-        This is not done where a loss is reported: a stage's thread may be told to end while it
-        waits for the user's thread to start the worker. The worker then stays LOST, and the next
-        epoch replaces it here.
+        A stage's thread may be told to end while it waits for the user's thread to start a worker.
+        The worker then stays LOST, and the next epoch replaces it here.
         """
         scheduler, workers = self._scheduler, self._scheduler.workers
         if self._wanted_workers is not None:
@@ -646,12 +627,7 @@ class Engine:
     # Ends --------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
-        """Close the engine, and raise an error.
-
-        Args:
-            error: The error to raise.
-            why: The reason that later calls report; None for the error's own text.
-        """
+        """Close the engine, and raise an error. Later calls report ``why``, or its text."""
         self._closed_because = f" since: {error if why is None else why}"
         self.close()
         raise Instead(error) from None

@@ -143,7 +143,7 @@ class FailureWatch:
     def add(
         self, report: SampleReport, batch: str, worker: int | None = None, pid: int | None = None
     ) -> TooManyFailures | None:
-        """Count and list the samples of a batch.
+        """Count and list the samples of a batch, which ``batch`` names.
 
         Args:
             report: How many of them failed, and how.

@@ -53,14 +53,10 @@ class SlotTable:
         self.lent_count = 0
 
     def take(self, worker_id: int) -> int:
-        """Return a slot for this worker to fill.
+        """Return a slot for this worker to fill, or raise an InternalError if all are in use.
 
-        Prefers a free slot that this worker was the last to fill, since the worker has mapped its
-        pages. Otherwise takes the slot that was freed last, since its bytes may still be in a
-        cache.
-
-        Raises:
-            InternalError: If all are in use.
+        Prefers the slot that this worker was the last to fill, since the worker has mapped its
+        pages, and then the one that was freed last, whose bytes may still be in a cache.
         """
         free, last = self.free_ids, self._last_worker
         if not free:

@@ -25,8 +25,7 @@ Each event has one method: a ticket is offered, a worker has answered, a worker 
 The resulting actions stay in the scheduler until the engine performs them: tasks by ``unsent``,
 tickets to draw by :meth:`pop_wanted_tickets`, workers by the worker table, and the next batch by
 :meth:`first`. So no decision is lost when an exception ends the call in which the engine would
-have acted on it. Events are methods and not objects, which take 1.7 µs longer, and a batch has
-three events.
+have acted on it.
 
 The module is long because tickets, slots and workers change together: one event, such as a worker's
 death, changes all three and the order of delivery.
@@ -177,11 +176,9 @@ class Scheduler:
     # Tickets -----------------------------------------------------------------------------
 
     def offer(self, indices: object, now_ns: int = 0) -> Ticket | None:
-        """Add a ticket for an index batch.
+        """Add a ticket for an index batch, and return it; None if no worker takes tickets.
 
-        Returns:
-            The ticket, which is already answered if its worker is dead; None if no worker takes
-            tickets any more.
+        It is already answered if its worker is dead.
         """
         if self._has_queue:
             worker, self._unreported = self._unreported, None
@@ -232,18 +229,14 @@ class Scheduler:
         taker: int | None = None,
         state: tuple[bytes | Unsaved | None, int | None] | None = None,
     ) -> Ticket:
-        """Record the answer to a ticket: a batch or an error.
+        """Record the answer to a ticket, and return the ticket. If dropped, its slot is free (I6).
 
         Args:
             seq: Number of the ticket.
             epoch: Epoch of the ticket.
-            answer: The answer.
+            answer: The answer: a batch or an error.
             taker: The worker that received the ticket, if the pool has a queue.
-            state: The dataset's state after the batch, and the batch's fingerprint, as
-                :meth:`Checkpoint.after_batch` takes these; None if the answer stands for no batch.
-
-        Returns:
-            The ticket. Its slot is free if the ticket was dropped (I6).
+            state: What :meth:`Checkpoint.after_batch` takes; None if there is no batch.
         """
         ticket = self._tickets.get(seq)
         if ticket is None or ticket.answer is not None or epoch != self.epoch:
@@ -281,11 +274,6 @@ class Scheduler:
         """Record that a worker's iterable dataset has no batch for this ticket or a later one.
 
         After a worker's first such answer, one more ticket is to be drawn.
-
-        Args:
-            seq: Number of the ticket.
-            epoch: Epoch of the ticket.
-            beginning: The checkpoint with which the dataset's next epoch begins.
         """
         if seq in self._tickets:
             self._tickets[seq].is_dropped = True
@@ -311,16 +299,9 @@ class Scheduler:
     ) -> None:
         """Record that a worker is ended because a sample takes too long.
 
-        Its batch will be loaded again without the sample. The loss of a process is reported later,
-        by :meth:`worker_lost`; a thread is replaced at once.
-
-        Args:
-            worker_id: Number of the worker.
-            seq: Number of the ticket that it was loading.
-            epoch: Epoch of the ticket.
-            sample: Number of the sample; see :mod:`shmloader.batch.sample_watch`.
-            text: What the worker was doing, for the sample's error.
-            log_text: Says that the worker was ended, for the log.
+        The ticket will be loaded again without the sample, of which ``text`` says what the worker
+        was doing. The loss of a process is reported later, by :meth:`worker_lost`; a thread is
+        replaced at once.
         """
         self.workers[worker_id].hang = log_text
         ticket = self._tickets.get(seq) if epoch == self.epoch else None
@@ -345,15 +326,15 @@ class Scheduler:
 
         It is restarted, unless no restart is left in this epoch or the ticket that it was loading
         has killed a worker before. A worker that was ended since a sample took too long, or that
-        was loading a batch of another rank, is always restarted. A ticket is known not to have
-        killed it if an executor says how it was lost.
+        was loading a batch of another rank, is always restarted. If an executor says how it was
+        lost, no ticket has killed it.
 
         Args:
             worker_id: Number of the worker.
             death: A :class:`~shmloader.pools.answers.Death`, which answers all its present and
                 future tickets if it is not restarted.
-            at_work: Number of the ticket of this epoch that it was loading; None if there is none.
-                Not looked at if the pool has a queue.
+            at_work: Number of the ticket of this epoch that it was loading, if any, unless the
+                pool has a queue.
             held: Numbers of the tickets that other workers have, if the pool has a queue. What is
                 neither answered, nor to be sent, nor held was the dead worker's.
         """
@@ -477,8 +458,7 @@ class Scheduler:
     def end_epoch(self, recalled: Iterable[int] = ()) -> None:
         """Drop all tickets in flight; their slots are freed now, or once they are answered (I6).
 
-        Args:
-            recalled: Tickets that no worker has, or whose answers the pool drops.
+        No worker has the ``recalled`` ones, or the pool drops their answers.
         """
         self._drop([*(self._tickets[seq] for seq in recalled), *self.unsent])
         self.unsent.clear()
@@ -504,9 +484,7 @@ class Scheduler:
     def left_epoch(self, worker_id: int, beginning: bytes | None = None) -> None:
         """Record that a worker has finished the epoch that is being left.
 
-        Args:
-            worker_id: The worker.
-            beginning: The pickled checkpoint with which its next epoch begins; None if it has none.
+        ``beginning`` is the pickled checkpoint with which its next epoch begins, if it has one.
         """
         worker = self.workers[worker_id]
         worker.checkpoint = Checkpoint.loads(beginning)
@@ -521,11 +499,7 @@ class Scheduler:
         )
 
     def start_epoch(self) -> None:
-        """Begin the next epoch.
-
-        All workers have finished the previous one. A ticket that is still in flight was never sent,
-        since an exception interrupted its sending.
-        """
+        """Begin the next epoch. A ticket still in flight was never sent: that was interrupted."""
         self._drop(self.tickets)
         self.unsent.clear()
         self._unreported = None

@@ -126,7 +126,7 @@ def describe_restart(
     """Return the log message for a worker that was replaced.
 
     Args:
-        worker_id: Number of the worker.
+        worker_id: The worker.
         death: How it ended; None if it is a thread.
         seqs: The batches that it had not finished.
         checkpoint: Where its dataset is resumed, if it is iterable or has a state.
@@ -159,14 +159,7 @@ _AT_WORK = {
 
 
 def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Ticket | None) -> str:
-    """Say what a worker is doing, with the frames of its stack.
-
-    Args:
-        worker_id: Number of the worker.
-        pid: Its process id; None for a thread.
-        at_work: What its status page says.
-        ticket: The ticket that it is loading, if that is in flight.
-    """
+    """Say what a worker is doing, by its status page, with the frames of its stack."""
     batch = describe_ticket(ticket) if ticket is not None else f"batch {at_work.seq}"
     work = _AT_WORK[at_work.phase].format(batch)
     text = f"{_capitalized(worker_id, pid)} has been {work} for {at_work.elapsed_s:.1f} s"
@@ -205,10 +198,7 @@ def late_start(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTime
 def _late(
     timeout_s: float, text: str, pool: Pool, scheduler: Scheduler, workers: list[Worker]
 ) -> LoaderTimeoutError:
-    """Return an error that says what was waited for, and what each worker is doing.
-
-    If many workers do not answer, the last of them are not asked for their stacks.
-    """
+    """Return an error that says what was waited for, and what each worker is doing."""
     until = time.monotonic() + _ASK_S
     tickets = {ticket.seq: ticket for ticket in scheduler.tickets}
     lines = [f"DataLoader timed out after {timeout_s:g} seconds, waiting for {text}"]
@@ -223,9 +213,8 @@ def _late(
 def end_hanging(pool: ReplaceablePool, scheduler: Scheduler, timeout_s: float) -> float:
     """End the workers whose sample takes longer than ``sample_timeout``.
 
-    Returns:
-        In how many seconds to look again; 0 if a worker was ended, so that the engine replaces it
-        instead of waiting. (A thread that was left behind sends nothing that would end a wait.)
+    Returns in how many seconds to look again; 0 if a worker was ended, so that the engine replaces
+    it instead of waiting. (A thread that was left behind sends nothing that would end a wait.)
     """
     wait_s = timeout_s
     for worker in scheduler.workers:

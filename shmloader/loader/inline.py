@@ -339,7 +339,7 @@ def make_step(
     transform, kind = config.device_transform, "build"
     if config.has_device:
         # Few loaders have a device.
-        from shmloader.device.structure import map_tensors  # noqa: PLC0415
+        from shmloader.device.stage import map_tensors  # noqa: PLC0415
 
         kind = "device"
     elif pins and not config.has_steps:

@@ -1,9 +1,8 @@
 """The arena: all slots of one engine, in one sparse file in memory.
 
-A slot is a range of the file, at a fixed distance from the next one. The file is as long as all
-slots may ever become, and stays sparse: pages exist once they are first written. So a slot grows
-without any message between processes, and a process needs one descriptor for all slots. A worker
-gets it when it starts.
+Slots lie at a fixed distance. The file is as long as all slots may ever become, and stays sparse:
+pages exist once they are first written. So a slot grows without any message between processes, and
+a process needs one descriptor for all slots. A worker gets it when it starts.
 
 Guarantees:
     * Nothing has a name, so nothing is left in ``/dev/shm``, and its size does not matter.
@@ -11,9 +10,9 @@ Guarantees:
       show the same bytes, and the old one is unmapped with its last view.
     * No process can shorten the file while another one uses it (it is sealed).
 
-Address space is not as cheap as file length: it may be limited (``ulimit -v``), and after
-``mlockall(MCL_FUTURE)`` the kernel gives every new mapping all its pages at once. So a process maps
-only as much of a slot as its batches need, and a little more.
+Address space may be limited (``ulimit -v``), and after ``mlockall(MCL_FUTURE)`` the kernel gives
+every new mapping all its pages at once. So a process maps only as much of a slot as its batches
+need, and a little more.
 
 The module is long because it documents what the kernel is asked for; half of it is code.
 """
@@ -92,11 +91,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def soft_limit(kind: int) -> int | None:
-    """Return a resource limit of this process; None if there is none, or it cannot be read.
-
-    Args:
-        kind: A constant of :mod:`resource`, such as ``RLIMIT_AS``.
-    """
+    """Return a limit of :mod:`resource`; None if there is none, or it cannot be read."""
     try:
         soft, _ = resource.getrlimit(kind)
     except OSError as error:  # a sandbox refuses the call
@@ -143,15 +138,10 @@ class MemoryFile(io.FileIO):
 
 
 def map_range(fd: int, offset: int, nbytes: int) -> Range:
-    """Map a range of a file, shared with all processes that map it.
+    """Map a range of a file, which may be closed then, shared with all processes that map it.
 
     Python's own mmap would keep a duplicate of the descriptor with each mapping (before 3.13). So
     the range is mapped over addresses that Python's mmap has reserved, and unmaps in the end.
-
-    Args:
-        fd: Descriptor of the file, which may be closed afterwards.
-        offset: First byte of the range in the file.
-        nbytes: Length of the range.
 
     Raises:
         OSError: If there is no address space.
@@ -179,8 +169,7 @@ def populate(array: Range, start: int, end: int) -> bool:
 
     One call for many pages takes a quarter of the time of writing to each page.
 
-    Returns:
-        Whether there is memory for them. If there is none, a write would end in SIGBUS.
+    Returns False if there is no memory for them: a write would end in SIGBUS.
     """
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     if _libc.madvise(ctypes.addressof(array) + first, end - first, _POPULATE_WRITE):
@@ -205,11 +194,7 @@ class Lease(ref[Any]):
 
     torch and numpy keep that array alive for as long as any storage or array made from it lives:
     slices, ``.numpy()``, ``.detach()``, DLPack capsules and autograd's saved tensors included. It
-    must not be an ndarray subclass: numpy replaces the base of a view by the base's base, so the
-    slot would come back while it is still read.
-
-    Attributes:
-        slot_id: The slot's number.
+    must not be an ndarray subclass: numpy replaces the base of a view by the base's base.
     """
 
     __slots__ = ("slot_id",)
@@ -259,19 +244,15 @@ class Slot:
         self.nbytes = len(array)
 
     def array(self) -> "ctypes.Array[ctypes.c_char]":
-        """Return a new ctypes array over the whole mapping, which keeps the mapping alive.
-
-        It spans all of it, since a new ctypes type for each length takes fifty times as long.
-        """
+        """Return a new ctypes array over the whole mapping, which keeps the mapping alive."""
         array: ctypes.Array[ctypes.c_char] = type(self.mapping).from_buffer(self.mapping)
         return array
 
     def lend(self, ended: Callable[[Lease], object]) -> "ctypes.Array[ctypes.c_char]":
         """Return an array over the slot, to which the caller must keep no reference.
 
-        Args:
-            ended: Called with the lease when the array has died. It may be called on any thread,
-                even inside a lock or the garbage collector.
+        When the array has died, ``ended`` is called with the lease, on any thread, even inside a
+        lock or the garbage collector.
         """
         array: ctypes.Array[ctypes.c_char] = type(self.mapping).from_buffer(self.mapping)
         self.lease = Lease(array, ended)
@@ -314,13 +295,9 @@ class Arena:
 
     @classmethod
     def create(cls, slot_bytes: int, slot_count: int, state_slot_count: int = 0) -> Self:
-        """Make the file. Runs in the process that owns the slots.
+        """Make the file, in the process that owns the slots; for the arguments, see the class.
 
-        Args:
-            slot_bytes: The most that a slot may hold; rounded up to a whole page. It is less if
-                files may not be that long.
-            slot_count: The number of slots for batches.
-            state_slot_count: The number of slots for states.
+        A slot may hold less than ``slot_bytes`` if files may not be that long.
 
         Raises:
             OSError: If there is no descriptor left (EMFILE).
@@ -349,11 +326,7 @@ class Arena:
         return self.slots[at] if at < len(self.slots) else None
 
     def describe_limit(self, needed_bytes: int) -> str:
-        """Return what keeps a slot from having more than ``slot_bytes``, and the remedy.
-
-        Args:
-            needed_bytes: What a slot needs.
-        """
+        """Return what keeps a slot from having more than ``slot_bytes``, and the remedy."""
         count = len(self.slots)
         mebibytes = -(-count * whole_pages(needed_bytes) // (1 << 20))
         return (
@@ -370,7 +343,7 @@ class Arena:
 
         Args:
             slot: The slot.
-            end: Bytes from its start that are needed; at most ``slot_bytes``.
+            end: Bytes from its start that are needed.
             likely: Bytes from its start that are likely to be needed soon.
 
         Raises:
@@ -405,11 +378,7 @@ class Arena:
     # Memory ------------------------------------------------------------------------------
 
     def give_back(self, slot: Slot, from_byte: int) -> bool:
-        """Give a slot's pages from ``from_byte`` on back to the system. They read as zeros then.
-
-        Returns:
-            Whether that was done, rather than refused.
-        """
+        """Give back a slot's pages from ``from_byte`` on. Returns False if that is refused."""
         start = whole_pages(from_byte)
         where = slot.slot_id * self.slot_bytes + start, self.slot_bytes - start
         mode, fd = _KEEP_SIZE | _PUNCH_HOLE, self.fileno()
@@ -427,8 +396,7 @@ class Arena:
         Args:
             slot: The slot.
             array: A view of a whole mapping of it.
-            used_bytes: How many bytes from its start are in use; the others are undefined
-                afterwards.
+            used_bytes: Bytes from its start that are in use; the others are undefined then.
 
         Raises:
             OSError: If the system refuses it. The views still show the slot.

@@ -8,9 +8,8 @@ stacks the fields straight into the slot and describes them by a :class:`FlatLay
 that the user sees, and pickled (:mod:`shmloader.memory.pickled`), as all other batches are.
 
 A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
-through the caches only has costs: each line is read before it is overwritten, and the samples are
-evicted. Streaming stores (:mod:`_streaming`, a few lines of C) halve that traffic. They are
-slower where the batch would have stayed in the cache.
+through the caches reads each line before it is overwritten, and evicts the samples. Streaming
+stores (:mod:`_streaming`, a few lines of C) halve that traffic.
 """
 
 import functools
@@ -122,9 +121,6 @@ class FlatPacker:
     def pack(self, samples: object) -> FlatLayout | None:
         """Append a batch to what the slot holds, if it can be packed.
 
-        Args:
-            samples: The samples, as the dataset returned them.
-
         Returns:
             The layout; the same object for as long as batches are alike. None if the samples are
             not flat, or not alike; the slot then holds what it held before.
@@ -160,13 +156,7 @@ class FlatPacker:
     def reserve(
         self, container: int, keys: tuple[object, ...], batch: int, kinds: list[_Kind]
     ) -> FlatLayout:
-        """Lay fields out after what the slot holds.
-
-        Args:
-            container: The batch's container.
-            keys: The dict's keys.
-            batch: The number of samples.
-            kinds: The dtype of each field, and its shape in a sample.
+        """Lay fields of ``batch`` samples, of these kinds, out after what the slot holds.
 
         Raises:
             SharedMemoryError: If they do not fit the slot.
@@ -230,12 +220,7 @@ def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
 def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
 
-    Args:
-        tensors: Tensors of any dtypes and shapes.
-        out: A contiguous tensor of the result's shape.
-
-    Raises:
-        RuntimeError: As torch.stack does.
+    ``out`` is a contiguous tensor of the result's shape. Raises what torch.stack raises.
     """
     may_stream = out.nbytes >= STREAM_BYTES and all(_is_row_of(out, tensor) for tensor in tensors)
     if not (may_stream and copy_rows([tensor.data_ptr() for tensor in tensors], out)):
@@ -257,8 +242,7 @@ def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
 def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
     """Copy the rows at these addresses to a large tensor with streaming stores.
 
-    Returns:
-        Whether that was done. It is not for small rows, and without the compiled part.
+    Returns False, and does nothing, for small rows, and without the compiled part.
     """
     row_bytes = out.nbytes // len(addresses)
     if _copy_rows is None or row_bytes < _ROW_BYTES or 0 in addresses:
@@ -295,12 +279,7 @@ class FlatReader:
         self.lends = any(is_large for is_large, *_ in self._fields)
 
     def read(self, slot: Slot, lease: Any) -> object:
-        """Build the batch.
-
-        Args:
-            slot: The slot that it lies in.
-            lease: Large fields become views of it; None copies them out as well.
-        """
+        """Build the batch: large fields become views of the lease, or are copied without one."""
         fields, memory = [], slot.memory
         for is_large, shape, dtype, offset, exact in self._fields:
             # NumPy makes and copies arrays in a third of the time that torch takes for tensors, on
@@ -311,8 +290,11 @@ class FlatReader:
             else:
                 array = np.ndarray(shape, dtype, memory, offset).copy()
             tensor = torch.from_numpy(array)
+            # Sharing the tensor (``share_memory_()``, a queue of torch.multiprocessing) replaces
+            # its storage's pointer. Arrays and DLPack capsules made before still point to the old
+            # memory, and keep the storage alive: so the storage keeps the memory alive.
             storage: Any = tensor.untyped_storage()
-            storage._shmloader_memory = array  # see hold()
+            storage._shmloader_memory = array
             if exact is not None:
                 tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
             fields.append(tensor)
@@ -337,22 +319,6 @@ def _reading_of(field: Field) -> tuple[bool, Any, Any, int, tuple[Any, ...] | No
     except TypeError:  # such as bfloat16: as bytes
         exact = dtype, shape, torch.empty(shape, device="meta").stride()
         return nbytes > COPY_OUT_BYTES, (nbytes,), np.uint8, offset, exact
-
-
-def hold(storage: Any, memory: object) -> None:
-    """Keep memory alive for as long as a storage that began with it lives.
-
-    Sharing a tensor with other processes (``share_memory_()``, a queue of
-    ``torch.multiprocessing``) copies its storage and replaces the storage's pointer, which drops
-    the only reference to the old memory. NumPy arrays, memoryviews and DLPack capsules made before
-    still point there. They keep the storage alive, so the storage has to keep the memory alive.
-    torch preserves a storage's Python object and its attributes as long as the storage itself.
-
-    Args:
-        storage: The ``torch.UntypedStorage`` of a tensor that is handed to the user.
-        memory: The lease, or the private memory that the batch was copied to.
-    """
-    storage._shmloader_memory = memory
 
 
 # With SHMLOADER_DEBUG=1, a batch carries a checksum of its slot's used bytes from the worker to the

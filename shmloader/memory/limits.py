@@ -4,12 +4,10 @@ Reads files of ``/proc`` and of the control groups, and this process's resource 
 is missing or unreadable, or has other contents than expected, sets no limit.
 
 A slot's pages come to exist when they are first written. Where there is no memory for them, the
-kernel kills a process, or the write ends in SIGBUS. So before a process writes to bytes of a slot
-that were never touched, it asks a :class:`MemoryAdmission`. That is rare, because a slot keeps its
-pages. The bytes are touched there at once, in steps, and free memory is read before each step.
-Other workers may grow their slots at the same time, so a step takes only this worker's share of
-what is free. Thus nothing is refused just because others might have grown too, and what all of them
-take together exists.
+kernel kills a process, or the write ends in SIGBUS. So before a process first writes to bytes of a
+slot, it asks a :class:`MemoryAdmission`, which touches them in steps and reads free memory before
+each. Other workers may grow their slots at the same time, so a step takes only this worker's share
+of what is free. Thus nothing is refused just because others might have grown too.
 """
 
 import contextlib
@@ -43,9 +41,7 @@ _STEP_BYTES = 8 << 20
 _LEAST_STEP_BYTES = 256 << 10
 
 # Names of a control group's limit and its use, by whether the hierarchy is the unified one; then
-# those of the page cache in ``memory.stat``. Kubernetes counts only inactive files as memory that
-# can be dropped. A file that is read a second time is active, but the kernel drops it too before it
-# kills a process, and MemAvailable counts both.
+# those of the page cache in ``memory.stat``. The kernel drops active files, too, before it kills.
 _FILES = {
     False: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     True: ("memory.max", "memory.current"),
@@ -231,8 +227,7 @@ class MemoryConfig:
     """How much memory one iterator may come to need. Sent to the workers.
 
     Attributes:
-        worker_count: Number of processes that write to the slots: the workers, or the main
-            process alone where an executor's processes send batches as buffers.
+        worker_count: Number of processes that write to the slots.
         slot_count: Number of slots that a plain loop uses at once. More may be used for batches
             that the user keeps.
         root: Directory that holds ``proc`` and ``sys``.
@@ -279,8 +274,7 @@ class MemoryAdmission:
 
         Args:
             arena: The slots.
-            slot: A slot that this process is filling, mapped up to ``end``. Its ``touched_bytes``
-                are ``end`` afterwards.
+            slot: A slot that is mapped up to ``end``, which its ``touched_bytes`` are afterwards.
             end: Bytes from its start that are about to be written.
 
         Raises:

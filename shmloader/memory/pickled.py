@@ -1,10 +1,8 @@
 """Pickles values for other processes, with the data of their tensors and arrays outside the pickle.
 
-Pickle protocol 5 walks through the value. Tensors and arrays leave the pickle as out-of-band
-buffers; the body keeps the structure and refers to the buffers in order. One way serves all that is
-pickled for other processes: batches, datasets and functions, and the items of
-:func:`shmloader.share` (:mod:`shmloader.memory.segment`). They differ in which reductions they use
-beside that of :func:`reduce_data`, and in whether small buffers stay in the pickle.
+Tensors and arrays leave the pickle as out-of-band buffers; the body keeps the structure and refers
+to the buffers in order. One way serves all that is pickled for other processes: batches, datasets
+and functions, and the items of :func:`shmloader.share` (:mod:`shmloader.memory.segment`).
 
 A batch that is pickled lies in its slot: :func:`write_batch` writes it in the worker, and a
 :class:`PickledReader` builds it. Data that lies in the slot already is only referred to.
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from shmloader.memory.arena import Slot
-from shmloader.memory.flat import COPY_OUT_BYTES, hold
+from shmloader.memory.flat import COPY_OUT_BYTES
 from shmloader.memory.writer import SlotWriter
 
 #: What pickling raises for an object that cannot be pickled.
@@ -55,12 +53,7 @@ Span = tuple[int, int, int]
 
 
 class PartialStorage(NamedTuple):
-    """The part of a storage that the pickled tensors need.
-
-    Attributes:
-        storage: The bytes that are needed.
-        first_byte: Offset of the first of these bytes in the original storage.
-    """
+    """The bytes of a storage that pickled tensors need, and the offset of the first one in it."""
 
     storage: torch.UntypedStorage
     first_byte: int
@@ -210,11 +203,7 @@ def dump(
 
 
 def load(body: Any, buffers: Sequence[Any], order: Sequence[int]) -> Any:
-    """Unpickle a body, with the buffers that lie outside it.
-
-    Raises:
-        Exception: Whatever the user's objects raise when they are unpickled.
-    """
+    """Unpickle a body, with the buffers that lie outside it. The user's objects may raise."""
     return pickle.loads(body, buffers=[buffers[index] for index in order])
 
 
@@ -231,17 +220,12 @@ def batch_reducers() -> dict[type, Any]:
 
 
 def reduce_data(value: Any, parts: OutOfBand) -> Any:
-    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
+    """Return the reduction of a CPU tensor or array; NotImplemented for other values."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _reduce_tensor(value, parts)
     if kind is np.ndarray:
         return _reduce_array(value)
-    if kind is torch.UntypedStorage and value.device.type == "cpu":
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
-        return rebuild_storage, (parts.mark(whole),)
-    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
-        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
 
 
@@ -290,11 +274,10 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
-    """Return the reduction of an array, such that the user gets what torch's loader yields.
+    """Return the reduction of an array; NotImplemented if pickle's own gives what torch yields.
 
     torch's loader pickles in-band, with an older protocol: arrays become writable, of native byte
-    order, and C-ordered unless they are Fortran-contiguous. NotImplemented if pickle does the same
-    by itself.
+    order, and C-ordered unless they are Fortran-contiguous.
     """
     kind, flags = array.dtype, array.flags
     if kind.hasobject or not array.size:
@@ -304,7 +287,7 @@ def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
         return NotImplemented
     order: Any = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
     copy = np.array(array, dtype=kind if is_native else kind.newbyteorder("="), order=order)
-    return rebuild_array, (copy,)
+    return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def rebuild_tensor(
@@ -328,26 +311,11 @@ def rebuild_tensor(
 
 
 def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) -> torch.Tensor:
-    """Make a sparse tensor. Called by pickle in the receiving process, as are the following."""
+    """Make a sparse tensor. Called by pickle in the receiving process."""
     is_coo = "is_coalesced" in options
     make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
     tensor: torch.Tensor = make(*parts, shape, check_invariants=False, **options)
     return tensor
-
-
-def rebuild_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Return the array, which pickle has built already."""
-    return array
-
-
-def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
-    """Return the storage. All its bytes were needed."""
-    return partial.storage
-
-
-def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Make a typed storage."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -356,7 +324,7 @@ def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(0)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
     storage = flat.untyped_storage()
-    hold(storage, memory)
+    storage._shmloader_memory = memory  # type: ignore[attr-defined]  # as in FlatReader.read()
     return storage
 
 
@@ -378,15 +346,9 @@ class PickledLayout(NamedTuple):
 
 
 def pickle_batch(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
-    """Pickle a batch. Returns the pickle, and what lies outside it.
+    """Pickle a batch. Returns the pickle, and what lies outside it. May raise anything.
 
-    Args:
-        batch: Any picklable value.
-        by_value: Whether to fall back to cloudpickle, for classes and functions that pickle cannot
-            import.
-
-    Raises:
-        Exception: What pickling the batch raises.
+    With ``by_value``, cloudpickle is tried where pickle cannot import a class or function.
     """
     try:
         return dump(batch, reduce_data, batch_reducers())
@@ -441,11 +403,7 @@ class PickledReader:
         self.lends = any(nbytes > COPY_OUT_BYTES for _, nbytes, _ in layout.spans)
 
     def read(self, slot: Slot, lease: object | None) -> object:
-        """Build the batch.
-
-        Args:
-            slot: The slot that it lies in.
-            lease: Large buffers become views of it; None copies them out as well.
+        """Build the batch: large buffers become views of the lease, or are copied without one.
 
         Raises:
             Exception: Whatever the user's objects raise when they are unpickled.
@@ -458,11 +416,15 @@ class PickledReader:
 
 
 def _open_span(span: Span, slot: Slot, lease: Any) -> object:
-    """Return a span as pickle needs it: a :class:`PartialStorage` or a writable memoryview."""
     offset, nbytes, first_byte = span
-    home, at = lease, offset
     if lease is None or nbytes <= COPY_OUT_BYTES:
-        home, at = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy(), 0
+        copy = np.ndarray(nbytes, np.uint8, slot.memory, offset).copy()
+        return open_span(copy, 0, nbytes, first_byte)
+    return open_span(lease, offset, nbytes, first_byte)
+
+
+def open_span(home: Any, offset: int, nbytes: int, first_byte: int) -> object:
+    """Return bytes of a buffer as pickle needs them: as a part of a storage, or as a memoryview."""
     if first_byte < 0:
-        return memoryview(home).cast("B")[at : at + nbytes]
-    return PartialStorage(storage_over(home, at, nbytes), first_byte)
+        return memoryview(home).cast("B")[offset : offset + nbytes]
+    return PartialStorage(storage_over(home, offset, nbytes), first_byte)

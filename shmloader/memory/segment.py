@@ -16,11 +16,9 @@ forkserver), its descriptor is passed on. Elsewhere (a queue, a pool's task) the
 process that pickled the segment, and the descriptor in that process. The process that unpickles
 the handle opens the file through ``/proc``, so the other one has to keep the segment until then.
 
-The large buffers of a pickle (:mod:`shmloader.memory.pickled`) are written to a segment one after
-the other, and become views of the segment where the pickle is loaded. A read-only memory map is not
-copied: the other process maps the same file, copy-on-write, so that the array may be written to
-there, like the copy that torch's loader makes. (Pickle would copy the map's data, which may be
-larger than memory.)
+The large buffers of a pickle (:mod:`shmloader.memory.pickled`) become views of the segment where
+the pickle is loaded. A read-only memory map, which may be larger than memory, is not copied: the
+other process maps the same file, copy-on-write, so that the array may be written to there.
 """
 
 import ctypes
@@ -39,7 +37,7 @@ from shmloader.errors import SharedMemoryError
 from shmloader.grammar import size
 from shmloader.memory.arena import ADD_SEALS, MAPPING_OPTIONS, SEALS, MemoryFile, align
 from shmloader.memory.limits import control_groups, free_memory
-from shmloader.memory.pickled import OutOfBand, PartialStorage, Span, load, storage_over
+from shmloader.memory.pickled import OutOfBand, Span, load, open_span
 from shmloader.process_state import PROCESS
 
 # A seal of <linux/fcntl.h>, as in the arena.
@@ -139,9 +137,6 @@ class Segment(mmap.mmap):
     def of_contents(cls, contents: Any) -> "Segment":
         """Return a segment of this process with the contents of a segment of another machine.
 
-        Args:
-            contents: The whole segment, as a buffer of bytes.
-
         Raises:
             SharedMemoryError: If there is not enough memory.
             OSError: If there is no address space, or no descriptor left.
@@ -217,14 +212,7 @@ class SegmentWriter:
         self.append(token)
 
     def append(self, data: Any, *, is_aligned: bool = True) -> int:
-        """Append a buffer.
-
-        Args:
-            data: Anything with a contiguous buffer.
-            is_aligned: Whether its offset must be a multiple of 64.
-
-        Returns:
-            Its offset, in bytes.
+        """Append a contiguous buffer, and return its offset in bytes, a multiple of 64 if aligned.
 
         Raises:
             SharedMemoryError: If there is not enough memory.
@@ -290,28 +278,14 @@ BufferTable = tuple[tuple[Span, ...], list[int]]
 
 
 def write_buffers(parts: OutOfBand, writer: SegmentWriter) -> BufferTable:
-    """Write the buffers and storages that were taken out of a pickle.
-
-    Raises:
-        SharedMemoryError: If there is not enough memory.
-    """
+    """Write the buffers and storages that were taken out of a pickle."""
     return parts.write(writer.append_memory), parts.order
 
 
 def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
-    """Unpickle a body; its tensors and arrays become views of the segment.
-
-    Raises:
-        Exception: Whatever the user's objects raise when they are unpickled.
-    """
+    """Unpickle a body; its tensors and arrays become views of the segment."""
     spans, order = table
-    buffers = [
-        memoryview(segment)[offset : offset + nbytes]
-        if first_byte < 0
-        else PartialStorage(storage_over(segment, offset, nbytes), first_byte)
-        for offset, nbytes, first_byte in spans
-    ]
-    return load(body, buffers, order)
+    return load(body, [open_span(segment, *span) for span in spans], order)
 
 
 # Memory maps -------------------------------------------------------------------------------
@@ -367,9 +341,6 @@ def open_memory_map(
         dtype: Dtype of the array.
         shape: Shape of the array.
         strides: Strides of the array, in bytes.
-
-    Raises:
-        OSError: If the file cannot be opened.
     """
     part = np.memmap(name, np.uint8, "c", offset, (nbytes,))
     return np.ndarray.__new__(np.memmap, shape, dtype, part, first, strides)

@@ -99,10 +99,8 @@ class SlotWriter:
     def part(self) -> bool:
         """End the batch: leave to user code what it still holds of the tensors handed out.
 
-        That memory becomes private to this process, so that the slot may be filled again.
-
-        Returns:
-            Whether user code held any.
+        That memory becomes private to this process, so that the slot may be filled again. Returns
+        whether user code held any.
 
         Raises:
             OSError: If the system has no memory for that.
@@ -118,10 +116,7 @@ class SlotWriter:
         return is_held
 
     def allocate(self, nbytes: int) -> int:
-        """Hand out the next ``nbytes``.
-
-        Returns:
-            Their offset from the slot's start, a multiple of ``ALIGNMENT``.
+        """Hand out the next ``nbytes``. Returns their offset, a multiple of ``ALIGNMENT``.
 
         Raises:
             SharedMemoryError: If they do not fit, or there is not enough memory.
@@ -159,11 +154,7 @@ class SlotWriter:
         return flat.view(tuple(shape))
 
     def write(self, data: Any) -> int:
-        """Append bytes without a gap, as a file does. A pickler writes a long pickle to it.
-
-        Raises:
-            SharedMemoryError: If they do not fit, or there is not enough memory.
-        """
+        """Append bytes without a gap, as a file does. A pickler writes a long pickle to it."""
         start, nbytes = self.used_bytes, memoryview(data).nbytes
         end = start + nbytes
         # A pickle of many objects comes in small pieces, and each check of memory takes 100 µs.

@@ -47,25 +47,17 @@ def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
 
 
 def open_array(
-    segment: Segment,
+    memory: Any,
     offset: int,
     dtype: "np.dtype[Any]",
     shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
+    strides: tuple[int, ...],
     is_writable: bool,
 ) -> "np.ndarray[Any, Any]":
-    """Return the array at an offset of a segment, in bytes. Called by pickle."""
-    enable_handles()  # it may be sent on from this process
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, segment, offset, strides)
-    array.flags.writeable = is_writable
-    return array
-
-
-def array_over(
-    memory: Any, dtype: "np.dtype[Any]", shape: tuple[int, ...], order: Any, is_writable: bool
-) -> "np.ndarray[Any, Any]":
-    """Return an array over a buffer of a segment. Called by pickle."""
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, 0, order=order)
+    """Return the array at an offset of a segment, or of a buffer in it. Called by pickle."""
+    if type(memory) is Segment:
+        enable_handles()  # it may be sent on from this process
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, offset, strides)
     array.flags.writeable = is_writable
     return array
 
@@ -96,8 +88,8 @@ def enable_handles() -> None:
     registered[np.ndarray] = _reduce_array
     for kind in _TENSORS:
         plain = registered.get(kind)
-        if plain is not None and not isinstance(plain, _TensorReducer):
-            ForkingPickler.register(kind, _TensorReducer(plain))
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            ForkingPickler.register(kind, _with_handles(plain))
 
 
 def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -105,13 +97,12 @@ def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
     return reduce_array(array) or array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
 
-class _TensorReducer:
-    """Reduces a tensor in a segment to a handle, and any other with torch's reducer."""
+def _with_handles(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a reducer that reduces tensors in segments to handles, and others as torch's does."""
 
-    def __init__(self, plain: Callable[[Any], Any]) -> None:
-        self._plain = plain
-        # Looks like torch's reducer, so that it is left out for batches, as torch's is.
-        functools.update_wrapper(self, plain)
+    # It looks like torch's reducer, so that it is left out for batches, as torch's is.
+    @functools.wraps(plain)
+    def reduce(tensor: torch.Tensor) -> Any:
+        return reduce_tensor(tensor) or plain(tensor)
 
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        return reduce_tensor(tensor) or self._plain(tensor)
+    return reduce

@@ -7,11 +7,9 @@ Tensors and large arrays lie outside the pickles, and an object that is read has
 
 import bisect
 import functools
-import itertools
 import numbers
 import operator
 import pickle
-import reprlib
 import zlib
 from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ from shmloader.memory.segment import (
     load_with_buffers,
     write_buffers,
 )
-from shmloader.shared.arrays import array_over, reduce_array, reduce_tensor
+from shmloader.shared.arrays import open_array, reduce_array, reduce_tensor
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
@@ -40,9 +38,6 @@ _CHUNK_BYTES = 1 << 20
 # The pickle of these, or of a tuple of these, has no out-of-band buffers.
 _SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
-# Items that are enough for a repr, which leaves the last one out.
-_SHOWN = 7
-
 
 class RecordTable(NamedTuple):
     """Where the records of a list lie in their segment.
@@ -50,8 +45,7 @@ class RecordTable(NamedTuple):
     Attributes:
         length: Number of records.
         starts: Offset of the table of each record's first byte; int64.
-        others: Segments that items refer to, since parts of the items were shared before. They are
-            kept alive here.
+        others: Segments that items refer to, since parts of the items were shared before.
     """
 
     length: int
@@ -60,12 +54,7 @@ class RecordTable(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What is pickled for an item with out-of-band buffers.
-
-    Attributes:
-        body: The item's pickle.
-        table: Where its buffers lie.
-    """
+    """What is pickled for an item with out-of-band buffers, and where they lie."""
 
     body: bytes
     table: BufferTable
@@ -86,7 +75,7 @@ def write_records(
         writer: Writer of the segment.
         writable: Whether arrays in the records are writable when they are read.
         least_bytes: Smaller arrays are copied when they are read; any other is a view.
-        word: What an item is called in an error.
+        word: What an error calls an item.
 
     Raises:
         TypeError: If an item cannot be pickled.
@@ -109,9 +98,9 @@ def write_records(
                 return handle
             is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
             order: Any = "F" if is_fortran else "C"
-            data = np.asarray(value, order=order).ravel(order="K").view(np.uint8)
-            fields = (value.dtype, value.shape, order, writable)
-            return array_over, (pickle.PickleBuffer(data.data), *fields)
+            data = np.asarray(value, order=order)
+            buffer = pickle.PickleBuffer(data.ravel(order="K").view(np.uint8).data)
+            return open_array, (buffer, 0, data.dtype, data.shape, data.strides, writable)
         if type(value).__module__.partition(".")[0] == "torch":
             return reduce_tensor(value) or reduce_data(value, out_of_band)
         return NotImplemented
@@ -190,7 +179,7 @@ class SharedList(Sequence[_T]):
     __hash__ = None  # type: ignore[assignment]  # as a list's
 
     def __repr__(self) -> str:
-        return f"SharedList({reprlib.repr(list(self[:_SHOWN]))}, {len(self)} items)"
+        return f"<SharedList of {len(self)} items>"
 
 
 #: Where the index of a dict's keys lies in its segment: the offsets of two tables of int64. The
@@ -201,8 +190,7 @@ KeyIndex = tuple[int, int]
 def code_of(key: Any) -> int | None:
     """Return a number that is the same in every process, and for equal keys.
 
-    Returns:
-        The number; None for a key that is not a str, bytes, an integer, None, or a tuple of these.
+    It is None for a key that is not a str, bytes, an integer, None, or a tuple of these.
     """
     if isinstance(key, numbers.Integral):
         key = int(key)  # True, or one of numpy's
@@ -216,11 +204,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def write_index(keys: Iterable[object], writer: SegmentWriter) -> KeyIndex | None:
-    """Write an index of keys; None if one of them has no code.
-
-    Raises:
-        SharedMemoryError: If there is not enough memory.
-    """
+    """Write an index of keys; None if one of them has no code."""
     codes = list(map(code_of, keys))
     if None in codes or not codes:
         return None
@@ -311,5 +295,4 @@ class SharedDict(Mapping[_K, _V]):
         return _Items(self)
 
     def __repr__(self) -> str:
-        shown = dict(itertools.islice(self.items(), _SHOWN))
-        return f"SharedDict({reprlib.repr(shown)}, {len(self)} items)"
+        return f"<SharedDict of {len(self)} items>"

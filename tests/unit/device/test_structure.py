@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shmloader.device.structure import all_tensors, map_tensors
+from shmloader.device.stage import all_tensors, map_tensors
 from tests.late import switched_on
 
 

@@ -136,9 +136,8 @@ def test_a_pickle_is_a_handle_whatever_is_selected():
     assert pickle.loads(pickle.dumps(copied[10:20:3])) == copied[10:20:3]
 
 
-def test_a_repr_of_a_list_shows_the_first_items():
-    assert repr(shared_list(["a", 1])) == "SharedList(['a', 1], 2 items)"
-    assert repr(shared_list(range(1_000))) == "SharedList([0, 1, 2, 3, 4, 5, ...], 1000 items)"
+def test_a_repr_says_how_many_items_there_are():
+    assert repr(shared_list(["a", 1])) == "<SharedList of 2 items>"
 
 
 NUMBERS = st.integers() | st.booleans() | st.floats(allow_nan=False) | st.fractions()
