@@ -302,7 +302,7 @@ class StagedEngine:
             raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
-            item = self._wait_for_item(thread, deadline)
+            item = self._wait_for_result(thread, deadline)
             if isinstance(item, Result):
                 return self._deliver(thread, item)
             if isinstance(item, bool):
@@ -344,7 +344,7 @@ class StagedEngine:
         self.staged = result.staged
         return self._stage.deliver(result.batch)
 
-    def _wait_for_item(self, thread: EngineThread, deadline: float | None) -> Item:
+    def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Item:
         """Wait for the thread's next item, and return it."""
         items = thread.items
         while not items:
