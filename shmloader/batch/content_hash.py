@@ -26,7 +26,7 @@ from shmloader.batch.payload import Recorder, reducers_of_multiprocessing, spawn
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import sparse_parts
 from shmloader.memory.segment import TOKEN_BYTES, Segment, reduce_memory_map
-from shmloader.shared.arrays import reduce_array, reduce_tensor
+from shmloader.shared.containers import reduce_array, reduce_tensor
 
 _EMPTY_CELL = types.CellType()
 

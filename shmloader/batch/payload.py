@@ -40,7 +40,7 @@ from shmloader.memory.segment import (
 )
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.process_state import PROCESS
-from shmloader.shared.arrays import reduce_array, reduce_tensor
+from shmloader.shared.containers import reduce_array, reduce_tensor
 
 # The most descriptors in one message. Linux takes 253 (SCM_MAX_FD, <linux/net/scm.h>).
 _MESSAGE_DESCRIPTORS = 250

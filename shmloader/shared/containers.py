@@ -1,42 +1,142 @@
-"""Lists and dicts whose items lie in shared memory. Made by :func:`shmloader.share`.
+"""Arrays, tensors, lists and dicts that lie in a segment. Made by :func:`shmloader.share`.
 
-Each item is a record: a pickle of its own in a segment, and a table says where each begins.
-Unpickling a text, or a tuple of numbers and texts, takes 0.25 µs, less than any loop in Python.
-Tensors and large arrays lie outside the pickles, and an object that is read has views of them.
+Unless it was shared as writable, an array is read-only. torch has no read-only tensors, and a write
+to memory that is mapped read-only would end the process. So all memory is mapped copy-on-write.
+What lies in a segment is found by its address. Reducers in multiprocessing's pickler reduce it to a
+handle; plain ``pickle`` copies the data, as always.
+
+Each item of a list or dict is a record: a pickle of its own in the segment, and a table says where
+each begins. Unpickling a text, or a tuple of numbers and texts, takes 0.25 µs, less than any loop
+in Python. Tensors and large arrays lie outside the pickles, and an item that is read has views.
 """
 
 import bisect
 import functools
+import multiprocessing.context
 import numbers
 import operator
 import pickle
 import zlib
 from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
-from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, batch_reducers, dump, reduce_data
+from shmloader.memory.pickled import (
+    PICKLE_ERRORS,
+    OutOfBand,
+    PartialStorage,
+    batch_reducers,
+    dump,
+    is_plain,
+    rebuild_tensor,
+    reduce_data,
+    storage_over,
+    tensor_fields,
+)
 from shmloader.memory.segment import (
     BULK_BYTES,
     BufferTable,
     Segment,
     SegmentWriter,
+    address_of,
+    find_segment,
     load_with_buffers,
     write_buffers,
 )
-from shmloader.shared.arrays import open_array, reduce_array, reduce_tensor
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 _V = TypeVar("_V")
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 # Bytes of records that are written at a time.
 _CHUNK_BYTES = 1 << 20
 
 # The pickle of these, or of a tuple of these, has no out-of-band buffers.
 _SIMPLE = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
+    """Return the reduction of an array in a segment to a handle; None for anything else.
+
+    A writable array is pickled with its data, since what this process wrote to it is not in the
+    memory that other processes see. Only a process that is started with the array gets a handle.
+    """
+    is_starting = multiprocessing.context.get_spawning_popen() is not None
+    has_handle = array.size > 0 and (is_starting or not array.flags.writeable)
+    segment = find_segment(*address_of(array)) if has_handle else None
+    if segment is None:
+        return None
+    offset = array.__array_interface__["data"][0] - segment.address
+    fields = (array.dtype, array.shape, array.strides, bool(array.flags.writeable))
+    return open_array, (segment, offset, *fields)
+
+
+def open_array(
+    memory: Any,
+    offset: int,
+    dtype: "np.dtype[Any]",
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    is_writable: bool,
+) -> "np.ndarray[Any, Any]":
+    """Return the array at an offset of a segment, or of a buffer in it. Called by pickle."""
+    if type(memory) is Segment:
+        enable_handles()  # it may be sent on from this process
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, offset, strides)
+    array.flags.writeable = is_writable
+    return array
+
+
+def open_tensor(segment: Segment, start: int, nbytes: int, fields: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tensor whose storage is these bytes of a segment. Called by pickle."""
+    enable_handles()  # it may be sent on from this process
+    return rebuild_tensor(PartialStorage(storage_over(segment, start, nbytes), 0), *fields)
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Return the reduction of a tensor in a segment to a handle; None for anything else."""
+    if type(tensor) not in _TENSORS or not is_plain(tensor):
+        return None
+    if tensor.requires_grad and not tensor.is_leaf:
+        return None
+    storage = tensor.untyped_storage()
+    segment = find_segment(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
+    if segment is None:
+        return None
+    start = storage.data_ptr() - segment.address
+    return open_tensor, (segment, start, storage.nbytes(), tensor_fields(tensor))
+
+
+def enable_handles() -> None:
+    """Make multiprocessing in this process pickle what lies in segments as handles."""
+    registered: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    registered[np.ndarray] = _reduce_array
+    for kind in _TENSORS:
+        plain = registered.get(kind)
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            ForkingPickler.register(kind, _with_handles(plain))
+
+
+def _reduce_array(array: "np.ndarray[Any, Any]") -> Any:
+    # With the protocol of multiprocessing's pickler.
+    return reduce_array(array) or array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def _with_handles(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a reducer that reduces tensors in segments to handles, and others as torch's does."""
+
+    # It looks like torch's reducer, so that it is left out for batches, as torch's is.
+    @functools.wraps(plain)
+    def reduce(tensor: torch.Tensor) -> Any:
+        return reduce_tensor(tensor) or plain(tensor)
+
+    return reduce
 
 
 class RecordTable(NamedTuple):
@@ -88,7 +188,6 @@ def write_records(
         chunk.clear()
 
     def reduce(value: Any, out_of_band: OutOfBand) -> Any:
-        """Reduce tensors and large arrays of an item, so that their data lie beside the pickle."""
         if type(value) is Segment:
             others[id(value)] = value
             return NotImplemented

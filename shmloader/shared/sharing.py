@@ -29,8 +29,14 @@ from shmloader.interruptions import probe
 from shmloader.memory.limits import is_supported, why_unsupported
 from shmloader.memory.pickled import is_plain
 from shmloader.memory.segment import SegmentWriter, address_of, find_segment
-from shmloader.shared.arrays import enable_handles, reduce_tensor
-from shmloader.shared.containers import SharedDict, SharedList, write_index, write_records
+from shmloader.shared.containers import (
+    SharedDict,
+    SharedList,
+    enable_handles,
+    reduce_tensor,
+    write_index,
+    write_records,
+)
 
 _T = TypeVar("_T")
 
