@@ -22,7 +22,7 @@ from shmloader.engine.scheduler import Scheduler
 from shmloader.grammar import warn_user
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.memory.arena import Arena, uncapped_slot_bytes
+from shmloader.memory.arena import Arena
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
 from shmloader.pools.batch_server import TaskConfig
@@ -244,10 +244,9 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     """Return how tasks are served, with a new arena."""
     # The figures by which workers check that there is memory for the slots.
     memory = MemoryConfig(config.num_workers, config.window + config.loop_holds, config.root)
-    slot_bytes = config.slot_bytes
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(
-        uncapped_slot_bytes() if slot_bytes is None else slot_bytes,
+        config.slot_bytes,
         config.most_window + config.lend_limit,
         config.state_slot_count,
     )

@@ -101,12 +101,6 @@ def soft_limit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def uncapped_slot_bytes() -> int:
-    """Return the most bytes of a slot where the user set no cap: all memory of the machine."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, _MOST_BYTES)
-
-
 def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     """Whether a slot holds or maps so much more than it needs that it should give some back."""
     return present_bytes > 2 * needed_bytes + EXCESS_BYTES
@@ -294,14 +288,17 @@ class Arena:
         PROCESS.arenas[id(self)] = self
 
     @classmethod
-    def create(cls, slot_bytes: int, slot_count: int, state_slot_count: int = 0) -> Self:
+    def create(cls, slot_bytes: int | None, slot_count: int, state_slot_count: int = 0) -> Self:
         """Make the file, in the process that owns the slots; for the arguments, see the class.
 
-        A slot may hold less than ``slot_bytes`` if files may not be that long.
+        A slot may hold less than ``slot_bytes`` if files may not be that long. None stands for all
+        memory of the machine.
 
         Raises:
             OSError: If there is no descriptor left (EMFILE).
         """
+        if slot_bytes is None:
+            slot_bytes = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES)
         limit = soft_limit(resource.RLIMIT_FSIZE)
         count = slot_count + state_slot_count
         most_bytes = (sys.maxsize if limit is None else limit) // count

@@ -33,7 +33,7 @@ from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
-from shmloader.memory.arena import Arena, uncapped_slot_bytes
+from shmloader.memory.arena import Arena
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
 from shmloader.pipeline.config import StageConfig, call_all, results_of
@@ -107,7 +107,7 @@ class ProcessExecutor(OwnThread):
         self._numbers = itertools.count()
         op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
         count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + lend_limit)
-        arena = Arena.create(uncapped_slot_bytes(), window + lend_limit)
+        arena = Arena.create(None, window + lend_limit)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         tasks = TaskConfig(config, arena, TaskQueue(), memory, is_debugging())
         objects = (OpItems(op, stage.setup), None, unchanged, "raise")

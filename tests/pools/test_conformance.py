@@ -34,7 +34,7 @@ from shmloader.batch.portable_payload import PortablePayload
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError
-from shmloader.memory.arena import Arena, uncapped_slot_bytes
+from shmloader.memory.arena import Arena
 from shmloader.pools import Pool, host_pool
 from shmloader.pools.answers import Batch, Failure
 from shmloader.pools.batch_server import TaskConfig
@@ -66,7 +66,7 @@ def as_it_is(sample: Any) -> Any:
 def processes(
     make: Callable[[Any], Any], worker_count: int, queue: TaskQueue | None = None
 ) -> Pool:
-    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), queue)
+    tasks = TaskConfig(PLAN, Arena.create(None, WINDOW + LENT), queue)
     objects = Calls(make, 1 << 20), None, as_it_is, "raise"
     starter = OwnWorkers(None, worker_count, objects, tasks, base_seed=1)
     return started(ProcessPool(starter, tasks, worker_count), worker_count)
@@ -89,7 +89,7 @@ def host(make: Callable[[Any], Any], worker_count: int) -> Pool:
     """Workers that ranks share. This process is the only rank."""
     pool = open_host_pool(Calls(make, 1 << 20), None, worker_count, 1, is_alone=True)
     POOLS_OF_HOST.append(pool)
-    tasks = TaskConfig(PLAN, Arena.create(uncapped_slot_bytes(), WINDOW + LENT), TaskQueue())
+    tasks = TaskConfig(PLAN, Arena.create(None, WINDOW + LENT), TaskQueue())
     starter = SharedWorkers(pool, (as_it_is, "raise"), tasks)
     return started(ProcessPool(starter, tasks, worker_count), worker_count)
 
