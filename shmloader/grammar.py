@@ -71,9 +71,6 @@ def as_html(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-# Where the user's code is -------------------------------------------------------------------
-
-
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, with the line of the user's code that has called into the package."""
     frame, level = sys._getframe(1), 2

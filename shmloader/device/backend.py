@@ -30,9 +30,6 @@ _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-# Which device ----------------------------------------------------------------------------------
-
-
 def parse_device(value: object, argument: str = "device") -> torch.device | None:
     """Return the device that the user gave, with its index; None for the CPU.
 
@@ -90,9 +87,6 @@ def _accelerator_kind() -> str | None:
     except RuntimeError:  # torch 2.6 raises it if there is none
         return None
     return None if accelerator is None else accelerator.type
-
-
-# Its driver ------------------------------------------------------------------------------------
 
 
 class CudaDriver:
@@ -177,9 +171,6 @@ def relax_this_thread(kind: str) -> None:
     driver = open_driver(kind)
     if not isinstance(driver, str):
         driver.relax_capture()
-
-
-# The device ------------------------------------------------------------------------------------
 
 
 class Backend:

@@ -190,9 +190,6 @@ class PinStage(Stage):
         raise AssertionError("reraise() returned")
 
 
-# The structure of a batch -----------------------------------------------------------------
-
-
 def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor],
     batch: Any,

@@ -176,8 +176,6 @@ class Engine:
         """Whether ``next_batch`` waits, or was left by an exception while it only waited."""
         return self._pool.is_waiting
 
-    # Epochs ------------------------------------------------------------------------------
-
     def resume(self) -> None:
         """Tell each worker where its dataset begins, before the first task is sent.
 
@@ -244,8 +242,6 @@ class Engine:
             self._watch.start_epoch()
         self.start(tickets)
 
-    # A thread of the engine's own ----------------------------------------------------------
-
     def attach(self, own: OwnThread) -> None:
         """Make the engine belong to a thread of its own until :meth:`detach` or :meth:`close`."""
         self._own, self._draw = own, own.next_ticket
@@ -263,8 +259,6 @@ class Engine:
     def wake(self) -> None:
         """End the present or the next wait of the engine's thread. Called from any thread."""
         self._pool.wake()
-
-    # One batch ---------------------------------------------------------------------------
 
     def next_batch(self) -> object:  # noqa: PLR0912 - each call of a part would cost 0.1 µs
         """Return the next batch.
@@ -451,8 +445,6 @@ class Engine:
         ]
         self.delivery = Delivery(ticket.seq, tuple(one.seq for one in left_out), updates, times)
 
-    # Tickets out -------------------------------------------------------------------------
-
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""
         began_ns = time.monotonic_ns()
@@ -506,8 +498,6 @@ class Engine:
         for _ in range(self._scheduler.pop_wanted_tickets()):
             self._offer_another(is_addition=self._pool.has_queue)
 
-    # Answers in --------------------------------------------------------------------------
-
     def _receive_any(self, deadline: float | None) -> bool:
         """Wait for the pool's reports, and handle them. Returns False once the deadline is over."""
         timeout_s = None if deadline is None else deadline - time.monotonic()
@@ -520,8 +510,6 @@ class Engine:
     def late(self) -> LoaderTimeoutError:
         """Return the error for a batch that has not come in time. Called from any thread."""
         return late_batch(self._timeout_s, self._pool, self._scheduler)
-
-    # Workers -----------------------------------------------------------------------------
 
     def _adjust_workers(self) -> None:
         """Replace lost workers, start wanted ones, and have others leave.
@@ -582,8 +570,6 @@ class Engine:
         self._wanted_workers = count
         self.wake()
 
-    # Reports of the pool: see :class:`shmloader.pools.Events` --------------------------------
-
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
         if type(answer) is Batch:
@@ -623,8 +609,6 @@ class Engine:
         is_ours = was_at.phase is Phase.LOADING and was_at.epoch == scheduler.epoch
         at_work = was_at.seq if is_ours else None
         scheduler.worker_lost(worker_id, death, at_work, held=held)
-
-    # Ends --------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close the engine, and raise an error. Later calls report ``why``, or its text."""

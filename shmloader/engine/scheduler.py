@@ -173,8 +173,6 @@ class Scheduler:
         self._sharers, self._tickets_each = sharers, tickets_each
         self.tickets_asked = self._tickets_for(self.workers.wanted_count)
 
-    # Tickets -----------------------------------------------------------------------------
-
     def offer(self, indices: object, now_ns: int = 0) -> Ticket | None:
         """Add a ticket for an index batch, and return it; None if no worker takes tickets.
 
@@ -291,8 +289,6 @@ class Scheduler:
         """Return how many tickets to draw in addition to those that replace delivered ones."""
         count, self._wanted_tickets = self._wanted_tickets, 0
         return count
-
-    # Workers -----------------------------------------------------------------------------
 
     def sample_timed_out(
         self, worker_id: int, seq: int, epoch: int, sample: int, text: str, log_text: str
@@ -418,8 +414,6 @@ class Scheduler:
         tickets = self._tickets.values()
         return [each for each in tickets if each.worker_id == worker_id and each.is_awaited]
 
-    # What comes next ---------------------------------------------------------------------
-
     def first(self) -> Ticket | None:
         """Return the ticket that is delivered next, answered or not; None if there is none.
 
@@ -452,8 +446,6 @@ class Scheduler:
     def tickets(self) -> list[Ticket]:
         """All tickets in flight, in order."""
         return list(self._tickets.values())
-
-    # Epochs ------------------------------------------------------------------------------
 
     def end_epoch(self, recalled: Iterable[int] = ()) -> None:
         """Drop all tickets in flight; their slots are freed now, or once they are answered (I6).

@@ -168,9 +168,6 @@ def describe_work(worker_id: int, pid: int | None, at_work: AtWork, ticket: Tick
     return f"{text}." if at_work.phase is Phase.IDLE else _with_stack(text, at_work)
 
 
-# Late ------------------------------------------------------------------------------------------
-
-
 def late_batch(timeout_s: float, pool: Pool, scheduler: Scheduler) -> LoaderTimeoutError:
     """Return the error for a batch that has not come in time. Called from any thread."""
     tickets = [ticket for ticket in scheduler.tickets if ticket.is_awaited]

@@ -106,9 +106,6 @@ def has_excess(present_bytes: int, needed_bytes: int) -> bool:
     return present_bytes > 2 * needed_bytes + EXCESS_BYTES
 
 
-# Files in memory, and ranges of them ------------------------------------------------------
-
-
 class MemoryFile(io.FileIO):
     """An anonymous file in memory.
 
@@ -178,9 +175,6 @@ def _write_to_pages(array: Range, first: int, end: int) -> None:
     """Write to one byte of each page that begins in this range. Its value stays."""
     pages = memoryview(array).cast("B")[first : end : mmap.PAGESIZE]
     pages[:] = bytes(pages)
-
-
-# Slots -------------------------------------------------------------------------------------
 
 
 class Lease(ref[Any]):
@@ -331,8 +325,6 @@ class Arena:
             f"shm_size='{mebibytes}MiB' suffices for this"
         )
 
-    # Mappings ----------------------------------------------------------------------------
-
     def reach(self, slot: Slot, end: int, *, likely: int = 0) -> None:
         """Map a slot up to ``end``, and a little more, unless it is mapped that far already.
 
@@ -371,8 +363,6 @@ class Arena:
                 raise
             return error
         return None
-
-    # Memory ------------------------------------------------------------------------------
 
     def give_back(self, slot: Slot, from_byte: int) -> bool:
         """Give back a slot's pages from ``from_byte`` on. Returns False if that is refused."""
@@ -424,8 +414,6 @@ class Arena:
             except OSError as error:
                 if error.errno is None:  # a signal handler's
                     raise
-
-    # End ---------------------------------------------------------------------------------
 
     def leave_to_parent(self) -> None:
         """Drop the parent's mappings in a forked worker, which uses the same slots."""

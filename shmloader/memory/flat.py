@@ -107,9 +107,6 @@ class FlatLayout(NamedTuple):
 FlatLayouts = FlatLayout | tuple[FlatLayout, ...]
 
 
-# Writing ----------------------------------------------------------------------------------
-
-
 class FlatPacker:
     """Stacks samples into the slot of the current task. A worker has one for each loader."""
 
@@ -259,9 +256,6 @@ def field_tensor(slot: Slot, field: Field) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(slot.memory, dtype=dtype, count=count, offset=field.offset)
     return flat.view(shape)
-
-
-# Reading ----------------------------------------------------------------------------------
 
 
 class FlatReader:

@@ -57,9 +57,6 @@ _NEVER_OVERCOMMIT = "2"
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 
 
-# What is read -----------------------------------------------------------------------------
-
-
 class Free(NamedTuple):
     """Memory that may still be taken.
 
@@ -217,9 +214,6 @@ def _tried(stack: contextlib.ExitStack) -> Iterator[str]:
 def is_supported() -> bool:
     """Whether this system has what slots and worker processes need."""
     return why_unsupported() is None
-
-
-# What is admitted -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,9 +216,6 @@ def batch_reducers() -> dict[type, Any]:
     }
 
 
-# Reductions --------------------------------------------------------------------------------
-
-
 def reduce_data(value: Any, parts: OutOfBand) -> Any:
     """Return the reduction of a CPU tensor or array; NotImplemented for other values."""
     kind = type(value)
@@ -326,9 +323,6 @@ def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
     storage = flat.untyped_storage()
     storage._shmloader_memory = memory  # type: ignore[attr-defined]  # as in FlatReader.read()
     return storage
-
-
-# Batches ----------------------------------------------------------------------------------
 
 
 class PickledLayout(NamedTuple):

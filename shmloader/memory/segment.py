@@ -270,8 +270,6 @@ class SegmentWriter:
             self._sealed.close()
 
 
-# The buffers of a pickle ------------------------------------------------------------------
-
 #: Where the out-of-band buffers of a pickle lie in a segment; and for each of its buffers, in turn,
 #: the index of its span.
 BufferTable = tuple[tuple[Span, ...], list[int]]
@@ -286,9 +284,6 @@ def load_with_buffers(body: Any, table: BufferTable, segment: Segment) -> Any:
     """Unpickle a body; its tensors and arrays become views of the segment."""
     spans, order = table
     return load(body, [open_span(segment, *span) for span in spans], order)
-
-
-# Memory maps -------------------------------------------------------------------------------
 
 
 def address_of(array: "np.ndarray[Any, Any]") -> tuple[int, int]:

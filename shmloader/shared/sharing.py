@@ -220,9 +220,6 @@ def attributes_of(value: object) -> dict[str, Any]:
     return {**attributes, **fields} if isinstance(fields, dict) else attributes
 
 
-# How many objects ---------------------------------------------------------------------------
-
-
 def estimate_objects(dataset: object) -> tuple[int, int]:
     """Estimate the number of objects in a dataset, and their bytes, in at most some 20 ms."""
     deadline = time.monotonic() + _LIMIT_S
