@@ -25,14 +25,7 @@ import torch
 
 from shmloader.device.backend import Backend, Event, relax_this_thread
 from shmloader.device.page_locks import PageLocks
-from shmloader.device.stage import (
-    Stage,
-    all_tensors,
-    is_small,
-    map_tensors,
-    pin_block,
-    split_block,
-)
+from shmloader.device.stage import Stage, all_tensors, is_small, map_tensors, pin_block, split_block
 from shmloader.interruptions import probe
 from shmloader.memory.pickled import sparse_parts
 

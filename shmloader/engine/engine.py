@@ -20,13 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.delivery import (
-    DatasetCheckpoints,
-    Delivery,
-    Instead,
-    delivery_of,
-    not_an_end,
-)
+from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of, not_an_end
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
