@@ -1,7 +1,7 @@
 """``share`` returns an equivalent object whose bulk lies in shared memory.
 
 It walks through the object's containers and notes the bulk in them. It writes the bulk to one
-segment and seals the segment. Then it copies the containers that have bulk in them, as
+segment and seals the segment. Then it copies whatever has bulk in it, as
 ``copy.deepcopy`` does, with views of the segment in place of the bulk. So a tensor that several
 fields share is in memory once, and so is the storage of several tensors.
 
@@ -116,11 +116,7 @@ def share(obj: _T, writable: bool = False) -> _T:
     for key, (kind, *arguments) in tables.items():
         made[key] = kind(segment, *arguments)
     enable_handles()
-    # Whatever has no bulk is used unchanged, and so is each key of a dict.
-    changing = _changing(bulk, contents)
-    memo = {id(one): one for _, inner in changing.values() for one in (*inner, *inner.values())}
-    memo = {key: one for key, one in memo.items() if key not in changing}
-    return copy.deepcopy(obj, {**memo, **made})
+    return _copied(obj, _changing(bulk, contents), made)
 
 
 # A value in which bulk was looked for, and the objects in it, by index, key or name.
@@ -199,6 +195,26 @@ def _contents(value: Any, *, is_root: bool) -> dict[Any, Any]:
     is_module = isinstance(value, torch.nn.Module) and not is_root
     is_whole = not is_looked_at or is_module or isinstance(value, _WHOLE)
     return {} if is_whole else attributes_of(value)
+
+
+def _copied(obj: _T, changing: dict[int, _Contents], made: dict[int, Any]) -> _T:
+    """Copy an object and those in it that have bulk, with what was made in place of the bulk."""
+    # Whatever has no bulk is used unchanged, and so is each key of a dict.
+    memo = {id(one): one for _, inner in changing.values() for one in (*inner, *inner.values())}
+    memo = {key: one for key, one in memo.items() if key not in changing} | made
+    objects = []
+    for key, (value, inner) in changing.items():
+        if not isinstance(value, list | tuple | dict):
+            # Not by deepcopy, which would call a dataset's __getstate__.
+            try:
+                memo[key] = object.__new__(type(value))
+                objects.append((memo[key], inner))
+            except TypeError:  # a base class in C
+                memo[key] = value
+    for empty, inner in objects:
+        for name, one in inner.items():
+            object.__setattr__(empty, name, copy.deepcopy(one, memo))
+    return copy.deepcopy(obj, memo)
 
 
 def _write_long(items: Any, writer: SegmentWriter, *, writable: bool) -> tuple[Any, ...]:

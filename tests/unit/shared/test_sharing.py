@@ -186,6 +186,28 @@ def test_what_holds_no_bulk_stays_the_very_same_beside_what_does():
     assert all(one is other for one, other in zip(ours["same"], [*same, holds_itself], strict=True))
 
 
+class Lean:
+    """Passes on what it lacks, and leaves its rows out of a pickle."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.rows = inner, np.arange(3)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.rows[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+
+def test_a_dataset_is_copied_with_all_its_attributes_however_it_is_pickled():
+    ours = shmloader.share(Lean([Lean([])]))
+    assert ours[2] == ours.inner[0][2] == 2
+    assert lies_shared(ours.inner[0].rows)
+
+
 def test_a_tuple_that_torch_returns_is_copied():
     most = torch.tensor([3, 1]).sort()
     ours = shmloader.share({"sorted": most})
