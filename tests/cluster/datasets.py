@@ -41,8 +41,6 @@ class Mixed:
 
 
 class Pids(Mixed):
-    """Each sample is the pid of the process that made it."""
-
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.wait_s)
         return os.getpid()
@@ -72,8 +70,6 @@ def draw(item: int) -> tuple[int, float]:
 
 
 class Bad(Mixed):
-    """Its sample 5 raises."""
-
     def __getitem__(self, index: int) -> Any:
         if index == 5:
             raise LookupError("no 5")
@@ -81,30 +77,11 @@ class Bad(Mixed):
 
 
 class Large(Mixed):
-    """Gives samples of 4 MB."""
-
     def __getitem__(self, index: int) -> Any:
         return torch.full((4_000_000,), index % 251, dtype=torch.uint8)
 
 
-class Overtaken(Mixed):
-    """Its first sample comes after its fourth, which another process has to load."""
-
-    def __init__(self, length: int, file: Path) -> None:
-        super().__init__(length)
-        self.file = file
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 3:
-            self.file.touch()
-        while index == 0 and not self.file.exists():
-            time.sleep(0.01)
-        return index
-
-
 class Held(Mixed):
-    """Gives samples once a file exists."""
-
     def __init__(self, file: Path) -> None:
         super().__init__(4)
         self.file = file

@@ -1,7 +1,5 @@
 """Runs programs in processes of their own, which a cluster's library may end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from tests.process.support import ROOT
 def run_fresh(
     source: str, *arguments: str, timeout_s: float = 150
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new interpreter to its end."""
     return subprocess.run(
         [sys.executable, "-c", source, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -1,7 +1,5 @@
 """Batches made on a cluster of Dask's, with processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -12,12 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from shmloader import (
-    DataLoader,
-    PipelineBuilder,
-    ShardedDataLoader,
-    WorkerDiedError,
-)
+from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
 from shmloader.cluster import DaskExecutor
 from tests.cluster import datasets
 from tests.cluster.datasets import Hungry, Mixed, Pids

@@ -165,7 +165,6 @@ def test_without_workers_a_batch_is_late_and_comes_when_one_is_there(cluster, cl
 
 
 def patiently(iterator: Iterator[Any], count: int) -> list[Any]:
-    """Return the next batches, however late."""
     found: list[Any] = []
     deadline = time.monotonic() + STARTED_S
     while len(found) < count:

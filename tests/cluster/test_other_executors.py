@@ -1,7 +1,5 @@
 """Executors that are used as they are: loky's, and that of mpi4py under mpiexec."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Batches made on Ray: one machine that stands for several, one of which is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -10,19 +8,13 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 
-from shmloader import (
-    DataLoader,
-    LoaderTimeoutError,
-    PipelineBuilder,
-    WorkerDiedError,
-)
+from shmloader import DataLoader, LoaderTimeoutError, PipelineBuilder, WorkerDiedError
 from shmloader.cluster import RayExecutor
 from shmloader.pools import executor_task
 from tests.cluster import datasets
@@ -30,7 +22,7 @@ from tests.cluster.datasets import Bad, Held, Killing, Large, Mixed, Notes, Pids
 from tests.cluster.needed import needed
 from tests.cluster.programs import run_fresh
 from tests.parity.compare import assert_same
-from tests.process.support import wait_until
+from tests.process.support import mapping_at, wait_until
 
 ray = needed("ray")
 cluster_utils = needed("ray.cluster_utils")
@@ -161,27 +153,17 @@ def test_a_batch_is_copied_once_from_ray_s_store(connected, monkeypatch) -> None
     copy_if_needed = executor_task._writable
 
     def look(array: Any) -> Any:
-        seen.append((array.flags.writeable, _file_at(array.ctypes.data)))
+        seen.append((array.flags.writeable, mapping_at(array.ctypes.data)))
         return copy_if_needed(array)
 
     monkeypatch.setattr(executor_task, "_writable", look)
     for batch in DataLoader(Large(6), 1, num_workers=2, executor=RayExecutor()):
-        assert "plasma" not in _file_at(batch.data_ptr())
+        assert "plasma" not in mapping_at(batch.data_ptr())
         batch.add_(1)
     assert len(seen) == 6
     for is_writeable, file in seen:
         assert not is_writeable
         assert "plasma" in file, seen
-
-
-def _file_at(address: int) -> str:
-    """Return which file is mapped at an address of this process; "" if none is."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *others = line.split(maxsplit=5)
-        begin, end = (int(number, 16) for number in span.split("-"))
-        if begin <= address < end:
-            return others[4] if len(others) > 4 else ""
-    return ""
 
 
 def test_a_task_that_runs_is_left_to_end_when_the_loader_is_closed(connected, tmp_path) -> None:

@@ -1,7 +1,5 @@
 """The adapter of Ray Train divides a loader among training processes, and loses no argument."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 
@@ -44,7 +42,6 @@ class Shuffled(RandomSampler):
 
 @pytest.fixture
 def of_two(monkeypatch) -> None:
-    """This process is the first of two that train."""
     context = types.SimpleNamespace(get_world_size=lambda: 2, get_world_rank=lambda: 0)
     monkeypatch.setattr(adapter.ray.train, "get_context", lambda: context)
     monkeypatch.setattr(adapter.ray.train.torch, "get_device", lambda: torch.device("cpu"))

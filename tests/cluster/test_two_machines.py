@@ -58,7 +58,6 @@ class Machine:
             shutil.copy(FOLDER / source, folder / Path(target).name)
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command as the service would."""
         words = [
             word.replace("8786", str(self.port))
             .replace("//batches:", "//127.0.0.1:")
@@ -89,7 +88,6 @@ def _may_be_apart() -> bool:
 
 @contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """End what a command has started."""
     try:
         yield process
     finally:
@@ -148,7 +146,6 @@ def test_one_machine_trains_on_batches_that_the_other_one_makes(tmp_path) -> Non
 
 
 def run_to_its_end(machine: Machine, command: list[str]) -> tuple[int, str]:
-    """Return the exit code of a command, and what it printed."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with ended(machine.start(command, **output)) as process:
         text, _ = process.communicate(timeout=LIMIT_S)

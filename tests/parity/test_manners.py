@@ -33,8 +33,7 @@ from tests.parity.compare import (
 from tests.parity.data import Dice, Made, Squares, as_is, dice_collate, draw_some, only
 from tests.parity.objects import WHOLE, floats
 from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
-from tests.process.interrupts import in_thread
-from tests.process.support import WatchedLock, wait_until
+from tests.process.support import WatchedLock, in_thread, wait_until
 
 pytestmark = [
     pytest.mark.timeout(60),

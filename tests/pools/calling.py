@@ -14,8 +14,6 @@ from shmloader.pools.status_page import AtWork, Phase
 
 
 class CallingPool:
-    """Makes a batch when a thread waits for one."""
-
     has_queue = True
     memory = None
 

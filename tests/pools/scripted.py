@@ -30,8 +30,6 @@ def call_of(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Content:
-    """Reads a batch that lies in no slot."""
-
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 

@@ -314,9 +314,6 @@ def squared(index: int) -> torch.Tensor:
     return torch.full((100,), index * index)
 
 
-# Alone -------------------------------------------------------------------------------------
-
-
 def test_each_task_is_answered_once_on_the_thread_that_waits(kind) -> None:
     with opened(kind, squared) as pool:
         told = Told(pool)
@@ -373,7 +370,6 @@ def test_polling_takes_what_is_there_without_waiting(apart) -> None:
         gate.open()
         wait_until(lambda: pool.poll(worker_id, told))
         assert told.batch(0) == 7
-    gate.close()
 
 
 def test_a_wait_is_over_after_its_time(kind) -> None:
@@ -438,7 +434,6 @@ def test_what_is_being_made_when_an_epoch_is_given_up_is_not_told_in_the_next(ap
         told.take_all(1)
         assert told.batch(0) == 7
         assert list(told.answers) == [0]
-    gate.close()
 
 
 def test_what_a_worker_is_at_may_be_asked(apart) -> None:
@@ -455,7 +450,6 @@ def test_what_a_worker_is_at_may_be_asked(apart) -> None:
         assert pid is None or pid != os.getpid()
         gate.open()
         told.take_all(1)
-    gate.close()
 
 
 def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
@@ -495,7 +489,6 @@ def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apar
                 began = time.monotonic()
                 assert pool.wait(60, told), outcome.where
                 assert time.monotonic() - began < 20, f"{outcome.where}: it waited in vain"
-        gate.close()
         if outcome.where is None:
             break
     assert list(told.answers) == [0]
@@ -526,7 +519,6 @@ def test_closing_does_not_wait_for_all_that_was_sent(apart) -> None:
     closer.join(30)
     assert not closer.is_alive()
     CONFIGS.clear()
-    gate.close()
 
 
 def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(apart) -> None:
@@ -557,8 +549,6 @@ def test_a_worker_that_is_killed_in_a_task_is_replaced_and_does_the_task_again(a
         told.take_all(1)
         assert told.batch(0).sum() == 0
         assert len(told.answers) == 1
-    gate.close()
-    tries.close()
 
 
 def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
@@ -568,9 +558,6 @@ def test_a_forked_child_knows_that_the_workers_are_not_its_own(kind) -> None:
         if pid == 0:
             os._exit(0 if pool.is_inherited else 1)
         assert os.waitpid(pid, 0)[1] == 0
-
-
-# In an engine ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -643,7 +630,6 @@ def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
         assert "waiting for batch 0 (index 0)" in str(caught.value)
         gate.open(2)
         assert values(engine) == [0, 1]
-    gate.close()
 
 
 def test_a_batch_outlives_its_engine(kind) -> None:

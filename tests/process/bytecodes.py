@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import shmloader
-from tests.process.interrupts import in_thread
+from tests.process.support import in_thread
 
 PACKAGE = str(Path(shmloader.__file__).parent)
 
@@ -63,8 +63,6 @@ class Outcome:
 
 
 class _Tracer:
-    """A trace function for the frames of the package."""
-
     def __init__(self, nth: int, kind: type[BaseException], files: tuple[str, ...]) -> None:
         self.files = files
         self.nth = nth
@@ -147,7 +145,6 @@ def _is_of_garbage(frame: Any) -> bool:
 
 
 def _handle(kind: type[BaseException], *_: object) -> None:
-    """A signal handler, but for its first argument."""
     raise kind("from a handler")
 
 

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
 from shmloader import host
-from tests.late import LateDevice, to_host
+from tests.late import LateDevice
 from tests.process.ranks import Run
 from tests.process.support import Slots
 
 
 @pytest.fixture
 def slots() -> Slots:
-    """The shared memory that a test makes."""
     return Slots()
 
 
-@dataclass
-class Kind:
-    """One of the stages, and how to use it.
-
-    Attributes:
-        options: Of the loader.
-        read: A batch's content, of tensors of the host.
-        thread: The thread's name.
-        ahead: Batches that may be ready; None for as many as there are tickets.
-    """
+class Kind(NamedTuple):
+    """One of the stages: the loader's options, and the name of its thread."""
 
     options: dict[str, Any]
-    read: Callable[[Any], Any]
     thread: str
-    ahead: int | None
 
 
-@pytest.fixture(params=["pin", "device"])
+KINDS = {
+    "pin": Kind({"pin_memory": True}, "pt_data_pin"),
+    "device": Kind({"device": "late"}, "shmloader_device"),
+}
+
+
+@pytest.fixture(params=KINDS)
 def kind(request, late: LateDevice) -> Iterator[Kind]:
-    """Either stage."""
-    if request.param == "pin":
-        yield Kind({"pin_memory": True}, lambda batch: batch, "pt_data_pin", None)
-    else:
-        yield Kind({"device": "late"}, to_host, "shmloader_device", 2)
+    yield KINDS[request.param]
     assert late.count("faults") == late.count("forks inside") == 0
 
 

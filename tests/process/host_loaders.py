@@ -1,7 +1,5 @@
 """Loaders whose workers all ranks of a host share, and what their batches should be."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -47,7 +45,6 @@ def pids(batches: Any) -> set[int]:
 
 
 def expected(rank: int, ranks: int = 2, epochs: int = 1, **options: Any) -> list[Any]:
-    """What a rank gets without workers."""
     with loader(
         num_workers=0, worker_scope="rank", rank=rank, world_size=ranks, **options
     ) as alone:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ from torch.utils.data.dataloader import (
 
 
 class Endlessly:
-    """Yields what a sampler yields, again and again."""
-
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
@@ -89,9 +86,6 @@ def image_trainer(base: Any) -> Any:
     return ManyEpochs
 
 
-# Speech: a loader that saves its position, with the help of changed iterators ----------------
-
-
 def speech_toolkit(base: Any) -> Any:
     """A loader whose position SpeechBrain saves; `patch_iterators` is needed to restore it."""
 
@@ -139,8 +133,6 @@ def patch_iterators(monkeypatch: Any) -> None:
 
 
 class Looped:
-    """Ends an epoch after a number of batches, whatever the length of the loader is."""
-
     def __init__(self, loader: Any, epoch_length: int) -> None:
         self.loader, self.epoch_length = loader, epoch_length
         self.step, self.iterator = 0, None
@@ -160,9 +152,6 @@ class Looped:
         except StopIteration:
             self.iterator = iter(self.loader)
             return next(self.iterator)
-
-
-# Notebooks: a loader that is none of torch's, over an object that only looks like one --------
 
 
 class _Fake:
@@ -230,44 +219,3 @@ def notebook(base: Any) -> Any:
 
 
 # Speech: the sampler in the worker -----------------------------------------------------------
-
-
-class DynamicSampler:
-    """Yields batches of indices whose sum is bounded; counts its epochs, and can be resumed."""
-
-    def __init__(self, length: int, most: int) -> None:
-        self.length, self.most, self.epoch = length, most, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = [*range(self.length)]
-        random.Random(self.epoch).shuffle(indices)
-        batch: list[int] = []
-        for index in indices:
-            if batch and sum(batch) + index > self.most:
-                yield batch
-                batch = []
-            batch.append(index)
-        yield batch
-
-
-class SamplerInWorker(IterableDataset):
-    """A dataset of whole batches together with the sampler that says what is in them."""
-
-    def __init__(self, dataset: Any, sampler: DynamicSampler) -> None:
-        self.dataset, self.sampler = dataset, sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.sampler:
-            yield torch.tensor([int(self.dataset[index]) for index in batch])
-
-
-def speech_dynamic(base: Any, dataset: Any, **kwargs: Any) -> Any:
-    """A loader of whole batches, as lhotse's users make it."""
-    stream = SamplerInWorker(dataset, DynamicSampler(len(dataset), 12))
-    return base(stream, batch_size=None, **kwargs)

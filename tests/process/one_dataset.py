@@ -1,7 +1,5 @@
 """What a rank of a run finds about the dataset that it shares, for tests of what starts ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -18,8 +16,6 @@ COUNT = 20_000
 
 
 class Texts(torch.utils.data.Dataset):
-    """Texts and an array, which tell the process that made them."""
-
     def __init__(self) -> None:
         self.builder = os.getpid()
         self.texts = [f"{number:07}" for number in range(COUNT)]
@@ -33,7 +29,6 @@ class Texts(torch.utils.data.Dataset):
 
 
 def find(dataset: Any) -> dict[str, Any]:
-    """Say who has built a dataset, and in which memory its array lies."""
     segment = find_segment(*address_of(dataset.array))
     assert segment is not None
     return {
@@ -44,7 +39,6 @@ def find(dataset: Any) -> dict[str, Any]:
 
 
 def totals(batches: Any) -> list[int]:
-    """Return the sums of an epoch's texts and of its numbers."""
     found = [0, 0]
     for texts, numbers in batches:
         found[0] += int(texts.sum())
@@ -62,7 +56,6 @@ def run_rank(folder: Path, rank: int, ranks: int) -> None:
 
 
 def write(folder: Path, rank: int, ranks: int, found: dict[str, Any]) -> None:
-    """Write what a rank has found, and wait until all ranks have."""
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     Report(folder, rank, ranks).meet("written")
 

@@ -1,7 +1,5 @@
 """What a rank of a run finds about the workers that it shares, for tests of what starts ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -18,8 +16,6 @@ WORKERS = 2
 
 
 class Samples(torch.utils.data.Dataset):
-    """Samples that tell which process made them."""
-
     def __len__(self) -> int:
         return 90
 
@@ -50,7 +46,6 @@ class Report:
         self.found: dict[str, Any] = {}
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks are here."""
         (self.folder / f"{what}{self.rank}").touch()
         wait_until(lambda: len([*self.folder.glob(f"{what}[0-9]")]) == self.ranks, LONG_S)
 

@@ -14,7 +14,6 @@ LONG_S = 60
 
 
 def variables(run_id: str, rank: int, ranks: int, restarts: int = 0) -> dict[str, str]:
-    """The environment that torchrun gives a rank."""
     return {
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -51,7 +50,6 @@ class Rank:
         return self._ours.recv()
 
     def end(self) -> None:
-        """Let it go, and wait for its end. May be called again."""
         if self._ours.closed:
             return
         with contextlib.suppress(OSError):

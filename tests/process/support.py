@@ -22,7 +22,7 @@ import psutil
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from shmloader import LoaderTimeoutError
+from shmloader import ClosedLoaderError, LoaderTimeoutError
 from tests.template import environment_of_programs, shared_template
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +46,6 @@ class Calls(Dataset):
 
 
 class Streams(IterableDataset):
-    """An iterable dataset whose iterators a function makes."""
-
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
 
@@ -76,10 +74,11 @@ class Numbers:
 
 
 class Gate:
-    """A pipe that forked workers wait at: each `open` lets one of them through."""
+    """A pipe that forked workers wait at: each `open` lets one of them through. Closes itself."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+        self._ends = [*os.pipe()]
+        self._read, self._write = self._ends
 
     def pass_through(self) -> None:
         os.read(self._read, 1)
@@ -94,8 +93,11 @@ class Gate:
         os.read(self._read, 1)
 
     def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        """Close it now, where a fixture keeps it. May be called again."""
+        while self._ends:
+            os.close(self._ends.pop())
+
+    __del__ = close
 
 
 class Switch:
@@ -166,7 +168,6 @@ def only(samples: list[Any]) -> Any:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of workers that were replaced."""
     records = [one for one in caplog.records if one.name == "shmloader"]
     return [one.getMessage() for one in records if one.levelno == logging.WARNING]
 
@@ -186,7 +187,6 @@ def wait_for_end(pid: int, timeout_s: float = 10) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kill a child of this process, and wait for its end."""
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
 
@@ -213,8 +213,19 @@ def however_late(batches: Iterator[Any], timeout_s: float = 20) -> Iterator[Any]
             yield batch
 
 
+@contextlib.contextmanager
+def in_thread(function: Callable[[], object]) -> Iterator[threading.Thread]:
+    """Run a function on another thread meanwhile."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def stack_of(ident: int | None) -> list[str]:
-    """Return the names of the functions that a thread is in, the innermost first."""
     frame = sys._current_frames().get(ident or 0)
     names = []
     while frame is not None:
@@ -256,14 +267,39 @@ class Slots:
         return found
 
 
+def mapping_at(address: int) -> str:
+    """Return the line of ``/proc/self/maps`` of what is mapped at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < end:
+            return line
+    raise AssertionError("nothing is mapped there")
+
+
+def outcomes(batches: Any, most: int = 200) -> list[Any]:
+    """Return what comes out of an iterator until it ends or is closed, exceptions as themselves."""
+    batches, found = iter(batches), []
+    while len(found) < most:
+        try:
+            found.append(next(batches))
+        except (StopIteration, ClosedLoaderError):
+            return found
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            found.append(error)
+    raise AssertionError(f"no end: {found}")
+
+
+def last_line(error: BaseException) -> str:
+    """Return an exception's class and the last line of its text."""
+    return f"{type(error).__name__} {str(error).strip().splitlines()[-1]}"
+
+
 def descriptor_count() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths
 
 
 @dataclass
 class Done:
-    """How a program ended."""
-
     code: int
     out: str
     err: str
@@ -277,7 +313,6 @@ class Done:
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """Return the live processes of a session: what a program has started, whatever its parent."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -399,5 +434,4 @@ def run_program(
     is_fresh: bool = False,
     timeout_s: float = 40,
 ) -> Done:
-    """Run a program to its end."""
     return Program(source, path, stdin=stdin, is_fresh=is_fresh).finish(timeout_s)

@@ -1,7 +1,5 @@
 """Datasets that are arrays are gathered, and give torch's batches, bit for bit."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,31 +11,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import shmloader
 from shmloader.batch import arrays as arrays_module
-from shmloader.batch.arrays import (
-    ArrayFetcher,
-    Arrays,
-    find_columns,
-    may_be_columns,
-)
+from shmloader.batch.arrays import ArrayFetcher, Arrays, find_columns, may_be_columns
 from shmloader.batch.collator import Timer
 from shmloader.memory.arena import Arena
 from shmloader.memory.flat import FlatLayout, FlatReader
 from shmloader.memory.writer import SlotWriter
-from shmloader.sampling.indices import IndexArray, array_batches, as_list
+from shmloader.sampling.indices import IndexArray
 from tests.parity.compare import (
     TorchLoader,
     assert_private_tensors,
@@ -84,7 +68,6 @@ def fetched(dataset: Any, indices: Any, arena: Arena) -> tuple[Any, bool]:
 
 
 def fetched_here(dataset: Any, indices: Any) -> tuple[Any, bool]:
-    """The same in the main process."""
     plain = Plain(dataset)
     batch = ArrayFetcher(Arrays(dataset), plain, Timer(), may_shard=False).fetch(indices)
     return batch, not plain.asked
@@ -305,32 +288,6 @@ def test_large_rows_are_streamed_and_the_same(arena):
     assert torch.equal(batch, rows[indices])
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", [1, 4, 5, 23, 30])
-@pytest.mark.parametrize("has_generator", [False, True])
-def test_a_plan_of_arrays_is_torch_s_and_draws_as_torch_s(size, drop_last, has_generator):
-    def steps(as_arrays: bool) -> list[Any]:
-        torch.manual_seed(3)
-        generator = torch.Generator().manual_seed(5) if has_generator else None
-        outer = BatchSampler(RandomSampler(range(LENGTH), generator=generator), size, drop_last)
-        found = []
-        for _ in range(2):
-            drawing = array_batches(outer, iter(outer)) if as_arrays else iter(outer)
-            while (indices := next(drawing, None)) is not None:
-                streams = [torch.get_rng_state()]
-                if generator is not None:
-                    streams.append(generator.get_state())
-                found.append((as_list(indices), [state.tolist() for state in streams]))
-            found.append(("end", torch.get_rng_state().tolist()))
-            found.append(None if generator is None else generator.get_state().tolist())
-        return found
-
-    assert steps(True) == steps(False)
-    in_order = BatchSampler(SequentialSampler(range(LENGTH)), size, drop_last)
-    assert [as_list(one) for one in array_batches(in_order, iter(in_order))] == list(in_order)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -362,7 +319,6 @@ def test_a_loader_gives_torch_s_batches_and_uses_random_streams_as_torch(options
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """The batches that are gathered in this process, counted."""
     counted = []
     gather = arrays_module.RowGatherer.gather
 
@@ -494,21 +450,6 @@ def test_neither_the_rows_nor_a_batch_that_was_gathered_are_kept_from_being_resi
     assert rows.resize_(400)[:12].tolist() == list(range(12))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:, 0, 0]], ids=["arrays", "scalars"])
-def test_without_workers_numpy_s_rows_come_to_the_default_device(rows):
-    def second(loader_class: Any) -> torch.Tensor:
-        batches = iter(loader_class(rows, 4))
-        next(batches)
-        with torch.device("meta"):
-            batch: torch.Tensor = next(batches)
-        return batch
-
-    ours, expected = second(shmloader.DataLoader), second(TorchLoader)
-    assert (ours.device, ours.shape) == (expected.device, expected.shape)
-    assert ours.is_meta
-
-
 @pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 1), (1, 2, 3, 2, 2)], ids=str)
 @pytest.mark.parametrize("is_last", [False, True], ids=["in order", "channels last"])
@@ -571,29 +512,3 @@ def test_where_more_is_asked_of_a_worker_it_is_done():
     assert_same(list(shuffled), list(expected))
     with pytest.raises(IndexError, match="Caught IndexError in DataLoader worker process 0"):
         list(loader(TensorDataset(rows), sampler=[5, 9], **options))
-
-
-class Table:
-    """Takes lists of indices alone, and gives a dict of columns, as tables of other libraries."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = np.arange(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, indices: list[int]) -> dict[str, Any]:
-        assert type(indices) is list
-        return {"row": self.rows[indices], "text": [f"row {index}" for index in indices]}
-
-
-def test_a_dataset_that_takes_lists_of_indices_gives_whole_batches():
-    def make() -> dict[str, Any]:
-        batches = BatchSampler(RandomSampler(range(50)), 8, False)
-        return {
-            "dataset": Table(50), "batch_size": None, "sampler": batches, "num_workers": 2,
-            "multiprocessing_context": "fork",
-        }  # fmt: skip
-
-    batches = run_both(make, epochs=1)
-    assert sorted(int(row) for batch in batches for row in batch["row"]) == list(range(50))

@@ -1,8 +1,5 @@
 """``num_workers="auto"``: workers come and go, and the batches stay the same."""
 
-from __future__ import annotations
-
-import copy
 import multiprocessing
 import os
 import random
@@ -12,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import get_worker_info
 
 import shmloader.loader.dataloader as dataloader_module
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.engine.records import LEAVING
 from shmloader.pools import adapting
-from tests.process.support import Calls, Gate, Streams, wait_until
+from tests.process.support import Calls, Streams, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -90,45 +85,6 @@ def test_workers_that_are_not_wanted_end_and_come_back() -> None:
         assert stats.restarts == 0
 
 
-def test_an_epoch_after_many_workers_begins_with_as_many() -> None:
-    with auto(persistent_workers=True) as loader:
-        batches = iter(loader)
-        next(batches)
-        loader._adapter.count = 4
-        first = contents(batches)
-        assert batches._engine.present_workers == 4
-        second = contents(loader)
-        assert loader._iterator._engine.present_workers in (3, 4)
-        assert len(first) + 1 == len(second) == 30
-
-
-def test_a_worker_that_was_leaving_when_an_epoch_was_left_leaves_in_the_next_one() -> None:
-    gate = Gate()
-
-    def held(index: int) -> int:
-        if get_worker_info().id == 1:
-            gate.pass_through()
-        return index
-
-    options: dict[str, Any] = {"seed": 5, "persistent_workers": True, "in_order": False}
-    with DataLoader(Calls(held, 400), None, num_workers="auto", **options) as loader:
-        batches = iter(loader)
-        workers = batches._engine._scheduler.workers
-        assert loader._adapter is not None
-        loader._adapter.count = 1
-
-        def is_leaving() -> bool:
-            next(batches)
-            return workers[1].state is LEAVING
-
-        wait_until(is_leaving)
-
-        gate.open(800)
-        assert sorted(loader) == [*range(400)]
-        assert batches._engine.present_workers == 1
-    gate.close()
-
-
 def test_it_goes_up_for_slow_samples_and_says_so(monkeypatch) -> None:
     monkeypatch.setattr(adapting, "PERIOD_NS", 40_000_000)
 
@@ -196,10 +152,3 @@ def test_what_it_is_not_for_is_refused() -> None:
         DataLoader(Streams(lambda: iter(())), num_workers="auto")
     with pytest.raises(ValueError, match="num_workers='auto' cannot be combined with thread_pool"):
         DataLoader([1], num_workers="auto", thread_pool=True)
-
-
-def test_a_copy_has_a_number_of_its_own() -> None:
-    loader = auto()
-    other = copy.copy(loader)
-    assert other._adapter is not loader._adapter
-    assert other.num_workers == 2

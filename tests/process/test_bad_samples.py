@@ -1,7 +1,5 @@
 """Samples that fail: left out, replaced, counted, and too many of them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import pickle
@@ -13,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, get_worker_info
-from torch.utils.data.datapipes import iter as torch_iter
-from torch.utils.data.datapipes import map as torch_map
 
 from shmloader import ClosedLoaderError, DataLoader, TooManyFailures
-from tests.process.support import Bad, Calls, Gate, Numbers, Streams, Switch
+from tests.process.support import Bad, Calls, Gate, Numbers, Switch, outcomes
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -37,8 +33,6 @@ class Lists(Numbers):
 
 
 class Awaited:
-    """A dataset whose samples are coroutines."""
-
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
@@ -51,8 +45,6 @@ class Awaited:
 
 
 def failing(*bad: int, make: Any = Bad, length: int = 10) -> Calls:
-    """A dataset of numbers that raises what ``make`` makes for bad ones."""
-
     def sample(index: int) -> int:
         if index in bad:
             raise make()
@@ -70,24 +62,8 @@ def load(dataset: Any, workers: int | str = 2, **options: Any) -> DataLoader:
     return DataLoader(dataset, num_workers=workers, **options)
 
 
-def steps(batches: Any, most: int = 50) -> list[Any]:
-    """What comes out, an exception as itself; ends where it ends."""
-    batches, seen = iter(batches), []
-    while len(seen) < most:
-        try:
-            seen.append(next(batches))
-        except (StopIteration, ClosedLoaderError):
-            return seen
-        except Exception as error:
-            seen.append(error)
-    raise AssertionError(f"no end after {most}: {seen}")
-
-
 def listed(loader: DataLoader) -> list[Any]:
     return [failed.index for failed in loader.failures]
-
-
-# ---------------------------------------------------------------- skipping
 
 
 @pytest.mark.sampled(10)
@@ -136,43 +112,6 @@ def test_more_empty_batches_than_may_be_in_flight(workers, in_order):
     assert (sorted(listed(loader)), loader.failures.total) == (bad, 96)
 
 
-class Failing:
-    """A batch sampler that raises its own error twice after two batches, and then ends."""
-
-    def __iter__(self) -> Failing:
-        self.drawn = 0
-        return self
-
-    def __next__(self) -> list[int]:
-        self.drawn += 1
-        if self.drawn <= 2:
-            return [self.drawn]
-        if self.drawn <= 4:
-            raise LookupError("the sampler's own")
-        raise StopIteration
-
-
-@pytest.mark.parametrize("sample_timeout", [None, 30], ids=["user's thread", "engine's thread"])
-def test_a_sampler_that_fails_after_nothing_but_empty_batches_ends_the_epoch(sample_timeout):
-    loader = DataLoader(
-        failing(1, 2), batch_sampler=Failing(), num_workers=2, prefetch_factor=1, in_order=False,
-        on_error="skip", sample_timeout=sample_timeout,
-    )  # fmt: skip
-    batches = iter(loader)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="the sampler's own"):
-            next(batches)
-    with pytest.raises(TooManyFailures, match="all 2 samples"):
-        next(batches)
-
-
-@BOTH
-def test_lists_are_tried_again_one_by_one_where_they_fail(workers):
-    loader = load(Lists(10, 4, 6, 8, 9), workers)
-    assert list(loader) == [[1000, 1001, 1002, 1003], [5, 7]]
-    assert listed(loader) == [4, 6, 8, 9]
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("on_error", "batches"),
@@ -196,15 +135,12 @@ def test_an_epoch_counts_in_tickets_whether_they_gave_a_batch_or_not(workers):
 
     loader = load(Numbers(10, 0, 1, 2, 3, 8), workers, batch_size=2, collate_fn=collate)
     assert len(loader) == 5
-    first, second, error = steps(loader)
+    first, second, error = outcomes(loader)
     assert (first, second, type(error)) == ([4, 5], [6, 7], ZeroDivisionError)
     if workers:
         assert "batch 4 (indices 8 to 9)" in error.__notes__[0]
     notes = [failed.error.__notes__[0].rpartition(" of ")[2] for failed in loader.failures]
     assert notes == [f"batch {number}." for number in (0, 0, 1, 1, 4)]
-
-
-# ---------------------------------------------------------------- replacing
 
 
 @ALL
@@ -231,14 +167,11 @@ def test_what_the_function_raises_is_raised_and_the_epoch_goes_on(workers):
         return -index
 
     loader = load(Numbers(10, 1, 5, 9), workers, on_error=instead)
-    first, error, last = steps(loader)
+    first, error, last = outcomes(loader)
     assert (first, last) == ([0, -1, 2, 3], [8, -9])
     assert type(error) is ZeroDivisionError
     assert "in place of 5" in str(error)
     assert listed(loader) == [1, 5, 9]
-
-
-# ---------------------------------------------------------------- ranks
 
 
 def in_ranks(dataset: Any, kind: str, replicas: int = 2) -> dict[str, Any]:
@@ -275,7 +208,7 @@ def test_in_ranks_all_give_as_many_batches_of_the_same_sizes(workers):
 def test_in_ranks_a_batch_of_which_nothing_is_left_raises(workers):
     dataset = Numbers(24, 8, 10, 12, 14)
     loader = load(dataset, workers, **in_ranks(dataset, "sampler"))
-    first, error = steps(loader)
+    first, error = outcomes(loader)
     assert first == [0, 2, 4, 6]
     assert type(error) is TooManyFailures
     assert "all samples of batch 1 (indices 8, 10, 12, 14) failed" in str(error)
@@ -287,23 +220,8 @@ def test_in_ranks_a_batch_of_which_nothing_is_left_raises(workers):
 def test_in_ranks_without_batching_a_bad_sample_raises(workers):
     dataset = Numbers(8, 2)
     options = {"batch_size": None, "collate_fn": None, **in_ranks(dataset, "sampler")}
-    first, error = steps(load(dataset, workers, **options))
+    first, error = outcomes(load(dataset, workers, **options))
     assert (first, type(error)) == (0, TooManyFailures)
-
-
-@BOTH
-def test_in_ranks_collate_may_take_samples_apart(workers):
-    dataset = Calls(lambda n: {"n": torch.full((2,), 8 // (n - 2))}, 8)
-    loader = load(
-        dataset,
-        workers,
-        **in_ranks(dataset, "sampler"),
-        collate_fn=lambda samples: [sample.pop("n").add_(1).tolist() for sample in samples],
-    )
-    assert list(loader) == [[[-3, -3], [-3, -3], [5, 5], [3, 3]]]
-
-
-# ---------------------------------------------------------------- what is raised as ever
 
 
 @BOTH
@@ -314,7 +232,7 @@ def test_what_collate_raises_is_raised(workers):
         return samples
 
     loader = load(Numbers(12, 1, 5), workers, collate_fn=collate)
-    first, error, last = steps(loader)
+    first, error, last = outcomes(loader)
     assert (first, last) == ([0, 2, 3], [8, 9, 10, 11])
     assert type(error) is Bad
     assert "collate's own" in str(error)
@@ -329,32 +247,9 @@ def test_a_stop_out_of_the_users_functions_does_not_end_the_epoch(workers, who):
         raise StopIteration
 
     options = {"on_error": stop} if who == "on_error" else {"collate_fn": stop}
-    seen = steps(load(Numbers(8, 0, 4), workers, **options))
+    seen = outcomes(load(Numbers(8, 0, 4), workers, **options))
     assert [type(step) for step in seen] == [RuntimeError, RuntimeError]
     assert all("StopIteration" in str(step) for step in seen)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_is_no_exception_is_raised(kind):
-    loader = load(failing(5, make=kind))
-    first, error, last = steps(loader)
-    assert (first, type(error), last) == ([0, 1, 2, 3], RuntimeError, [8, 9])
-    assert f"Caught {kind.__name__} in DataLoader worker process 1" in str(error)
-    assert loader.failures.total == 0
-    with pytest.raises(kind):
-        list(load(failing(5, make=kind), 0))
-
-
-@BOTH
-def test_by_default_bad_samples_are_raised_and_not_counted(workers):
-    loader = load(Numbers(10, 5), workers, on_error="raise")
-    first, error, last = steps(loader)
-    assert (first, type(error), last) == ([0, 1, 2, 3], Bad, [8, 9])
-    assert loader.failures.total == 0
-
-
-# ---------------------------------------------------------------- the list
 
 
 def test_failures_are_named_in_the_order_of_their_batches_whoever_is_first():
@@ -368,12 +263,11 @@ def test_failures_are_named_in_the_order_of_their_batches_whoever_is_first():
         raise Bad(f"no {index}")
 
     loader = load(Calls(sample, 4), batch_size=2)
-    (error,) = steps(loader)
+    (error,) = outcomes(loader)
     assert type(error) is TooManyFailures
     assert [(failed.index, failed.worker) for failed in loader.failures] == [
         (0, 0), (1, 0), (2, 1), (3, 1),
     ]  # fmt: skip
-    gate.close()
 
 
 @ALL
@@ -423,7 +317,6 @@ def test_an_epoch_left_early_counts_what_was_handed_over():
     assert listed(loader) == [1, 3]
     assert next(iter(loader)) == [0, 2]
     assert listed(loader) == [1, 3, 1, 3]
-    loader.close()
 
 
 class Locks:
@@ -480,10 +373,6 @@ def test_the_first_failure_of_an_epoch_is_logged_and_no_other(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "index 5 failed and is left out (worker 1" in caplog.text
     assert "Bad: no 5" in caplog.text
-    loader.close()
-
-
-# ---------------------------------------------------------------- too many
 
 
 @pytest.mark.sampled(2)
@@ -522,7 +411,6 @@ def test_after_too_many_failures_a_new_epoch_starts_anew(workers, persistent):
         else:
             assert list(loader) == [[0, 1, 2], [4, 5, 6, 7]]
     assert loader.failures.total == 1 + 4 + 4 + 1 + 1
-    loader.close()
 
 
 @BOTH
@@ -553,23 +441,8 @@ def test_an_epoch_in_which_all_failed_raises(workers, in_order, batch_size, most
 
 def test_failures_of_a_batch_that_cannot_be_sent_are_counted():
     loader = load(Numbers(8, 1), collate_fn=lambda samples: [threading.Lock(), samples])
-    assert [type(step) for step in steps(loader)] == [TypeError, TypeError]
+    assert [type(step) for step in outcomes(loader)] == [TypeError, TypeError]
     assert listed(loader) == [1]
 
 
 # ---------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize("on_error", ["skip", print])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Streams(lambda: iter(range(4))),
-        lambda: torch_map.SequenceWrapper([1, 2]),
-        lambda: torch_iter.IterableWrapper([1, 2]),
-    ],
-    ids=["a stream", "a map-style pipe", "an iterable pipe"],
-)
-def test_streams_and_what_torch_loads_take_no_on_error(make, on_error):
-    with pytest.raises(ValueError, match="on_error needs a map-style dataset"):
-        load(make(), 0, on_error=on_error)

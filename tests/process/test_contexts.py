@@ -1,12 +1,10 @@
 """Multiprocessing contexts whose ``Process`` is no process, such as MONAI's, whose is a thread."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import signal
 import threading
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
 from shmloader import DataLoader
-from shmloader.errors import InternalError
 
 
 class ThreadAsProcess(threading.Thread):
@@ -39,17 +36,6 @@ class ThreadContext(SpawnContext):
     _name = "threads"
     Process: Any = ThreadAsProcess
     Queue: Any = PlainQueue
-
-
-class ProcessHere(SpawnProcess):
-    """Derived from a process, but runs in the process that starts it."""
-
-    def start(self) -> None:
-        self.run()
-
-
-class ContextHere(SpawnContext):
-    Process = ProcessHere
 
 
 REFUSED = "multiprocessing_context should start processes; thread_pool=True loads on threads"
@@ -82,13 +68,3 @@ def test_our_loader_refuses_a_context_whose_process_is_a_thread() -> None:
     loader.multiprocessing_context = ThreadContext()
     with pytest.raises(ValueError, match=f"^{REFUSED}$"):
         iter(loader)
-
-
-def test_a_process_that_runs_here_does_not_make_this_process_a_worker() -> None:
-    frozen, handler = gc.get_freeze_count(), signal.getsignal(signal.SIGINT)
-    threads = torch.get_num_threads()
-    loader = DataLoader(range(8), num_workers=1, multiprocessing_context=ContextHere())
-    with pytest.raises(InternalError, match="was called in the main process"):
-        iter(loader)
-    assert (gc.get_freeze_count(), signal.getsignal(signal.SIGINT)) == (frozen, handler)
-    assert torch.get_num_threads() == threads

@@ -1,13 +1,9 @@
 """``set_epoch()`` of datasets: the loader passes its numbers, here and in all workers."""
 
-from __future__ import annotations
-
 import concurrent.futures
-import copy
 import multiprocessing
 import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Subset
@@ -19,8 +15,6 @@ pytestmark = pytest.mark.timeout(90)
 
 
 class Samples(Dataset):
-    """Each sample is the dataset's epoch."""
-
     epoch = 0
     calls = 0
 
@@ -36,8 +30,6 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """Its epoch counts when it is iterated."""
-
     epoch = 0
 
     def __iter__(self) -> Any:
@@ -48,7 +40,6 @@ class Stream(IterableDataset):
 
 
 def epochs_in(loader: Any) -> set[int]:
-    """Iterate an epoch, and return the numbers that the dataset was in."""
     return {int(number) for batch in loader for number in batch}
 
 
@@ -168,31 +159,6 @@ def test_numbers_that_the_user_sets_are_kept(workers) -> None:
         assert epochs_in(loader) == {9}
 
 
-class Private(Dataset):
-    """Keeps its epoch under a name of its own."""
-
-    now = 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return self.now
-
-    def set_epoch(self, epoch: int) -> None:
-        self.now = epoch
-
-
-def test_a_change_of_a_dataset_that_does_not_show_its_epoch_is_told_of_as_well() -> None:
-    dataset = Private()
-    with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
-        dataset.set_epoch(5)
-        list(loader)
-        dataset.set_epoch(6)
-        with pytest.warns(UserWarning, match=r"of the Private was called, or"):
-            list(loader)
-
-
 def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() -> None:
     dataset = Samples()
     with DataLoader(dataset, 2, num_workers=1, persistent_workers=True) as loader:
@@ -207,38 +173,6 @@ def test_persistent_workers_do_not_see_the_users_numbers_which_is_said_once() ->
             epochs_in(loader)
             loader.set_epoch(6)
             assert epochs_in(loader) == {6}
-
-
-def test_a_dataset_that_does_not_show_its_epoch_is_left_alone_at_first() -> None:
-    dataset = Private()
-    with DataLoader(dataset, 2, num_workers=1) as loader:
-        assert [epochs_in(loader) for _ in range(3)] == [{0}, {1}, {2}]
-    dataset = Private()
-    with DataLoader(dataset, 2, num_workers=1) as loader:
-        for epoch in (5, 6):
-            dataset.set_epoch(epoch)
-            assert epochs_in(loader) == {epoch}
-
-
-def test_a_copy_of_a_loader_goes_on_counting() -> None:
-    loader = DataLoader(Samples(), 2)
-    assert epochs_in(loader) == {0}
-    assert epochs_in(copy.deepcopy(loader)) == {1}
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_stubs_and_mocks_are_no_hindrance(workers) -> None:
-    class Stub(Samples):
-        def set_epoch(self, epoch: int) -> None:
-            raise NotImplementedError
-
-    dataset = mock.MagicMock()
-    dataset.__len__.return_value = 8
-    dataset.__getitem__.side_effect = lambda index: 0
-    for each in (Stub(), dataset):
-        with DataLoader(each, 2, num_workers=workers) as loader:
-            for _ in range(2):
-                assert epochs_in(loader) == {0}
 
 
 @pytest.mark.parametrize("kind", [Samples, Stream])

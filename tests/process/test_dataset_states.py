@@ -1,14 +1,12 @@
 """Map-style datasets with a state of their own: one state for each worker, as torchdata has it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset, get_worker_info
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import DataLoader
 from tests.process.support import Deaths
 
 pytestmark = pytest.mark.timeout(90)
@@ -225,17 +223,3 @@ def test_a_worker_that_is_replaced_has_its_predecessors_state() -> None:
             return [read(batch) for batch in loader]
 
     assert run(1) == run(0)
-
-
-def test_a_sharded_loaders_datasets_have_states_too() -> None:
-    def sharded() -> ShardedDataLoader[Any]:
-        return ShardedDataLoader(Counting(), batch_size=2, num_workers=1)
-
-    with sharded() as loader:
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-        expected = [read(batch) for batch in iterator]
-    with sharded() as other:
-        other.load_state_dict(state)
-        assert [read(batch) for batch in other] == expected

@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ import shmloader
 from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
 from shmloader.device.thread import CallRequest
 from shmloader.memory.flat import is_debugging
-from shmloader.pools.status_page import STACK_SIGNAL, Phase
+from shmloader.pools.status_page import Phase
 from tests.late import switched_on, to_host
 from tests.process.support import (
     TOLD_S,
@@ -41,6 +40,7 @@ from tests.process.support import (
     however_late,
     kill,
     only,
+    outcomes,
     told,
     wait_for_end,
     wait_until,
@@ -54,13 +54,10 @@ WIDTH = 3000
 
 
 def row(index: int) -> torch.Tensor:
-    """A sample whose content tells where it comes from."""
     return torch.arange(WIDTH, dtype=torch.float32) * (index + 1)
 
 
 def rows(deaths: Deaths, length: int = 20) -> Calls:
-    """Rows, whose indices are the places of deaths."""
-
     def sample(index: int) -> torch.Tensor:
         deaths.come(index)
         return row(index)
@@ -69,7 +66,6 @@ def rows(deaths: Deaths, length: int = 20) -> Calls:
 
 
 def content(batch: torch.Tensor) -> int:
-    """What a batch contains, in brief."""
     return hash(to_host(batch).numpy().tobytes())
 
 
@@ -78,7 +74,6 @@ def contents(batches: Any) -> list[int]:
 
 
 def expected(length: int = 20, batch_size: int = 1) -> list[int]:
-    """What an undisturbed epoch of rows contains."""
     return contents(torch.stack([*map(row, range(length))]).split(batch_size))
 
 
@@ -96,9 +91,6 @@ def soon(limit_s: float = TOLD_S) -> Iterator[None]:
     began = time.monotonic()
     yield
     assert time.monotonic() - began < limit_s
-
-
-# A death is an error -----------------------------------------------------------------------
 
 
 def end_by(number: int) -> Callable[[], None]:
@@ -139,7 +131,6 @@ def test_a_death_is_told_after_the_batches_before_it(way, options, slots) -> Non
         with pytest.raises(ClosedLoaderError):
             next(batches)
     assert contents(loader) == expected(20, 2)
-    loader.close()
 
 
 @pytest.mark.sampled(1)
@@ -185,8 +176,6 @@ def test_a_worker_that_dies_and_leaves_a_child_of_its_own_behind_is_told() -> No
             next(batches)
     finally:
         gate.open()
-        gate.close()
-        dying.close()
 
 
 @pytest.mark.parametrize("when", ["in an epoch", "between epochs"])
@@ -203,7 +192,6 @@ def test_a_killed_worker_is_told_in_place_of_its_next_batch(when) -> None:
         seen.extend(batches if when == "in an epoch" else loader)
     assert seen == list(range(1, 1 + len(seen)))
     assert list(loader) == list(range(40))
-    loader.close()
 
 
 @pytest.mark.timeout(15)
@@ -233,8 +221,6 @@ def test_a_death_that_was_seen_before_the_epoch_was_left_does_not_hang_the_next_
     with pytest.raises(WorkerDiedError, match="exit code 3"):
         iter(loader)
     assert list(loader) == list(range(6))
-    loader.close()
-    gate.close()
 
 
 def test_a_worker_that_dies_in_worker_init_fn_is_told_with_its_first_batch() -> None:
@@ -260,35 +246,6 @@ def test_a_worker_killed_after_its_stream_ended_changes_nothing() -> None:
     kill(pids(batches)[0])
     gate.open(9)
     assert list(batches) == list(range(1, 10))
-    gate.close()
-
-
-class Unpickled:
-    """A dataset that ends its worker, or fails, when it is unpickled there."""
-
-    def __init__(self, *, ends: bool) -> None:
-        self.ends = ends
-
-    def __len__(self) -> int:
-        return 4
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state["ends"]:
-            os._exit(13)
-        raise ZeroDivisionError("not today")
-
-
-@pytest.mark.slow
-def test_what_unpickling_under_spawn_does_to_a_worker_is_told() -> None:
-    for ends, kind, text in (
-        (True, WorkerDiedError, r"exit code 13\..*batch 0 \(index 0\)"),
-        (False, ZeroDivisionError, "not today"),
-    ):
-        dataset = Unpickled(ends=ends)
-        with DataLoader(dataset, num_workers=1, multiprocessing_context="spawn") as loader:
-            batches = iter(loader)
-            with pytest.raises(kind, match=text):
-                next(batches)
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
@@ -339,11 +296,7 @@ def test_a_death_that_was_told_leaves_nothing_to_the_garbage_collector(no_collec
     assert descriptor_count() == before
 
 
-# Workers that are late ---------------------------------------------------------------------
-
-
 def late(batches: Any) -> list[str]:
-    """The lines of the timeout that comes next."""
     with pytest.raises(LoaderTimeoutError, match=r"^DataLoader timed out after 0\.3 s") as raised:
         next(batches)
     assert isinstance(raised.value, RuntimeError)
@@ -405,57 +358,6 @@ def test_a_timeout_says_what_a_late_worker_is_doing_and_loses_nothing(what) -> N
     gate.open()
     os.kill(second, signal.SIGCONT)
     assert list(however_late(batches, 35)) == list(range(1, 8))
-    gate.close()
-
-
-@pytest.mark.slow
-def test_a_timeout_tells_of_a_worker_in_a_call_that_keeps_the_interpreter() -> None:
-    gate = Gate()
-
-    def count_for_ever() -> None:
-        gate.open()
-        sum(range(10**12))
-
-    def sample(index: int) -> int:
-        if index == 0:
-            count_for_ever()
-        return index
-
-    loader = DataLoader(Calls(sample, 4), num_workers=2, timeout=0.3, collate_fn=only)
-    batches = iter(loader)
-    gate.wait_until_open()
-    for _ in range(2):
-        lines = late(batches)
-        assert lines[2].endswith("in count_for_ever")
-        assert lines[3].endswith("in sample")
-    loader.close()
-    gate.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_timeout_has_a_line_for_each_worker_though_none_of_them_answers(in_order) -> None:
-    """Asked one after the other, a third of a second each, they would take too long."""
-    gate = Gate()
-
-    def sample(index: int) -> int:
-        gate.pass_through()
-        return index
-
-    loader = DataLoader(
-        Calls(sample, 6), num_workers=6, timeout=0.3, collate_fn=only, prefetch_factor=1,
-        worker_init_fn=lambda _: signal.signal(STACK_SIGNAL, signal.SIG_IGN), in_order=in_order,
-    )  # fmt: skip
-    batches = iter(loader)
-    wait_until(lambda: all(batches._pool.was_at(n).phase is Phase.LOADING for n in range(6)))
-    with soon(4):
-        lines = late(batches)
-    assert sorted(line[:8] for line in lines[1:]) == [f"Worker {number}" for number in range(6)]
-    loaded = sorted(line.partition(" has been loading batch ")[2][:11] for line in lines[1:])
-    assert loaded == [f"{number} (index {number})"[:11] for number in range(6)]
-    gate.open(6)
-    assert sorted(however_late(batches)) == list(range(6))
-    gate.close()
 
 
 def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
@@ -479,8 +381,6 @@ def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
     assert made.value < count, "it was late only when nothing more could come"
     gate.open()
     assert next(however_late(batches)) == 0
-    loader.close()
-    gate.close()
 
 
 @pytest.mark.timeout(10)
@@ -494,7 +394,6 @@ def test_a_further_epoch_with_a_stopped_worker_times_out_as_well() -> None:
     with pytest.raises(LoaderTimeoutError):
         iter(loader)
     assert list(loader) == list(range(40))  # with new workers
-    loader.close()
 
 
 @pytest.mark.parametrize("how", ["stopped", "ignores SIGTERM"])
@@ -518,10 +417,7 @@ def test_close_ends_a_worker_in_bounded_time(how) -> None:
         loader.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    gate.close()
 
-
-# Replaced workers: the epoch is as if nothing had happened ---------------------------------
 
 AGAIN = "replaces worker 0 and loads its unfinished batches again: "
 
@@ -577,26 +473,6 @@ def test_a_map_style_dataset_s_batches_are_loaded_again(case, caplog, monkeypatc
         assert text.startswith("DataLoader worker (pid ")
         assert "exited unexpectedly with exit code 3." in text
         assert re.search(pattern, text)
-
-
-def test_lent_batches_stay_when_workers_are_replaced() -> None:
-    deaths = Deaths({5 * n + 4: 1 for n in range(6)})
-    window: list[torch.Tensor] = []
-    loader = DataLoader(rows(deaths, 30), num_workers=2, worker_restarts=6)
-    for index, batch in enumerate(loader):
-        window = [*window[-3:], batch]
-        assert contents(window) == expected(30)[max(0, index - 3) : index + 1]
-    assert deaths.left == 0
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_worker_that_a_signal_ends_is_replaced_and_the_log_names_it(number, caplog) -> None:
-    dataset = rows(Deaths({3: 1}, end_by(number)), 8)
-    assert contents(DataLoader(dataset, num_workers=2, worker_restarts=1)) == expected(8)
-    (text,) = told(caplog)
-    assert f"is killed by signal: {signal.strsignal(number)}." in text
-    assert "loads its unfinished batches again: 3" in text
 
 
 def test_a_worker_that_dies_idle_is_replaced_and_nothing_is_loaded_again(caplog) -> None:
@@ -740,9 +616,9 @@ def test_a_replacement_has_the_number_the_seed_and_the_streams_of_a_new_worker()
     assert seen[1][0] == seen[3][0] == seen[5][0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_is_replaced_whatever_started_it(method, caplog) -> None:
     """A map-style one at its start, and again over a batch; what it was given is given again."""
     deaths = Deaths({"start": 1, 3: 1})
 
@@ -769,9 +645,6 @@ def test_a_worker_started_afresh_is_replaced(method, caplog) -> None:
     assert deaths.left == 0
     assert "batches again: 0, 1" in told(caplog)[0]
     assert "batches again: 3, 4" in told(caplog)[1]
-
-
-# Streams -----------------------------------------------------------------------------------
 
 
 def stream_of(lengths: list[int], deaths: Deaths) -> Streams:
@@ -837,62 +710,11 @@ def test_a_stream_that_failed_fails_once_though_it_is_iterated_anew(failure) -> 
                 raise failure
             return number
 
-    batches = iter(DataLoader(Streams(Numbers), num_workers=1, batch_size=None, worker_restarts=1))
-    seen: list[Any] = []
-    for _ in range(8):
-        try:
-            seen.append(next(batches))
-        except (ValueError, RuntimeError) as error:
-            seen.append("mine" in str(error))
-    assert seen == [0, 1, True, 3, 4, 5, 6, 7]
-    assert next(batches, None) is None
+    loader = DataLoader(Streams(Numbers), num_workers=1, batch_size=None, worker_restarts=1)
+    seen = outcomes(loader)
+    assert "mine" in str(seen[2])
+    assert [*seen[:2], *seen[3:]] == [0, 1, 3, 4, 5, 6, 7]
     assert deaths.left == 0
-
-
-def test_a_generator_that_failed_has_ended_and_its_replacement_knows() -> None:
-    gate = Gate()
-
-    def stream() -> Iterator[int]:
-        info = get_worker_info()
-        assert info is not None
-        if info.id == 0:
-            yield 0
-            raise ValueError("mine")
-        for number in range(10, 16):
-            gate.pass_through()
-            yield number
-
-    options = {"num_workers": 2, "batch_size": None, "worker_restarts": 1, "prefetch_factor": 3}
-    batches = iter(DataLoader(Streams(stream), **options))
-    assert next(batches) == 0
-    gate.open()
-    assert next(batches) == 10
-    kill(pids(batches)[0])
-    gate.open(5)
-    with pytest.raises(ValueError, match="mine"):
-        next(batches)
-    assert list(batches) == [11, 12, 13, 14, 15]
-    gate.close()
-
-
-# Further epochs ----------------------------------------------------------------------------
-
-
-def test_each_epoch_may_have_as_many_deaths(caplog) -> None:
-    switch = Switch(is_on=False)
-
-    def sample(index: int) -> torch.Tensor:
-        if index == 3 and switch:
-            switch.turn(on=False)
-            os._exit(3)
-        return row(index)
-
-    loader = DataLoader(Calls(sample, 8), num_workers=2, worker_restarts=1, persistent_workers=True)
-    for epoch in range(3):
-        switch.turn(on=True)
-        assert contents(loader) == expected(8)
-        assert len(told(caplog)) == epoch + 1
-    loader.close()
 
 
 @pytest.mark.sampled(3)
@@ -917,41 +739,16 @@ def test_workers_that_die_before_a_further_epoch_are_replaced(kind, which, when,
         assert len(texts) == len(which)
         assert not any("skipping" in text or "again" in text for text in texts)
     assert contents(loader) == whole
-    loader.close()
-
-
-# With a thread of our own ------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def staged(stage: str) -> Iterator[dict[str, Any]]:
-    """Options for a loader whose batches pass a thread."""
     with switched_on() as device:
         yield {"device": "late"} if stage == "device" else {"pin_memory": True}
         assert device.count("faults") == 0
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dataset", ["map-style", "iterable"])
-@pytest.mark.parametrize("stage", ["device", "pin"])
-def test_a_worker_is_replaced_behind_a_stage(stage, dataset, caplog) -> None:
-    deaths, none = Deaths({4: 1}), Deaths()
-    make = (lambda d: rows(d, 12)) if dataset == "map-style" else (lambda d: stream_of([9, 4], d))
-    whole = contents(DataLoader(make(none), num_workers=2))
-    with staged(stage) as options:
-        loader = DataLoader(
-            make(deaths), num_workers=2, worker_restarts=1, persistent_workers=True, **options
-        )
-        assert contents(loader) == whole
-        assert deaths.left == 0
-        assert len(told(caplog)) == 1
-        assert contents(loader) == whole
-        loader.close()
-
-
 def held(gate: Gate, hold: Switch) -> Calls:
-    """Rows, the second of which waits at a gate."""
-
     def sample(index: int) -> torch.Tensor:
         if index == 1 and hold:
             gate.pass_through()
@@ -978,63 +775,6 @@ def test_a_stage_waits_for_the_user_to_start_a_worker_or_its_epoch_is_left(stage
         assert len(told(caplog)) == 3
         del batches
         loader.close()
-    gate.close()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("stage", ["none", "pin"])
-def test_a_loader_is_closed_from_another_thread_while_a_worker_is_started(stage, moment) -> None:
-    gate, hold, is_armed = Gate(), Switch(is_on=True), Switch(is_on=False)
-
-    def close() -> None:
-        closer = threading.Thread(target=loader.close)
-        closer.start()
-        closer.join(20)
-
-    class Closing(multiprocessing.context.ForkProcess):
-        def start(self) -> None:
-            if is_armed and moment == "before":
-                close()
-            super().start()
-            if is_armed and moment == "after":
-                close()
-
-    context = multiprocessing.context.ForkContext()
-    context.Process = Closing  # type: ignore[assignment]
-    with contextlib.nullcontext({}) if stage == "none" else staged(stage) as options:
-        loader = DataLoader(
-            held(gate, hold), num_workers=2, worker_restarts=1, multiprocessing_context=context,
-            **options,
-        )  # fmt: skip
-        batches = iter(loader)
-        next(batches)
-        is_armed.turn(on=True)
-        kill(pids(batches)[1])
-        with pytest.raises(ClosedLoaderError):
-            next(batches)
-        del batches
-    gate.close()
 
 
 # What is left behind -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_twenty_replacements_leave_nothing_behind() -> None:
-    count = 20
-    deaths = Deaths({3 * number + 2: 1 for number in range(count)})
-    loader = DataLoader(rows(deaths, 3 * count + 6), num_workers=2, worker_restarts=count)
-    seen, counts = [], []
-    for batch in loader:
-        seen.append(content(batch))
-        del batch
-        if len(seen) in (30, 3 * count + 3):
-            gc.collect()
-            processes = len(psutil.Process().children(recursive=True))
-            counts.append((descriptor_count(), processes, threading.active_count()))
-    assert seen == expected(3 * count + 6)
-    assert deaths.left == 0
-    early, later = counts
-    assert later <= early
-    loader.close()

@@ -1,17 +1,19 @@
 """SHMLOADER_DEBUG=1: what changes in a slot is found out."""
 
-from __future__ import annotations
-
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import shmloader
 from shmloader import DataLoader, InternalError
 from shmloader.memory.flat import is_debugging
-from tests.process.support import Calls, run_program
+from tests.parity.compare import assert_same
+from tests.process.support import Calls, only, run_program
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -85,108 +87,43 @@ def test_without_the_variable_nothing_is_checked(monkeypatch) -> None:
     assert lines == ["0 0.0 0.0", "1 1.0 99.0", "2 2.0 2.0", "3 3.0 3.0", "4 4.0 4.0"]
 
 
-ALL_KINDS = """
-import dataclasses, numpy as np, torch, shmloader
-from shmloader import DataLoader, InternalError
-from torch.utils.data import IterableDataset, default_collate
-
-@dataclasses.dataclass
-class Answer:
-    text: str
-    tensor: torch.Tensor
-
-def make(kinds, n):
-    large = torch.full((40_000,), float(n))
-    return {
-        "tensor": lambda: large,
-        "small": lambda: {"a": torch.tensor([n]), "b": n, "c": float(n)},
-        "mixed": lambda: (large, n, np.full(7, n)),
-        "many": lambda: [torch.tensor([n + k]) for k in range(300)],
-        "ragged": lambda: torch.full((1 + 9_000 * (n % 5),), n),
-        "object": lambda: Answer("x" * n, large),
-        "strings": lambda: ["text" * 50, str(n)] * 100,
-        "nothing": lambda: None,
-        "sparse": lambda: torch.eye(50).mul(n).to_sparse(),
-        "by hand": lambda: shmloader.empty((40_000,), torch.float32).fill_(n),
-    }[kinds[n % len(kinds)]]()
-
-PLAIN = ["tensor", "small", "mixed", "many", "ragged"]
-ALL = [*PLAIN, "object", "strings", "nothing", "sparse", "by hand"]
-
-class Data:
-    def __init__(self, kinds):
-        self.kinds = kinds
-    def __len__(self):
-        return 40
-    def __getitem__(self, n):
-        return make(self.kinds, n)
-
-class Stream(Data, IterableDataset):
-    def __iter__(self):
-        return map(self.__getitem__, range(40))
-
-class Failing(Data):
-    def __getitem__(self, n):
-        raise ValueError("broken" * 10_000)
-
-def equal(one, other):
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return bool((one.to_dense() == other.to_dense()).all())
-    if isinstance(one, np.ndarray):
-        return bool((one == other).all())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and equal(list(one.values()), list(other.values()))
-    if dataclasses.is_dataclass(one):
-        return equal(vars(one), vars(other))
-    return one == other
-
-def first(samples):
-    return samples[0]
-
-def check(dataset, collate):
-    options = {"collate_fn": collate} if collate else {"batch_size": None}
-    with DataLoader(dataset, num_workers=1, persistent_workers=True, **options) as loader:
-        for n, batch in enumerate(loader):  # an epoch that is left early, dropping its batches
-            if n == 25:
-                break
-        kept = list(loader)  # and one of which all is kept
-        assert len(kept) == 40
-        for n, batch in enumerate(kept):
-            expected = make(dataset.kinds, n)
-            if collate is default_collate:
-                expected = default_collate([expected])
-            elif collate is None:
-                expected = torch.utils.data.default_convert(expected)
-            assert equal(batch, expected), (n, batch, expected)
-
-check(Data(ALL), first)
-check(Stream(ALL), None)
-check(Data(PLAIN), default_collate)
-batches, failures = iter(DataLoader(Failing(ALL), num_workers=1)), 0
-for _ in range(40):
-    try:
-        next(batches)
-    except ValueError as error:
-        failures += 1
-print(failures)
-"""
-
-
-@pytest.mark.slow
-def test_batches_of_all_kinds_pass_the_checks(monkeypatch) -> None:
-    assert run(ALL_KINDS, monkeypatch) == "40\n"
-
-
 @pytest.fixture
 def debugging(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("SHMLOADER_DEBUG", "1")
     is_debugging.cache_clear()
     yield
     is_debugging.cache_clear()
+
+
+def large(index: int) -> torch.Tensor:
+    return torch.full((40_000,), float(index))
+
+
+KINDS: list[Any] = [
+    large,
+    lambda index: {"a": torch.tensor([index]), "b": index, "c": float(index)},
+    lambda index: (large(index), index, np.full(7, index)),
+    lambda index: [torch.tensor([index + other]) for other in range(300)],
+    lambda index: ["text" * 50, str(index)] * 100,
+    lambda index: torch.eye(50).mul(index).to_sparse(),
+    lambda index: shmloader.empty((40_000,), torch.float32).fill_(index),
+    lambda index: None,
+]
+
+
+def mixed(index: int) -> Any:
+    return KINDS[index % len(KINDS)](index)
+
+
+@pytest.mark.usefixtures("debugging")
+@pytest.mark.parametrize(("make", "collate"), [(mixed, only), *((one, None) for one in KINDS[:5])])
+def test_batches_of_all_kinds_pass_the_checks(make, collate) -> None:
+    """An epoch that is left, whose batches are dropped, and one whose batches are kept."""
+    expected = list(DataLoader(Calls(make, 40), collate_fn=collate))
+    options = {"collate_fn": collate, "persistent_workers": True, "num_workers": 1}
+    with DataLoader(Calls(make, 40), **options) as loader:
+        assert_same(list(itertools.islice(loader, 25)), expected[:25])
+        assert_same(list(loader), expected)
 
 
 @pytest.mark.sampled(1)

@@ -4,25 +4,21 @@ The device (`tests.late`) does its work when somebody waits. A consumer starts a
 of what is first and last in a batch, and drops the batch before that is done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from shmloader import DataLoader
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.memory.arena import Arena, Slot
-from tests.late import LateDevice, to_host
-from tests.process.support import Calls, only, wait_until
+from tests.late import LateDevice
+from tests.process.support import Calls, mapping_at, only, wait_until
 
 # Elements of int32: above 64 KiB, so a batch of one is lent, and read late.
 LENGTH = 17_000
@@ -38,22 +34,17 @@ def make(count: int, **options) -> DataLoader:
 
 
 def ends(count: int) -> list[list[int]]:
-    """What `LateDevice.contents` finds in so many samples."""
     return [[index, index] for index in range(count)]
 
 
 @contextlib.contextmanager
 def on(stream: torch.Stream):
-    """The stream is the calling thread's current one inside."""
     before = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:
         yield stream
     finally:
         torch.accelerator.set_stream(before)
-
-
-# Content ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -97,20 +88,6 @@ def test_batches_arrive_over_several_epochs(late: LateDevice, options) -> None:
                 found = late.contents(loader)
             assert found == ends(40)
     assert late.count("faults") == 0
-
-
-def test_the_epochs_of_a_loader_share_its_devices(late: LateDevice) -> None:
-    with make(2) as loader:
-        for batch in loader:
-            to_host(batch)
-        opened = loader._parts.destination
-        assert opened is not None
-        for batch in loader:
-            to_host(batch)
-        assert loader._parts.destination is opened
-
-
-# Careless policies -----------------------------------------------------------------------
 
 
 def frees_at_once(monkeypatch) -> None:
@@ -166,19 +143,10 @@ def test_views_of_registered_memory_that_the_user_copies_corrupt_batches(late, m
     assert found != ends(200)
 
 
-# Slots and their page locks --------------------------------------------------------------
-
-
 def test_slots_are_locked_once_each(late: LateDevice) -> None:
     assert late.contents(make(200)) == ends(200)
     assert late.count("registered") == late.count("unregistered") <= 2 * 2 + 4
     assert late.count("registered bytes") == 0
-
-
-def test_no_more_is_locked_than_a_batch_takes(late: LateDevice) -> None:
-    assert late.contents(make(40)) == ends(40)
-    sizes = [call[2] for call in late.driver.calls if call[0] == "register"]
-    assert set(sizes) == {-(-4 * LENGTH // 4096) * 4096}
 
 
 def test_a_slot_is_locked_anew_when_its_batches_grow(late: LateDevice) -> None:
@@ -264,9 +232,6 @@ def test_a_refusal_whose_warning_is_an_error_loses_one_batch_and_no_slot(late) -
     assert late.contents(batches) == ends(60)[1:]
 
 
-# How far ahead ---------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ahead", [1, 7])
 def test_so_many_batches_are_made_ready_and_no_more(late, ahead) -> None:
@@ -286,15 +251,6 @@ def test_so_many_batches_are_made_ready_and_no_more(late, ahead) -> None:
     assert late.contents(batches) == ends(40)[1:]
 
 
-def test_batches_that_are_kept_do_not_hold_slots(late: LateDevice) -> None:
-    kept = list(make(50))
-    assert late.contents(kept) == ends(50)
-    assert late.count("registered") <= 2 * 2 + 4
-
-
-# What a batch may be ---------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Pair:
     image: torch.Tensor
@@ -302,8 +258,6 @@ class Pair:
 
 
 class Mover:
-    """Moves itself, as batches of graphs do."""
-
     def __init__(self, tensor) -> None:
         self.tensor = tensor
 
@@ -326,21 +280,13 @@ def odd_batch(index):
     }
 
 
-def is_in_slot(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(end, 16) for end in line.split()[0].split("-"))
-        if first <= address < last:
-            return "memfd:shmloader" in line
-    raise AssertionError("not mapped")
-
-
 def test_no_part_of_a_batch_is_a_view_of_a_slot(late: LateDevice) -> None:
     # A fourth of them is kept, for their slots to be filled again meanwhile.
     kept = []
     loader = DataLoader(Calls(odd_batch, 40), num_workers=2, collate_fn=only, device="late")
     for index, batch in enumerate(loader):
-        assert not is_in_slot(batch["pair"].image.data_ptr())
-        assert not is_in_slot(batch["array"].ctypes.data)
+        for address in (batch["pair"].image.data_ptr(), batch["array"].ctypes.data):
+            assert "memfd:shmloader" not in mapping_at(address)
         for name in ("tensor", "transposed", "small", "empty", "bool"):
             assert batch[name].device == torch.device("late:0")
         assert batch["mover"].tensor.device == torch.device("late:0")
@@ -361,18 +307,6 @@ def test_no_part_of_a_batch_is_a_view_of_a_slot(late: LateDevice) -> None:
         assert batch["bool"].tolist() == [True, False]
 
 
-def test_a_packed_sequence_moves_itself(late: LateDevice) -> None:
-    def packed(index):
-        return pack_padded_sequence(torch.full((5, 2, 3), float(index)), [5, 3])
-
-    loader = DataLoader(Calls(packed, 6), None, num_workers=1, device="late")
-    for index, batch in enumerate(loader):
-        assert type(batch) is PackedSequence
-        assert batch.data.device == torch.device("late:0")
-        assert batch.data.unique().tolist() == [index]
-        assert batch.batch_sizes.tolist() == [2, 2, 2, 1, 1]
-
-
 def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(late: LateDevice) -> None:
     with contextlib.closing(make(40, persistent_workers=True)) as loader:
         found = []
@@ -380,9 +314,6 @@ def test_a_batch_of_an_epoch_that_is_left_stays_as_it_is(late: LateDevice) -> No
             batches = iter(loader)
             found += late.contents(next(batches) for _ in range(2))
     assert found == ends(2) * 20
-
-
-# Transforms ------------------------------------------------------------------------------
 
 
 def test_a_transform_runs_on_our_thread_and_stream_before_the_delivery(late: LateDevice) -> None:
@@ -472,9 +403,6 @@ def test_an_exception_that_is_kept_holds_no_slot(late, slots, monkeypatch, where
     with pytest.raises(StopIteration):
         next(batches)
     assert slots.maps() == {}
-
-
-# Alone -----------------------------------------------------------------------------------
 
 
 def test_the_device_cpu_is_plain_loading() -> None:

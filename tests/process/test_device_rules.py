@@ -22,8 +22,7 @@ from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDied
 from shmloader.device.backend import Backend
 from shmloader.device.device import DeviceStage
 from shmloader.device.page_locks import PageLocks
-from shmloader.errors import SharedMemoryError
-from shmloader.memory.arena import Arena, populate
+from shmloader.memory.arena import Arena
 from shmloader.pools.slot_memory import SlotMemory
 from tests.late import LateDevice
 from tests.process.bytecodes import KINDS, interrupt
@@ -35,7 +34,6 @@ BATCH_BYTES = -(-4 * LENGTH // 512) * 512
 
 @pytest.fixture
 def locks(late: LateDevice) -> PageLocks:
-    """The page locks of this thread, whose stream is the loader's."""
     backend = Backend(torch.device("late", 0))
     before = torch.accelerator.current_stream()
     backend.enter()
@@ -43,12 +41,8 @@ def locks(late: LateDevice) -> PageLocks:
     torch.accelerator.set_stream(before)
 
 
-# Page locks ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def arena():
-    """Two mapped slots."""
     arena = Arena.create(1 << 20, 2)
     for slot in arena.slots:
         arena.reach(slot, 1 << 20)
@@ -57,7 +51,6 @@ def arena():
 
 
 def covers(locks: PageLocks, tensor: torch.Tensor) -> bool:
-    """Whether a device may read a tensor's memory directly."""
     with locks.reading(tensor) as is_locked:
         return is_locked
 
@@ -120,34 +113,6 @@ def test_a_new_thread_gets_a_context_before_it_locks(late: LateDevice, slot, has
     thread.start()
     thread.join()
     assert found == [False, 4096]
-
-
-def test_a_slot_that_is_locked_anew_is_given_some_memory_ahead(late, locks) -> None:
-    asked = []
-
-    class Room:
-        def grow(self, arena, slot, end):
-            asked.append((slot.touched_bytes, end))
-            if end > 1_000_000:
-                raise SharedMemoryError("no more")
-            populate(slot.mapping, slot.touched_bytes, end)
-            slot.touched_bytes = end
-
-        def is_short(self, present_bytes, slot_bytes):
-            return False
-
-    memory = SlotMemory(Arena.create(4 << 20, 1), locks, Room())
-    slot = memory.mapped(0, 1 << 20)
-    for nbytes in range(800_000, 1_000_000, 10_000):
-        populate(slot.mapping, 0, nbytes)
-        memory.count_batch(0, nbytes)
-        memory.lock(0)
-        assert late.registered_bytes(slot.address) >= nbytes
-        assert late.registered_bytes(slot.address) - slot.touched_bytes < 4096
-    assert asked == [(810_000, 911_250), (920_000, 1_035_000), *[
-        (nbytes, nbytes + nbytes // 8) for nbytes in range(930_000, 1_000_000, 10_000)
-    ]]  # fmt: skip
-    memory.close()
 
 
 def test_a_slot_that_is_about_to_be_unlocked_is_read_by_no_further_copy(late, locks, arena) -> None:
@@ -241,23 +206,14 @@ def test_a_copy_that_was_begun_is_waited_for_before_memory_is_unlocked(late, slo
     del tensor, copier
 
 
-def dies_at(index: int, last: int) -> torch.Tensor:
-    if index >= last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return sample(index)
-
-
-class Dies:
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def __call__(self, index):
-        return dies_at(index, self.last)
-
-
 def test_what_any_of_several_devices_reads_is_not_unregistered(late: LateDevice) -> None:
+    def dies(index: int) -> torch.Tensor:
+        if index >= 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample(index)
+
     loader = ShardedDataLoader(
-        Calls(Dies(12), 400), 2, devices=["late:0", "late:1"], num_workers=1,
+        Calls(dies, 400), 2, devices=["late:0", "late:1"], num_workers=1,
         prefetch_factor=4, device_prefetch=4, shuffle=False,
     )  # fmt: skip
     batches = iter(loader)
@@ -272,9 +228,6 @@ def test_what_any_of_several_devices_reads_is_not_unregistered(late: LateDevice)
     loader.close()
     assert late.count("faults") == 0
     assert late.count("registered") == late.count("unregistered") > 0
-
-
-# Streams and device memory ---------------------------------------------------------------
 
 
 def test_all_epochs_of_a_loader_use_one_stream_and_the_same_memory(late: LateDevice) -> None:
@@ -323,9 +276,6 @@ def test_an_iterator_without_workers_is_freed_when_it_is_dropped(
     dropped = weakref.ref(iterator)
     del iterator
     assert dropped() is None, "the collector has to free it"
-
-
-# Copies ----------------------------------------------------------------------------------
 
 
 def fields(index: int) -> dict[str, torch.Tensor]:
@@ -380,9 +330,6 @@ def test_what_comes_from_threads_is_pinned_as_what_a_pipeline_takes(late: LateDe
     assert late.count("registered") == 0
 
 
-# Graph capture ---------------------------------------------------------------------------
-
-
 def growing(index: int) -> list[torch.Tensor]:
     return [torch.full((LENGTH + 5_000 * index,), index, dtype=torch.int32), torch.tensor(index)]
 
@@ -402,9 +349,6 @@ def test_a_graph_may_be_captured_while_the_loader_works(late: LateDevice, option
     assert late.count("capture breaks") == 0
     kept = [first, *rest]
     assert late.contents(kept) == [[index] * 4 for index in range(40)]
-
-
-# A device that fails ---------------------------------------------------------------------
 
 
 def large_sample(index: int) -> torch.Tensor:
@@ -495,36 +439,3 @@ def test_a_container_that_changes_while_it_is_copied_keeps_its_slot(late) -> Non
     loader = DataLoader(Calls(sample, 100), 1, num_workers=2, device="late", collate_fn=boxed)
     found = late.contents(batch["x"] for batch in loader)
     assert [first for first, _ in found] == [int(sample(index)[0]) for index in range(100)]
-
-
-class WithMask(dict):
-    """A batch with a tensor beside its items."""
-
-    mask: torch.Tensor
-
-
-def with_mask(samples) -> WithMask:
-    batch = WithMask(image=torch.stack(samples))
-    batch.mask = batch["image"] + 1
-    return batch
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [["late"], ["late", "cpu"]], ids=["device", "two"])
-def test_a_tensor_beside_a_containers_items_is_no_view_of_a_locked_slot(late, devices) -> None:
-    options = {"num_workers": 2, "collate_fn": with_mask, "prefetch_factor": 2}
-    dataset = Calls(sample, 120)
-    if len(devices) == 1:
-        loader = DataLoader(dataset, batch_size=2, device="late", **options)
-    else:
-        loader = ShardedDataLoader(dataset, batch_size=2, devices=devices, shuffle=False, **options)
-
-    def masks():
-        for step in loader:
-            for batch in [step] if len(devices) == 1 else step:
-                yield batch.mask.to("late", non_blocking=True), batch["image"]
-
-    found = late.contents(masks())
-    assert [each[:2] for each in found] == [[each[2] + 1, each[3] + 1] for each in found]
-    assert len(found) == 60
-    loader.close()

@@ -1,7 +1,5 @@
 """Where any worker will do, an idle one receives the oldest task, also while the user trains."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -11,23 +9,12 @@ import threading
 import pytest
 import torch
 
-from shmloader import (
-    DataLoader,
-    WorkerDiedError,
-)
+from shmloader import DataLoader, WorkerDiedError
 from shmloader.pools import worker as program
 from shmloader.pools import worker_processes
 from shmloader.pools.status_page import NO_TASK, RECEIVING
-from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker import _Client
-from tests.process.support import (
-    Calls,
-    Gate,
-    Switch,
-    only,
-    wait_for_end,
-    wait_until,
-)
+from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
 
 
 def any_worker(*args, **options):
@@ -60,9 +47,6 @@ def large(index: int) -> torch.Tensor:
     return torch.full((17_000,), index, dtype=torch.int32)  # lent, not copied out
 
 
-# Who gets what ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_one_slow_sample_holds_up_nobody(in_order) -> None:
     gate, loads = Gate(), Loads(20)
@@ -86,7 +70,6 @@ def test_one_slow_sample_holds_up_nobody(in_order) -> None:
         gate.open()
         assert list(batches) == list(range(20))
     assert list(loads.counts) == [1] * 20
-    gate.close()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -145,7 +128,6 @@ def test_more_tasks_than_the_kernel_takes_wait_and_are_made(in_order) -> None:
     seen = [int(batch[0]) for batch in batches]
     assert sorted(seen) == list(range(0, 300 * 400, 300))
     assert not in_order or seen == sorted(seen)
-    gate.close()
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -158,10 +140,6 @@ def test_epochs_of_the_same_workers_begun_anew_at_any_place(in_order) -> None:
             assert next(batches, None) is None
             assert sorted(seen) == list(range(30))
         assert not in_order or seen == list(range(count))
-    loader.close()
-
-
-# Deaths -----------------------------------------------------------------------------------
 
 
 def dying(at, switch, gate=None):
@@ -200,7 +178,6 @@ def test_a_replaced_worker_gets_what_the_lost_one_had_begun_and_nothing_else(
     assert list(loads.counts) == [2] + [1] * 19
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shmloader"]
     assert re.search("replaces worker [01] and loads its unfinished batches again: 0", text)
-    gate.close()
 
 
 def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None:
@@ -260,79 +237,3 @@ def test_when_all_workers_die_nobody_waits(in_order) -> None:
         wait_for_end(worker.pid)
     with pytest.raises(WorkerDiedError, match=r"was loading batch [01] "):
         next(batches)
-
-
-def test_a_replacement_takes_its_part_of_the_rest() -> None:
-    """Both are lost and replaced, so that nobody else could."""
-    switches, loads = [Switch(is_on=True), Switch(is_on=True)], Loads(20)
-
-    def sample(index):
-        loads.note(index)
-        if index < 2 and switches[index]:
-            switches[index].turn(on=False)
-            os._exit(3)
-        return index
-
-    assert list(make(sample, 20, worker_restarts=2)) == list(range(20))
-    assert list(loads.counts) == [2, 2] + [1] * 18
-
-
-# Ends and epochs --------------------------------------------------------------------------
-
-
-def test_tickets_without_a_worker_are_dropped_with_their_epoch(monkeypatch) -> None:
-    gate, loads, epochs = Gate(), Loads(40), iter([range(20), range(20, 40)])
-
-    class Sampler:
-        def __iter__(self):
-            return iter(next(epochs))
-
-    def sample(index):
-        loads.note(index)
-        if index < 2:
-            gate.pass_through()
-        return index
-
-    loader = make(sample, 40, sampler=Sampler(), persistent_workers=True)
-    iter(loader)
-    wait_until(lambda: loads.begun == [0, 1])
-    recall = TaskQueue.recall
-
-    def recall_and_open(queue: TaskQueue) -> list[int]:
-        recalled = recall(queue)
-        gate.open(2)
-        return recalled
-
-    monkeypatch.setattr(TaskQueue, "recall", recall_and_open)
-    assert list(loader) == list(range(20, 40))
-    assert loads.begun == [0, 1, *range(20, 40)]
-    loader.close()
-    gate.close()
-
-
-# Timeouts and Ctrl-C ----------------------------------------------------------------------
-
-
-def test_a_stopped_worker_that_has_nothing_in_hand_holds_up_nobody() -> None:
-    loads, seen = Loads(12), []
-
-    def sample(index):
-        loads.note(index)
-        return index
-
-    def all_is_loaded() -> bool:
-        batches._pool.wait(0, batches._engine)
-        has_started = len(loads.begun) == min(12, 8 + len(seen))  # the window
-        return has_started and all(ticket.answer is not None for ticket in scheduler.tickets)
-
-    batches = iter(make(sample, 12, timeout=0.5))
-    scheduler = batches._engine._scheduler
-    wait_until(all_is_loaded)
-    pid = batches._workers[1].pid
-    os.kill(pid, signal.SIGSTOP)
-    while len(seen) < 12:
-        seen.append(next(batches))
-        wait_until(all_is_loaded)
-    assert seen == list(range(12))
-    os.kill(pid, signal.SIGCONT)
-    assert next(batches, None) is None

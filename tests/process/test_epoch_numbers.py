@@ -1,7 +1,5 @@
 """``loader.epoch``: the epoch that is iterated, and between epochs the one that comes next."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -18,8 +16,6 @@ LENGTH = 12
 
 
 class Stream(IterableDataset):
-    """An iterable dataset."""
-
     def __iter__(self):
         return iter(range(LENGTH))
 
@@ -149,17 +145,6 @@ def test_a_sampler_of_the_users_names_it_too_with_a_seed(named, way) -> None:
         assert torch.cat(list(loader)).tolist() == expected[2]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
-def test_of_several_iterators_the_newest_counts(options) -> None:
-    with plain(**options) as loader:
-        older, newer = iter(loader), iter(loader)
-        assert loader.epoch == 1
-        list(older)
-        assert loader.epoch == 1
-        list(newer)
-        assert loader.epoch == 2
-
-
 @pytest.mark.parametrize("make", KINDS)
 def test_an_epoch_that_is_resumed_has_its_own_number(make) -> None:
     loader = make()
@@ -197,23 +182,3 @@ def test_an_epoch_that_raised_goes_on_and_one_that_ended_by_an_error_is_over() -
     with pytest.raises(shmloader.TooManyFailures):
         list(iterator)
     assert loader.epoch == 1
-
-
-def test_an_iter_that_fails_begins_no_epoch() -> None:
-    class Refuses(Stream):
-        refuses = True
-
-        def __iter__(self):
-            assert loader.epoch in (0, 1)
-            if self.refuses:
-                raise OSError("not now")
-            return super().__iter__()
-
-    loader = DataLoader(Refuses(), 4)
-    with pytest.raises(OSError, match="not now"):
-        iter(loader)
-    between = loader.epoch
-    loader.dataset.refuses = False
-    for _ in loader:
-        assert loader.epoch == between
-    assert loader.epoch == between + 1

@@ -3,10 +3,7 @@
 Each test runs without workers, with worker processes, and with threads.
 """
 
-from __future__ import annotations
-
 import re
-import signal
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Subset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
-from tests.parity.compare import assert_same
 from tests.process.support import Bad, Calls, Numbers
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,7 +30,6 @@ EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 
 
 def raised_by(loader: DataLoader) -> Exception:
-    """The first exception of an epoch."""
     try:
         for _ in loader:
             pass
@@ -45,7 +39,6 @@ def raised_by(loader: DataLoader) -> Exception:
 
 
 def whole_text(error: Exception) -> str:
-    """All that Python prints of an exception."""
     return "".join(traceback.format_exception(error))
 
 
@@ -54,9 +47,6 @@ def own_notes(error: Exception) -> list[str]:
     notes = getattr(error, "__notes__", [])
     assert not [note for note in notes if note in str(error)]
     return notes
-
-
-# ---------------------------------------------------------------- a bad sample
 
 
 @EVERYWHERE
@@ -174,73 +164,6 @@ def test_the_number_of_a_bad_sample_of_an_iterable_dataset_is_named(workers, bat
     ) in own_notes(error)
 
 
-class Resumable(Stream):
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
-
-    def __iter__(self) -> Any:
-        self.number = getattr(self, "number", -1)
-        return self
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_after_resuming_samples_are_counted_from_there(workers):
-    first = DataLoader(Resumable(), batch_size=2, num_workers=workers)
-    next(iter(first))
-    second = DataLoader(Resumable(), batch_size=2, num_workers=workers)
-    second.load_state_dict(first.state_dict())
-    error = raised_by(second)
-    where = " in this worker" if workers else ""
-    (note,) = [note for note in own_notes(error) if note.startswith("The dataset's iterator")]
-    assert note == (
-        f"The dataset's iterator failed at sample 3, counted from 0{where} since its state was "
-        "loaded."
-    )
-
-
-def test_an_exception_that_is_raised_again_names_only_its_last_sample():
-    error = Bad("always the same")
-    error.add_note("Sample 3 of the user's own words.")
-
-    def fail(index: int) -> int:
-        raise error
-
-    batches = iter(DataLoader(Calls(fail, 3), batch_size=1))
-    for index in range(3):
-        with pytest.raises(Bad):
-            next(batches)
-        assert error.__notes__ == [
-            "Sample 3 of the user's own words.", f"The sample of index {index} failed.",
-        ]  # fmt: skip
-
-
-def test_an_interrupt_gets_no_note(monkeypatch):
-    class Alarm(Exception):  # noqa: N818 - as users name theirs
-        pass
-
-    def ring(_signal: int, _frame: Any) -> None:
-        raise Alarm
-
-    def sample(index: int) -> int:
-        if index == 2:
-            signal.raise_signal(signal.SIGUSR1)
-        return index
-
-    before = signal.signal(signal.SIGUSR1, ring)
-    try:
-        with pytest.raises(Alarm) as raised:
-            list(DataLoader(Calls(sample, 4)))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert not hasattr(raised.value, "__notes__")
-
-
-# ---------------------------------------------------------------- tracebacks
-
-
 @EVERYWHERE
 def test_a_traceback_shows_the_datasets_frames_and_none_of_the_loaders(place):
     error = raised_by(DataLoader(Numbers(12, 6), batch_size=4, **PLACES[place]))
@@ -261,9 +184,6 @@ def test_an_error_of_a_samplers_own_has_its_frames(place):
 
     error = raised_by(DataLoader(range(4), sampler=sampler(), **PLACES[place]))
     assert "in sampler" in whole_text(error)
-
-
-# ---------------------------------------------------------------- ragged batches
 
 
 def ragged(index: int) -> dict[str, Any]:
@@ -331,28 +251,6 @@ def test_what_only_workers_cannot_collate_is_named_after_torch_s_text(name):
     assert type(error).__name__ == kind
     assert str(error).splitlines()[-1].startswith(torchs)
     assert f"In this batch, {note} " in "".join(own_notes(error))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", FOR_WORKERS)
-@pytest.mark.parametrize("place", ["in-process", "threads"])
-def test_what_only_workers_cannot_collate_is_collated_here_as_by_torch(place, name):
-    samples, *_ = FOR_WORKERS[name]
-    ours = list(DataLoader(samples, batch_size=4, **PLACES[place]))
-    assert_same(ours, list(TorchLoader(samples, batch_size=4)))
-
-
-def test_skipped_samples_do_not_shift_the_indices():
-    def sample(index: int) -> torch.Tensor:
-        if index == 1:
-            raise Bad
-        return torch.zeros(3 if index == 3 else 4)
-
-    error = raised_by(DataLoader(Calls(sample, 4), batch_size=4, on_error="skip"))
-    assert (
-        "of shape [4] for indices 0, 2; a float32 Tensor of shape [3] for index 3."
-        in whole_text(error)
-    )
 
 
 def test_shards_of_a_step_are_explained_too():

@@ -37,11 +37,9 @@ from shmloader import (
     sample_rng,
 )
 from shmloader.cluster import RayExecutor, _call
-from shmloader.insight.stats import Finding
 from shmloader.pools.executor_task import make_batch
 from tests.late import to_host
 from tests.parity.compare import assert_same
-from tests.process.interrupts import in_thread
 from tests.process.support import (
     Bad,
     Calls,
@@ -49,8 +47,8 @@ from tests.process.support import (
     Numbers,
     Streams,
     however_late,
+    in_thread,
     only,
-    run_program,
     wait_until,
 )
 
@@ -84,7 +82,6 @@ arrived = gate  # a second one
 
 
 def end(executor: Pool) -> None:
-    """Shut an executor down, whatever its processes are at."""
     for process in list((executor._processes or {}).values()):
         process.kill()
     executor.shutdown()
@@ -114,8 +111,6 @@ def pool() -> Iterator[Pool]:
 
 
 class Mixed:
-    """Samples of several kinds, with random numbers of every generator."""
-
     def __len__(self) -> int:
         return 26
 
@@ -146,15 +141,11 @@ def numbers(executor: Any, function: Any = int, length: int = 24, **options: Any
 
 
 def failing_at(index: int, fail: Any) -> Any:
-    """Numbers, in place of one of which something is done."""
     return lambda number: fail() if number == index else number
 
 
 def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-# Batches -----------------------------------------------------------------------------------
 
 
 def _trim_at_once() -> None:
@@ -272,9 +263,6 @@ def test_without_a_seed_processes_draw_different_numbers(pool) -> None:
     assert len(set(loader)) == 24
 
 
-# In flight ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("options", "window"), [({}, 3), ({"prefetch_factor": 2}, 6)])
 def test_no_more_than_the_window_is_in_flight(futures, options, window) -> None:
     iterator = iter(numbers(futures, **options))
@@ -312,28 +300,6 @@ def test_an_epoch_that_is_left_is_not_waited_for(pool, gate) -> None:
     assert next(iterator) == 0
     gate.open(4)
     assert list(iterator) == [1, None, *range(3, 24)]
-    loader.close()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_that_are_left_leave_only_what_runs_beside_the_window(
-    futures, gate, arrived, persistent
-) -> None:
-    running = 2 + 3  # one in each process, and those that a process pool sends ahead
-    make = lambda index: arrived.open() or gate.pass_through() or index  # noqa: E731
-    loader = numbers(futures, make, num_workers=20, persistent_workers=persistent)
-    iterator = iter(loader)
-    arrived.pass_through()  # a task that has not come as far fails if its epoch is left
-    for _ in range(4):
-        del iterator
-        iterator = iter(loader)
-        wait_until(lambda: len(futures.pending()) <= 20 + running)
-    left = [future for future in futures.futures[:-20] if not future.done()]
-    assert 0 < len(left) <= running
-    gate.open(len(left) + 24)
-    assert list(iterator) == list(range(24))
-    assert len(futures.futures) == 4 * 20 + 24
-    loader.close()
 
 
 def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
@@ -347,9 +313,6 @@ def test_a_late_batch_is_named_and_not_lost(pool, gate) -> None:
     assert "raise timeout=" in text
     gate.open(3)
     assert list(however_late(iterator)) == [0, 1, 2]
-
-
-# Errors of the user's code -----------------------------------------------------------------
 
 
 def _raise_bad(_: object = None) -> Any:
@@ -396,9 +359,6 @@ def test_a_dataset_that_cannot_be_pickled_names_the_part(pool) -> None:
     with pytest.raises(TypeError, match=r"dataset\.function\S* .*cannot be pickled, so it cannot"):
         iter(numbers(pool, threading.Lock()))
     assert pool.submit(abs, -3).result() == 3
-
-
-# The executor's own errors -----------------------------------------------------------------
 
 
 def test_without_ray_its_executor_says_what_to_install(monkeypatch) -> None:
@@ -520,13 +480,6 @@ def test_another_version_there_is_named(pool, monkeypatch) -> None:
         next(iter(numbers(pool)))
 
 
-def test_the_refusal_of_another_version_is_read_whatever_follows_it() -> None:
-    answer = (b"a process", "shmloader 9 is installed there", {}, "more", 7, 8, 9, 10)
-    executor = _Hides(lambda *_: answer)
-    with pytest.raises(WorkerDiedError, match="shmloader 9 is installed there"):
-        next(iter(numbers(executor)))
-
-
 @pytest.mark.parametrize("explains", [False, True])
 def test_a_process_that_ray_ends_loses_its_task_whatever_becomes_of_the_exception(explains) -> None:
     def end(*_: object) -> None:
@@ -546,23 +499,6 @@ def test_a_process_that_ray_ends_loses_its_task_whatever_becomes_of_the_exceptio
         assert signal.getsignal(signal.SIGTERM) is end
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_handler_that_a_task_sets_on_ray_stays() -> None:
-    def own(*_: object) -> None:
-        pass
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        _call(signal.signal, signal.SIGTERM, own)
-        assert signal.getsignal(signal.SIGTERM) is own
-        _call(list)
-        assert signal.getsignal(signal.SIGTERM) is own
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-# The dataset's journey ---------------------------------------------------------------------
 
 
 def test_the_dataset_is_loaded_once_in_each_process_and_again_when_it_changes(pool) -> None:
@@ -617,19 +553,6 @@ def test_a_process_that_cannot_open_the_payload_is_sent_it() -> None:
     end(executor)
 
 
-def test_a_task_that_cannot_be_sent_again_with_the_payload_is_lost() -> None:
-    class FarOnce(_Far):
-        def submit(self, *call: Any) -> Any:
-            if self.futures:
-                raise RuntimeError("no further task")
-            return super().submit(*call)
-
-    executor = FarOnce()
-    with pytest.raises(WorkerDiedError, match="no further task"):
-        next(iter(DataLoader(range(8), 2, num_workers=1, executor=executor)))
-    end(executor)
-
-
 def load_missing_file(index: int) -> Any:
     return np.load(f"/nowhere/{index}.npy")
 
@@ -656,32 +579,6 @@ def test_what_a_sample_misses_there_is_told(pool, sample, kind, text) -> None:
     assert text in str(caught.value)
 
 
-def test_a_memory_map_whose_file_is_missing_there_is_told(tmp_path) -> None:
-    file, away = tmp_path / "rows.npy", tmp_path / "away.npy"
-    np.save(file, np.arange(40))
-
-    class Elsewhere(Futures):
-        """The file is gone when the first task reaches a process."""
-
-        def submit(self, *task: Any) -> Any:
-            if not self.futures:
-                file.rename(away)
-            return super().submit(*task)
-
-    executor = Elsewhere()
-    loader = DataLoader(np.load(file, mmap_mode="r"), 4, num_workers=2, executor=executor)
-    with pytest.raises(FileNotFoundError) as caught:
-        next(iter(loader))
-    text = "".join([str(caught.value), *caught.value.__notes__])
-    assert "in a process of the executor (pid " in text
-    assert str(file) in text
-    assert "this has to exist on each machine that makes batches" in text
-    away.rename(file)
-    assert torch.cat(list(loader)).tolist() == list(range(40))
-    loader.close()
-    end(executor)
-
-
 def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
     class Full(_Far):
         def share(self, contents: Any) -> Any:
@@ -693,32 +590,6 @@ def test_a_store_that_does_not_take_the_dataset_is_one_clear_error() -> None:
         next(iter(loader))
     assert executor.submit(abs, -3).result() == 3
     end(executor)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)  # a fresh interpreter imports torch
-def test_what_a_program_defines_that_is_no_file_travels_by_value() -> None:
-    program = """
-import concurrent.futures, multiprocessing, shmloader
-class Own:
-    def __len__(self): return 8
-    def __getitem__(self, index): return Point(index)
-class Point:
-    def __init__(self, value): self.value = value
-context = multiprocessing.get_context("spawn")
-with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-    loader = shmloader.DataLoader(
-        Own(), num_workers=1, executor=pool, seed=0, collate_fn=lambda samples: samples[0]
-    )
-    batches = list(loader)
-assert all(type(one) is Point for one in batches)
-print([one.value for one in batches])
-"""
-    done = run_program(program, timeout_s=120)
-    assert done.out == "[0, 1, 2, 3, 4, 5, 6, 7]\n", done.err
-
-
-# Arguments ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -745,29 +616,3 @@ def test_statistics_name_the_executor(pool) -> None:
     assert stats.kind == "executor"
     assert "executor, 2 workers" in str(stats)
     assert stats.batches == stats.samples == 24
-
-
-def test_time_that_is_not_work_counts_as_waiting_for_the_executor() -> None:
-    class Distant(concurrent.futures.ProcessPoolExecutor):
-        """A network that takes 0.1 s each way."""
-
-        def submit(self, function, /, *arguments):
-            future = concurrent.futures.Future()
-            there = super().submit
-
-            def send():
-                there(function, *arguments).add_done_callback(
-                    lambda done: threading.Timer(0.1, future.set_result, [done.result()]).start()
-                )
-
-            threading.Timer(0.1, send).start()
-            return future
-
-    with Distant(1) as executor:
-        loader = numbers(executor, num_workers=1)
-        list(loader)
-        stats = loader.stats()
-    assert 0.2 <= stats.stages.queue / stats.batches < 1
-    assert stats.stages.transport / stats.batches < 0.1
-    assert stats.finding is Finding.TOO_FEW_WORKERS
-    assert "give the executor more processes" in stats.verdict

@@ -1,7 +1,5 @@
 """Several samples of a batch at once inside one worker: coroutines, or threads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -12,7 +10,7 @@ import time
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
@@ -174,21 +172,6 @@ def test_sample_rng_is_that_of_one_sample_after_the_other(workers, kind, concurr
     assert random.getstate() == state
 
 
-def test_a_replacement_draws_what_its_sample_would_have():
-    class Failing(Drawing):
-        def __getitem__(self, index):
-            raise Bad(f"no {index}")
-
-    def replace(index, error):
-        return index, float(shmloader.sample_rng().random())
-
-    options = {"batch_size": 4, "seed": 3, "collate_fn": list}
-    expected = list(DataLoader(Drawing(), **options))
-    loader = DataLoader(Failing(), fetch_concurrency=3, on_error=replace, **options)
-    assert list(loader) == expected
-    loader.close()
-
-
 class Lists(Dataset):
     def __len__(self) -> int:
         return 6
@@ -238,19 +221,6 @@ def test_in_process_it_works_inside_of_a_running_loop():
     assert asyncio.run(notebook()) == [[0, 1, 4, 9]]
 
 
-def test_what_leaves_the_loop_of_another_thread_reaches_the_caller():
-    class Leaves(Squares):
-        async def __getitem__(self, index):
-            raise SystemExit(3)
-
-    async def notebook():
-        with DataLoader(Leaves(2), batch_size=2, fetch_concurrency=2) as loader:
-            list(loader)
-
-    with pytest.raises(SystemExit):
-        asyncio.run(notebook())
-
-
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("is_notebook", [False, True])
 def test_a_ctrl_c_cancels_the_samples(is_notebook, on_error):
@@ -286,21 +256,6 @@ def test_stop_iteration_of_a_sample_is_an_error():
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(DataLoader(Stops(4), fetch_concurrency=2))
-
-
-@pytest.mark.parametrize("workers", WORKERS[:2])
-def test_a_sample_that_is_cancelled_costs_its_batch(workers):
-    class Cancelled(Squares):
-        async def __getitem__(self, index):
-            if index == 1:
-                raise asyncio.CancelledError
-            return index
-
-    with DataLoader(Cancelled(4), batch_size=2, fetch_concurrency=2, **workers) as loader:
-        batches = iter(loader)
-        with pytest.raises(RuntimeError, match="CancelledError"):
-            next(batches)
-        assert next(batches).tolist() == [2, 3]
 
 
 def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
@@ -359,12 +314,3 @@ def test_a_collate_fn_may_await_its_samples_as_with_torch(workers):
         assert [next(batches), next(batches)] == expected
         with pytest.raises(Bad, match="no 4"):
             next(batches)
-
-
-def test_an_iterable_dataset_has_no_use_for_it():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
-
-    with pytest.raises(ValueError, match="map-style"):
-        DataLoader(Stream(), fetch_concurrency=2)

@@ -1,7 +1,5 @@
 """spawn and forkserver: what reaches a worker that starts from nothing."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import threading
@@ -86,8 +84,6 @@ def test_local_things_reach_a_worker_of_a_program_from(method, source, tmp_path)
 
 
 class Shared:
-    """A dataset with what processes share: a lock, a value, a queue, an event and a tensor."""
-
     def __init__(self, context: Any) -> None:
         self.lock, self.event = context.Lock(), context.Event()
         self.value, self.queue = context.Value("i", 0), context.SimpleQueue()
@@ -122,29 +118,7 @@ def test_shared_things_reach_a_worker(method, collate) -> None:
     data.queue.close()
 
 
-class TwoViews:
-    """Two views of one shared tensor."""
-
-    def __init__(self) -> None:
-        base = torch.arange(10.0).share_memory_()
-        self.low, self.high = base[:5], base[5:]
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.low[index] + self.high[index]
-
-
-@pytest.mark.slow
-def test_two_views_of_one_shared_tensor_reach_a_spawned_worker() -> None:
-    with DataLoader(TwoViews(), num_workers=1, multiprocessing_context="spawn") as loader:
-        assert [float(batch) for batch in loader] == [5, 7, 9, 11, 13]
-
-
 class Unpicklable:
-    """A dataset that holds a lock."""
-
     def __init__(self) -> None:
         self.parts = [1, {"lock": threading.Lock()}]
 
@@ -198,46 +172,6 @@ def test_a_program_without_the_main_guard_is_told_so_once(method, tmp_path) -> N
     before, _, said = done.err.strip().partition("shmloader.WorkerDiedError: DataLoader worker ")
     assert "for batch in loader:" in before
     assert re.sub("[0-9]+", "N", said, count=1) == f"(pid N) exited unexpectedly. {_UNGUARDED}"
-
-
-@pytest.mark.slow
-def test_another_process_without_the_main_guard_raises_the_same_text(tmp_path) -> None:
-    done = run_program(
-        """
-        import multiprocessing
-        from shmloader import DataLoader
-
-        loader = DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn")
-        if __name__ == "__mp_main__":
-            try:
-                next(iter(loader))
-            except RuntimeError as error:
-                print(type(error).__name__, str(error).strip())
-        else:
-            process = multiprocessing.get_context("spawn").Process(target=print, args=["done"])
-            process.start()
-            process.join()
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    assert done.out == f"RuntimeError {_UNGUARDED}\ndone\n"
-
-
-@pytest.mark.slow
-def test_a_guarded_program_that_makes_its_loader_outside_works(tmp_path) -> None:
-    done = run_program(
-        """
-        from shmloader import DataLoader
-
-        loader = DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn")
-        if __name__ == "__main__":
-            print([batch.item() for batch in loader])
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    assert done.out == "[1, 2, 3]\n"
 
 
 @pytest.mark.slow

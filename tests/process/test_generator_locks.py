@@ -1,7 +1,5 @@
 """Workers that are forked while another thread draws random numbers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from shmloader import DataLoader, WorkerDiedError
 from shmloader.pools.worker import report_unlocked
@@ -77,23 +74,3 @@ def test_a_worker_that_dies_before_it_reports_is_a_dead_worker(monkeypatch) -> N
     monkeypatch.setattr("shmloader.pools.worker.report_unlocked", lambda _: os._exit(3))
     with pytest.raises(WorkerDiedError, match="exit code 3"):
         batches()
-
-
-@pytest.mark.slow
-def test_workers_start_while_another_thread_draws_all_the_time() -> None:
-    has_begun, stop = threading.Event(), threading.Event()
-
-    def draw() -> None:
-        while not stop.is_set():
-            torch.empty(1_000_000).normal_()
-            has_begun.set()
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    has_begun.wait()
-    try:
-        for _ in range(2):
-            assert batches() == [0, 1, 2, 3]
-    finally:
-        stop.set()
-        thread.join()

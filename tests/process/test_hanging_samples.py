@@ -17,7 +17,7 @@ import torch
 
 import shmloader
 from shmloader import DataLoader, SampleTimeoutError
-from tests.process.support import Calls, Streams, Switch
+from tests.process.support import Calls, Gate, Streams, Switch, outcomes
 
 LENGTH, BATCH = 24, 4
 LIMIT_S = 0.3
@@ -75,15 +75,8 @@ def load(dataset: Any, **options: Any) -> DataLoader:
 
 
 def read(loader: DataLoader) -> list[Any]:
-    """The batches, with the exceptions in their places."""
-    found, iterator = [], iter(loader)
-    while True:
-        try:
-            found.append(next(iterator).tolist())
-        except StopIteration:
-            return found
-        except SampleTimeoutError as error:
-            found.append(error)
+    found = outcomes(loader)
+    return [one if isinstance(one, SampleTimeoutError) else one.tolist() for one in found]
 
 
 @pytest.mark.sampled(4)
@@ -313,22 +306,18 @@ def test_after_a_sample_that_hung_a_state_resumes_at_the_next_batch(hanging):
 
 def test_while_others_go_on_a_slow_sample_is_left_alone():
     """Nobody waits for it: the limit counts while a batch is waited for."""
-    gate_read, gate_write = os.pipe()
+    gate = Gate()
 
     def sample(index: int) -> int:
         if index == 0:
-            os.read(gate_read, 1)
+            gate.pass_through()
         return index
 
-    try:
-        options = {"batch_size": 1, "in_order": False, "prefetch_factor": 8, "on_error": "skip"}
-        with load(Calls(sample, 8), sample_timeout=60, **options) as loader:
-            iterator = iter(loader)
-            # The worker that waits may have one more task.
-            found = [next(iterator).item() for _ in range(6)]
-            os.write(gate_write, b"x")
-            assert sorted([*found, *(batch.item() for batch in iterator)]) == list(range(8))
-            assert loader.failures.total == 0
-    finally:
-        os.close(gate_read)
-        os.close(gate_write)
+    options = {"batch_size": 1, "in_order": False, "prefetch_factor": 8, "on_error": "skip"}
+    with load(Calls(sample, 8), sample_timeout=60, **options) as loader:
+        iterator = iter(loader)
+        # The worker that waits may have one more task.
+        found = [next(iterator).item() for _ in range(6)]
+        gate.open()
+        assert sorted([*found, *(batch.item() for batch in iterator)]) == list(range(8))
+        assert loader.failures.total == 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +15,6 @@ pytestmark = pytest.mark.timeout(40)
 
 
 class Stream(IterableDataset):
-    """Notes when its iterator ends."""
-
     def __init__(self) -> None:
         self.has_ended = False
 
@@ -31,8 +26,6 @@ class Stream(IterableDataset):
 
 
 class Stateful(Dataset):
-    """Its order is its state."""
-
     def __init__(self, order: list[int]) -> None:
         self.order = order
 
@@ -49,36 +42,25 @@ class Stateful(Dataset):
         self.order = state["order"]
 
 
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
+@pytest.mark.usefixtures("no_collector")
 def test_a_stream_that_is_left_is_ended_at_once_without_the_collector() -> None:
     dataset = Stream()
-    loader = DataLoader(dataset, batch_size=2)
-    with without_collector():
-        for _ in loader:
-            break
-        assert dataset.has_ended
+    for _ in DataLoader(dataset, batch_size=2):
+        break
+    assert dataset.has_ended
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("options", [{}, {"seed": 1}], ids=["torch's", "seed"])
 @pytest.mark.parametrize("make", [Stream, lambda: Stateful([0, 1, 2, 3])], ids=["stream", "map"])
 def test_the_dataset_is_not_kept_by_an_iterator_that_was_dropped(make, options) -> None:
     dataset = make()
     loader = DataLoader(dataset, batch_size=2, **options)
     kept = weakref.ref(dataset)
-    with without_collector():
-        iterator = iter(loader)
-        next(iterator)
-        del iterator, loader, dataset
-        assert kept() is None
+    iterator = iter(loader)
+    next(iterator)
+    del iterator, loader, dataset
+    assert kept() is None
 
 
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
@@ -103,52 +85,6 @@ def test_an_epoch_that_the_dataset_closes_does_not_just_end(on_error) -> None:
         next(iterator)
     state = loader.state_dict()
     assert (state["epoch"], state["position"]) == (0, len(given))
-
-
-class Failing(Dataset):
-    """Its error came while it handled another, and it may name that one as the cause."""
-
-    def __init__(self, kind: type[BaseException], *, names_cause: bool) -> None:
-        self._kind = kind
-        self._names_cause = names_cause
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        try:
-            raise KeyError(index)
-        except KeyError as error:
-            if self._names_cause:
-                raise self._kind(index) from error
-            raise self._kind(index)  # noqa: B904 - without a cause
-
-
-def test_a_keyboard_interrupt_keeps_the_cause_that_the_dataset_names() -> None:
-    iterator = iter(DataLoader(Failing(KeyboardInterrupt, names_cause=True)))
-    with pytest.raises(KeyboardInterrupt) as raised:
-        next(iterator)
-    assert isinstance(raised.value.__cause__, KeyError)
-
-
-def test_torchs_warning_of_a_wrong_length_may_be_an_error_and_the_rest_comes() -> None:
-    class Short(Stream):
-        def __len__(self) -> int:
-            return 2
-
-    loader = DataLoader(Short())
-    assert len(loader) == 2
-    iterator = iter(loader)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        given = [next(iterator).item(), next(iterator).item()]
-        with pytest.raises(UserWarning, match="Length of IterableDataset"):
-            next(iterator)
-        assert loader.state_dict()["position"] == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        given += [batch.item() for batch in iterator]
-    assert given == [0, 1, 3, 4, 5, 6, 7]
 
 
 def test_a_sampler_that_is_iterated_after_a_resume_finds_the_datasets_state() -> None:

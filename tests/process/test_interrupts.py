@@ -18,15 +18,12 @@ from torch.utils.data import Dataset, IterableDataset
 from shmloader import ClosedLoaderError, DataLoader
 from tests.late import switched_on, to_host
 from tests.process.bytecodes import KINDS, Preempted, interrupt
-from tests.process.interrupts import in_thread
-from tests.process.support import Calls, Gate, stack_of, wait_until
+from tests.process.support import Calls, Gate, in_thread, stack_of, wait_until
 
 BATCHES = 5
 
 
 class Numbers(Dataset):
-    """Numbers as tensors."""
-
     def __len__(self) -> int:
         return 2 * BATCHES
 
@@ -35,16 +32,12 @@ class Numbers(Dataset):
 
 
 class Counted(IterableDataset):
-    """Numbers, from an iterator that has a state."""
-
     def __iter__(self) -> Counter:
         info = torch.utils.data.get_worker_info()
         return Counter(0 if info is None else 100 * info.id)
 
 
 class Counter:
-    """Its iterator."""
-
     def __init__(self, first: int) -> None:
         self.first = self.next = first
 
@@ -63,7 +56,6 @@ class Counter:
 
 @contextlib.contextmanager
 def pinned() -> Iterator[Callable[[Any], Any]]:
-    """Batches are copied into memory that is pinned for the late device."""
     with switched_on():
         yield _as_it_is
 
@@ -74,14 +66,12 @@ def _as_it_is(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def on_the_device() -> Iterator[Callable[[Any], Any]]:
-    """The late device; gives what brings a batch back to the host."""
     with switched_on():
         yield to_host
 
 
 @contextlib.contextmanager
 def on_the_host() -> Iterator[Callable[[Any], Any]]:
-    """Nothing is needed."""
     yield _as_it_is
 
 
@@ -217,9 +207,6 @@ def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_close
     assert became["is closed"] > 1
 
 
-# In the user's own code ------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def handler_that_raises(kind: type[BaseException] = Preempted) -> Iterator[None]:
     """What SIGUSR1 does."""
@@ -235,8 +222,6 @@ def handler_that_raises(kind: type[BaseException] = Preempted) -> Iterator[None]
 
 
 class Signalled(Numbers):
-    """The signal comes while a sample is loaded, the first time."""
-
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -305,9 +290,6 @@ def test_a_sampler_that_a_handler_ends_is_told_as_such(options) -> None:
     ]
 
 
-# Two threads -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, THREADS, WORKERS], ids=str)
 def test_a_second_thread_in_next_is_told_and_the_first_goes_on(options) -> None:
     gate = Gate()
@@ -325,5 +307,4 @@ def test_a_second_thread_in_next_is_told_and_the_first_goes_on(options) -> None:
                 next(batches)
             gate.open(4)
         found.extend(batches)
-    gate.close()
     assert found == [0, 1, 2, 3]

@@ -202,9 +202,6 @@ def test_of_ranks_that_several_shells_start_each_builds(tmp_path: Path) -> None:
     assert all(builder == pid for pid, builder in found)
 
 
-# Datasets -----------------------------------------------------------------------------------
-
-
 class Holder(Samples):
     def __init__(self, **parts: Any) -> None:
         super().__init__()
@@ -257,20 +254,6 @@ def test_a_dataset_that_one_rank_has_built_is_the_same_in_all(run) -> None:
         return share_on_host(lambda: Holder(name="parts", texts=[str(n) for n in range(1000)]))
 
     assert run.results(lambda: differences(make), 2) == [None, None]
-
-
-def test_what_share_copies_in_each_rank_is_compared_by_its_contents(run) -> None:
-    from shmloader import share
-
-    def make() -> Holder:
-        last = int(os.environ["RANK"]) if os.environ["DIFFERS"] == "1" else 0
-        return Holder(texts=share([*map(str, range(1000)), str(last)]))
-
-    for differs in "01":
-        os.environ["DIFFERS"] = differs
-        found = run.results(lambda: differences(make), 2)
-        assert len([*filter(None, found)]) == int(differs)
-    del os.environ["DIFFERS"]
 
 
 DIGESTS = """

@@ -1,7 +1,5 @@
 """The loader classes of trainers and toolkits: by a changed import, and under `install()`."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -28,13 +26,11 @@ WORKERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=WORKERS)
 def workers(request) -> dict[str, Any]:
-    """The arguments for each kind of workers."""
     return WORKERS[request.param]
 
 
 @contextlib.contextmanager
 def by_import() -> Iterator[Any]:
-    """Run on our engine by another base class."""
     yield DataLoader
     gc.collect()
 
@@ -64,8 +60,6 @@ def shuffled(make: Callable[[Any], Any], base: Any, workers: dict[str, Any]) -> 
 
 
 class Counted(Numbers):
-    """A dataset with a state of its own."""
-
     loaded = 0
 
     def __getitem__(self, index: int) -> Any:
@@ -110,27 +104,6 @@ def test_several_epochs_are_as_with_torch(make, ours, workers):
         del loader
 
 
-def test_a_sampler_inside_the_dataset_has_its_epochs(ours, workers):
-    loader = classes.speech_dynamic(TorchLoader, Numbers(LENGTH), **workers)
-    expected = []
-    for epoch in range(3):
-        loader.dataset.set_epoch(epoch)  # torch's persistent workers do not see this
-        expected.append(values(loader))
-    del loader
-    with ours() as base:
-        loader, got = classes.speech_dynamic(base, Numbers(LENGTH), **workers), []
-        for epoch in range(3):
-            if base is TorchLoader:
-                loader.dataset.set_epoch(epoch)
-            got.append(values(loader))
-        del loader
-    if base is DataLoader and "persistent_workers" in workers:
-        assert got[0] == expected[0]
-        assert len({str(epoch) for epoch in got}) == 3
-    else:
-        assert got == expected
-
-
 def test_an_endless_iterator_is_made_anew_in_mid_run(ours, workers):
     def run(base: Any, *, ends_workers: bool = True) -> list[Any]:
         loader = shuffled(classes.detection_trainer, base, workers)
@@ -164,8 +137,6 @@ def test_an_endless_iterator_is_resumed(make, seed, workers):
         next(other.iterator)
     other.iterator = other._get_iterator()
     assert values(itertools.islice(itertools.chain(other, other), 1 + later)) == expected
-    loader.close()
-    other.close()
 
 
 @pytest.mark.sampled(6)
@@ -212,19 +183,6 @@ def test_an_epoch_that_a_toolkit_has_begun_has_no_state_of_ours(seed, monkeypatc
     assert loader.state_dict()["position"] == 1
 
 
-def test_a_loader_of_a_samplers_batches_is_resumed(workers):
-    loader = classes.speech_dynamic(DataLoader, Numbers(LENGTH), **workers)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    expected = values(iterator)
-    loader.close()
-    other = classes.speech_dynamic(DataLoader, Numbers(LENGTH), **workers)
-    other.load_state_dict(state)
-    assert values(other) == expected
-    other.close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_only_looks_like_a_loader_runs_as_before(num_workers):
     loader = classes.FakeLoader(Numbers(LENGTH), 3, num_workers)
@@ -232,9 +190,6 @@ def test_what_only_looks_like_a_loader_runs_as_before(num_workers):
     with shmloader.installed() as report:
         assert [values(loader), values(loader)] == expected
     assert report.loaders == ()
-
-
-# What a subclass may override --------------------------------------------------------------
 
 
 def overriding(base: Any) -> Any:
@@ -267,7 +222,6 @@ def test_a_subclass_may_return_an_iterator_of_its_own():
     loader = OwnList(Numbers(4), batch_size=2)
     assert [*loader] == [*loader] == [1, 2]
     assert (loader.epoch, len(loader)) == (0, 2)
-    loader.close()
 
 
 def with_torchs_own_iter(base: Any) -> Any:
@@ -310,7 +264,6 @@ def test_an_epoch_that_began_by_a_reset_is_counted_and_resumed(seed, dataset):
     assert sorted(itertools.chain(*begun, *rest)) == sorted(itertools.chain(*first))
     loader.load_state_dict(state)
     assert values(loader) == rest
-    loader.close()
 
 
 def test_persistent_workers_of_an_overriding_class_keep_their_iterator():
@@ -326,7 +279,6 @@ def test_persistent_workers_of_an_overriding_class_keep_their_iterator():
     assert [values(loader), values(loader)] == [[[0, 1], [2, 3]]] * 2
     assert loader.made == 1
     assert loader._iterator is iter(loader)
-    loader.close()
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -1,7 +1,5 @@
 """The main process ends, in every way; its workers end with it, and nobody says anything."""
 
-from __future__ import annotations
-
 import os
 import signal
 import textwrap
@@ -10,7 +8,7 @@ import psutil
 import pytest
 
 from tests.late import reason_to_skip
-from tests.process.support import Program, run_program, wait_until
+from tests.process.support import Program, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -113,19 +111,6 @@ def test_forked_workers_end_with(end, busy, tmp_path) -> None:
     assert done.err.count("Traceback") == bool(error)
     done.err = ""
     done.assert_quiet(code)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_started_afresh_end_with_an_exception(method, tmp_path) -> None:
-    done = program(
-        f"loader, batches = workers({method!r}, 'sleep')\nraise ZeroDivisionError('of the user')",
-        tmp_path,
-    ).finish()
-    assert done.err.count("Traceback") == 1
-    assert done.err.strip().endswith("ZeroDivisionError: of the user")
-    done.err = ""
-    done.assert_quiet(1)
 
 
 ALIVE = {
@@ -273,27 +258,6 @@ def test_the_interpreter_ends_quietly_with(what, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_with_a_stopped_worker_though_finalizers_came_first(tmp_path) -> None:
-    """Exit functions run last registered first: multiprocessing's may come before ours."""
-    done = run_program(
-        """
-        import weakref
-        class Thing: pass
-        thing = Thing()
-        weakref.finalize(thing, len, "")  # registers weakref's exit function now
-        """
-        + "\n".join("        " + line for line in HEAD.splitlines())
-        + """
-        loader, batches = workers("fork")
-        os.kill(batches._workers[0].pid, signal.SIGSTOP)
-        """,
-        tmp_path / "program.py",
-        timeout_s=20,
-    )
-    done.assert_quiet()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["idle", "sleep", "compute"])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> None:
@@ -310,32 +274,6 @@ def test_ctrl_c_ends_everything_with_one_traceback(method, when, tmp_path) -> No
     assert done.err.strip().endswith("KeyboardInterrupt")
     done.err = ""
     done.assert_quiet(-signal.SIGINT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_what_imports_the_program_for_workers_does_not_hear_ctrl_c(method, tmp_path) -> None:
-    done = run_program(
-        f"""
-        import signal
-        from shmloader import DataLoader
-
-        BLOCKED = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-        class Data:
-            def __len__(self):
-                return 1
-            def __getitem__(self, index):
-                return BLOCKED
-
-        if __name__ == "__main__":
-            options = {{"num_workers": 1, "multiprocessing_context": {method!r}}}
-            print(BLOCKED, *DataLoader(Data(), batch_size=None, **options))
-        """,
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    assert done.out.split() == ["False", "True"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Memory that is not there: told before it is touched, and the kernel's kills explained."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -21,8 +19,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Limited(DataLoader):
-    """A loader on a made-up system."""
-
     def __init__(self, system: System, *arguments: Any, **options: Any) -> None:
         self.system = system
         super().__init__(*arguments, **options)
@@ -39,26 +35,6 @@ def make_system(root: Path, free_bytes: int) -> System:
     system.join_v2("/job")
     system.group_v2("/job", 4 * free_bytes + RESERVE_BYTES, 3 * free_bytes)
     return system
-
-
-def of_bytes(nbytes: int) -> torch.Tensor:
-    return torch.full((nbytes,), nbytes % 251, dtype=torch.uint8)
-
-
-def take_all(loader: DataLoader[Any], count: int) -> tuple[list[int], list[str]]:
-    """Sizes of the batches that come, and texts of the errors that come instead."""
-    came, told = [], []
-    batches = iter(loader)
-    for _ in range(count):
-        try:
-            batch = next(batches)
-            assert bool((batch == len(batch) % 251).all())
-            came.append(len(batch))
-        except SharedMemoryError as error:
-            told.append(str(error))
-    with pytest.raises(StopIteration):
-        next(batches)
-    return came, told
 
 
 def with_text(samples: list[Any]) -> Any:
@@ -92,7 +68,6 @@ def test_a_batch_that_does_not_fit_is_told_at_its_place_and_the_rest_goes_on(
     assert "but 5.0 MB is free (limit of the control group /job;" in text
     assert "The loader needs 6 such slots: lower prefetch_factor" in text
     assert sum(slots.files().values()) < MIB, "it was touched"
-    loader.close()
 
 
 def test_a_list_of_keys_that_does_not_fit_is_told_by_the_main_process(tmp_path) -> None:
@@ -128,78 +103,6 @@ def test_what_a_batch_that_failed_has_touched_is_not_asked_for_again(tmp_path) -
     system.set_available(0)
     gate.open()
     next(batches)
-    gate.close()
-    told.close()
-
-
-# Address space ------------------------------------------------------------------------------
-
-
-UNDER_LIMIT = """
-import resource, torch
-import shmloader
-from shmloader import DataLoader, SharedMemoryError
-
-def used():
-    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-
-def limit(nbytes):
-    resource.setrlimit(resource.RLIMIT_AS, (used() + nbytes, resource.RLIM_INFINITY))
-
-class Data:
-    def __init__(self, *sizes):
-        self.sizes = sizes
-    def __len__(self):
-        return len(self.sizes)
-    def __getitem__(self, index):
-        # In ordinary memory, a sample that does not fit would raise torch's own error.
-        return shmloader.empty((self.sizes[index],), dtype=torch.uint8).fill_(index % 251)
-
-def load(*sizes):
-    came, told, most = [], [], used()
-    batches = iter(DataLoader(Data(*sizes), batch_size=None, num_workers=2))
-    for index in range(len(sizes)):
-        try:
-            batch = next(batches)
-            assert len(batch) == sizes[index] and bool((batch == index % 251).all())
-            came.append(index)
-        except SharedMemoryError as error:
-            told.append((index, str(error)))
-        most = max(most, used())
-    return came, told, most
-"""
-
-
-@pytest.mark.slow
-def test_under_a_limit_on_address_space_slots_take_what_batches_need(tmp_path) -> None:
-    done = run_program(
-        UNDER_LIMIT
-        + """
-limit(32 * 10**9)
-before = used()
-came, told, most = load(*[70_000] * 24)
-print(len(came), told, most - before < 300e6)
-bytearray(500 << 20)
-# Eight slots would take more than is left, with what this process and the workers need besides.
-limit(600 * 10**6)
-came, told, _ = load(*[60_000_000] * 16)
-print(len(came), told)
-came, told, _ = load(1000, 10**9, 2000)
-print(came, len(told))
-print(told[0][1])
-""",
-        tmp_path / "program.py",
-    )
-    done.assert_quiet()
-    small, large, partly, error = done.out.strip().split("\n", 3)
-    assert small == "24 [] True"
-    assert large == "16 []"
-    assert partly == "[0, 2] 1"
-    assert "cannot map 1.0 GB of a slot of shared memory" in error
-    assert "(`ulimit -v`)" in error
-
-
-# Kills ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -324,53 +227,3 @@ except WorkerDiedError as error:
     )
     done.assert_quiet()
     assert "the kernel's out-of-memory killer did: lower num_workers" in done.out
-
-
-@pytest.mark.slow
-def test_in_a_real_group_locked_memory_is_no_more_than_batches_need(control_group) -> None:
-    group = control_group(600 * MIB)
-    done = run_program(
-        PROGRAM.format(group=str(group))
-        + """
-import ctypes
-
-class Data:
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return torch.full((20_000,), float(index))
-
-print(ctypes.CDLL(None).mlockall(2))  # MCL_FUTURE
-print(*[int(batch.mean()) for batch in DataLoader(Data(), num_workers=2)])
-"""
-    )
-    done.assert_quiet()
-    is_refused, *came = done.out.splitlines()
-    if is_refused != "0":
-        pytest.skip("no memory may be locked here")
-    assert came == [" ".join(map(str, range(12)))]
-    assert "oom_kill 0" in kills_of(group)
-
-
-@pytest.mark.slow
-def test_in_a_real_group_an_epoch_that_torch_finishes_is_finished(control_group) -> None:
-    group = control_group(700 * 10**6)
-    done = run_program(
-        PROGRAM.format(group=str(group))
-        + """
-class Data:
-    def __len__(self):
-        return 24
-    def __getitem__(self, index):
-        return torch.full(((64 + 10 * (index % 2)) * 10**6,), index, dtype=torch.uint8)
-
-batches = iter(DataLoader(Data(), batch_size=None, num_workers=2))
-for index in range(24):
-    batch = next(batches)
-    assert int(batch[0]) == int(batch[-1]) == index
-print(index)
-"""
-    )
-    done.assert_quiet()
-    assert done.out == "23\n"
-    assert "oom_kill 0" in kills_of(group)

@@ -1,9 +1,6 @@
 """Long and odd things on their way: keys, bodies, exceptions, objects that do not pickle."""
 
-from __future__ import annotations
-
 import dataclasses
-import os
 import re
 import sys
 import threading
@@ -13,26 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, WorkerDiedError
+from shmloader import DataLoader, WorkerDiedError
 from tests.parity.compare import assert_same
-from tests.process.support import Calls, only
+from tests.process.support import Calls, only, outcomes
 
 pytestmark = pytest.mark.timeout(40)
-
-
-def events(loader: DataLoader, most: int = 50) -> list[Any]:
-    """What comes out, an exception as itself; ends where it ends, or after so many."""
-    batches, seen = iter(loader), []
-    while len(seen) < most:
-        try:
-            seen.append(next(batches))
-        except StopIteration:
-            return seen
-        except (LoaderTimeoutError, ClosedLoaderError):
-            raise
-        except Exception as error:
-            seen.append(error)
-    raise AssertionError(f"no end after {most}: {seen}")
 
 
 KEYS = [1, True, 1.0]
@@ -78,9 +60,6 @@ def test_odd_things_arrive_as_they_are(what) -> None:
             assert_same(batches, expected)
     if "not the same" in what:
         assert [type(next(iter(batch))) for batch in batches] == [int, bool, float] * 3
-
-
-# ---------------------------------------------------------------- exceptions
 
 
 class TwoArguments(Exception):  # noqa: N818 - as users name theirs
@@ -143,7 +122,7 @@ def test_an_exception_with(what) -> None:
             raise make()
         return n
 
-    seen = events(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=only))
+    seen = outcomes(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=only))
     assert [seen[0], *seen[2:]] == [0, 2, 3]
     error = seen[1]
     assert kind in ("", type(error).__name__)
@@ -163,38 +142,14 @@ def test_an_exception_of_a_class_that_only_the_worker_knows_comes_and_the_rest_t
             raise module.Strange("unheard of")
         return n
 
-    seen = events(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=only, timeout=3))
+    seen = outcomes(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=only, timeout=3))
     assert [seen[0], *seen[2:]] == [0, 2, 3, 4, 5]
     assert "unheard of" in str(seen[1])
-
-
-# ---------------------------------------------------------------- what does not pickle
 
 
 class FailsToReduce:
     def __reduce__(self) -> Any:
         raise ZeroDivisionError("cannot be reduced")
-
-
-def explode() -> None:
-    if "process_of_the_test" in globals() and os.getpid() == process_of_the_test:
-        raise ZeroDivisionError("cannot be rebuilt")
-
-
-process_of_the_test = os.getpid()
-
-
-class FailsToRebuild:
-    """Unpickles everywhere but in the main process."""
-
-    def __reduce__(self) -> Any:
-        return explode, ()
-
-    def __hash__(self) -> int:
-        return 5
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is FailsToRebuild
 
 
 @pytest.mark.sampled(2)
@@ -210,17 +165,7 @@ def test_a_dict_key_that_cannot_be_pickled_is_an_error_at_its_place(kind, collat
         key = {"a lambda": lambda: 1, "a local class": Local(), "failing": FailsToReduce()}[kind]
         return {key: torch.tensor([n])}
 
-    seen = events(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=collate))
+    seen = outcomes(DataLoader(Calls(sample, 4), num_workers=2, collate_fn=collate))
     assert [int(seen[0]), *map(int, seen[2:])] == [0, 2, 3]
     assert isinstance(seen[1], Exception)
     assert not isinstance(seen[1], WorkerDiedError)
-
-
-@pytest.mark.parametrize("collate", [None, only])
-def test_a_dict_key_that_main_cannot_rebuild_is_an_error_at_its_place(collate) -> None:
-    def sample(n: int) -> Any:
-        return {FailsToRebuild(): torch.tensor([n])} if n == 1 else torch.tensor([n])
-
-    seen = events(DataLoader(Calls(sample, 6), num_workers=2, collate_fn=collate, timeout=3))
-    assert isinstance(seen[1], ZeroDivisionError)
-    assert [int(seen[0]), *map(int, seen[2:])] == [0, 2, 3, 4, 5]

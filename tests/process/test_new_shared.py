@@ -1,23 +1,11 @@
 """Collate functions that allocate from torch's shared memory, as PyTorch Geometric's does."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shmloader import DataLoader
-from tests.process.support import Calls
-
-
-def mapping_of(address: int) -> str:
-    """The name of the mapping that an address of this process lies in."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(text, 16) for text in line.split()[0].split("-"))
-        if begin <= address < end:
-            return line.partition("/")[2]
-    return ""
+from tests.process.support import Calls, mapping_at
 
 
 def collate(samples: list[torch.Tensor]) -> tuple[torch.Tensor, str]:
@@ -26,7 +14,7 @@ def collate(samples: list[torch.Tensor]) -> tuple[torch.Tensor, str]:
     count = sum(sample.numel() for sample in samples)
     storage = first.untyped_storage()._new_shared(count * first.element_size(), device=first.device)
     out = first.new(storage).resize_(len(samples) * first.shape[0], *first.shape[1:])
-    return torch.cat(samples, out=out), mapping_of(storage.data_ptr())
+    return torch.cat(samples, out=out), mapping_at(storage.data_ptr())
 
 
 def ramp(index: int) -> torch.Tensor:
@@ -50,12 +38,13 @@ def test_what_does_not_fit_in_the_slot_is_raised_as_such_or_lies_in_private_memo
         num_workers=1,
         shm_size="1MiB",
     )
-    assert list(loader) == [""]  # an intermediate result may be larger than the slot
+    (where,) = loader
+    assert "/" not in where  # an intermediate result may be larger than the slot
 
 
 def outside(index: int) -> tuple[Any, str]:
     storage = torch.UntypedStorage._new_shared(4096)
-    return index, mapping_of(storage.data_ptr())
+    return index, mapping_at(storage.data_ptr())
 
 
 def test_outside_of_collate_torchs_own_function_allocates():

@@ -1,13 +1,10 @@
 """The process that imports the program once, and forks the workers of spawn and forkserver."""
 
-from __future__ import annotations
-
 import re
 import signal
 
 import pytest
 
-from shmloader.errors import LOADER_CLOSED
 from tests.process.support import Done, run_program, wait_for_end
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.slow]
@@ -148,43 +145,6 @@ def test_it_ends_with_the_main_process(tmp_path) -> None:
     done = run(tmp_path, "print('pid', early[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     assert done.code == -signal.SIGKILL
     wait_for_end(int(re.search(r"pid (\d+)", done.out).group(1)))
-
-
-def test_what_pickling_sets_in_the_environment_all_have(tmp_path) -> None:
-    then = "os.environ['SET_LATE'] = 'it'"
-    done = run(tmp_path, then, main="print(read(data, worker_init_fn=tell))")
-    assert sorted(done.out.splitlines()) == ["0 has it", "1", "1 has it", ALL], done.err
-    done.assert_quiet()
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_loader_that_is_closed_meanwhile_begins_no_epoch(tmp_path, method) -> None:
-    main = """
-    from shmloader import ClosedLoaderError
-    Data.loader = make(data)
-    try:
-        iter(Data.loader)
-    except ClosedLoaderError as error:
-        print(error)
-    """
-    done = run(tmp_path, "Data.loader.close()", main=main, method=method)
-    assert done.out.splitlines()[-1] == LOADER_CLOSED, done.err
-    done.assert_quiet()
-
-
-def test_at_the_interpreter_s_exit_it_is_ended_once(tmp_path) -> None:
-    main = """
-    from multiprocessing import util
-    from shmloader import ClosedLoaderError
-    Data.exit = util._run_finalizers
-    try:
-        read(data)
-    except ClosedLoaderError as error:
-        print(error)
-    """
-    done = run(tmp_path, "Data.exit(100)", main=main)
-    assert done.out.splitlines() == ["1", "the workers have been ended"], done.err
-    done.assert_quiet()
 
 
 def test_loaders_share_it_and_it_goes_with_the_last_of_them(tmp_path) -> None:

@@ -1,15 +1,11 @@
 """Stages on worker processes: the loader's own pool and slots."""
 
-from __future__ import annotations
-
-import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ import torch
 
 import shmloader
 from shmloader import PipelineBuilder, WorkerDiedError
-from tests.process.support import Bad, Gate, Slots, wait_for_end, wait_until
+from tests.process.support import Bad, Gate, Slots, mapping_at, wait_for_end, wait_until
 
 SOON_S = 20.0
 # Said: within 1 s. What must not be waited for here takes a minute.
@@ -39,18 +35,10 @@ def filled(number):
     return torch.full((LARGE,), number, dtype=torch.uint8)
 
 
-def slot_spans():
-    """Addresses of our mappings in this process: first, and one after the last."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if "memfd:shmloader " in line]
-    return [(int(first, 16), int(end, 16)) for first, end in spans]
-
-
 def test_large_results_are_views_of_slots(slots: Slots):
     with on_processes(filled, range(40)).auto_stop() as pipeline:
         for number, tensor in enumerate(pipeline):
-            address = tensor.data_ptr()
-            assert any(first <= address < end for first, end in slot_spans()), number
+            assert "memfd:shmloader " in mapping_at(tensor.data_ptr()), number
         # Tickets in flight: 2 processes with 2 jobs each. Lent: as many, 2 in the sink, 2 in hand.
         assert 1 <= len(slots.maps()) <= 4 + 8
     assert len(slots.maps()) == 1  # under the last tensor
@@ -197,8 +185,6 @@ def test_a_killed_worker_is_worker_died_error_and_the_next_start_has_new_ones(is
         gate.open(2)
         assert list(pipeline) == list(range(9))
         assert pids() != [pid]
-    gate.close()
-    reached.close()
 
 
 def test_a_worker_that_is_killed_while_it_waits_is_told_at_its_next_item():
@@ -242,30 +228,9 @@ def test_workers_that_are_in_an_op_end_at_once(how, is_stopped):
     assert time.monotonic() - start < END_S
     for pid in workers:
         wait_for_end(pid, 0.1)
-    reached.close()
-
-
-def test_a_pipeline_that_becomes_garbage_on_a_thread_of_another_ends_all_the_same(no_collector):
-    class Holder:
-        def __init__(self):
-            self.itself = self
-            self.pipeline = on_processes(filled, range(1000))
-            self.pipeline.start()
-            self.item = self.pipeline.get_item(SOON_S)
-
-    holder = Holder()
-    workers = pids()
-    del holder
-    # The check of what remains sees to slots, threads and descriptors.
-    found = list(PipelineBuilder().add_source([1]).pipe(lambda _: gc.collect()).add_sink().build())
-    assert found[0] > 0
-    for pid in workers:
-        wait_for_end(pid, SOON_S)
 
 
 class FiveAnEpoch:
-    """A source of five numbers, each with its epoch's."""
-
     epoch = -1
 
     def __iter__(self):
@@ -291,8 +256,6 @@ def test_what_was_in_work_when_an_epoch_was_left_reaches_nobody():
         items = iter(pipeline)
         gate.open()
         assert list(items) == [(1, number) for number in range(5)]
-    gate.close()
-    reached.close()
 
 
 def test_two_stages_on_processes_and_one_on_the_users_pool():

@@ -1,7 +1,5 @@
 """``transfer``: the stages of ``device=``, on the late device."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import weakref
 
@@ -22,7 +20,6 @@ def make(number):
 
 
 def ends(count: int) -> list[list[int]]:
-    """What `LateDevice.contents` finds in so many batches."""
     return [[number] * 4 for number in range(count)]
 
 
@@ -60,13 +57,6 @@ def test_an_op_after_the_transfer_waits_for_the_copy_on_its_own_stream(late):
         assert list(builder.add_sink().build()) == [[number] * 2 for number in range(40)]
 
 
-def test_slots_that_a_threads_op_sees_are_not_locked(late):
-    builder = PipelineBuilder().add_source(range(9)).pipe(make, executor="process")
-    builder.pipe(lambda batch: batch).transfer("late")
-    assert late.contents(builder.add_sink().build()) == ends(9)
-    assert late.count("registered") == 0
-
-
 def test_a_break_waits_for_the_copies_under_way(late):
     builder = PipelineBuilder().add_source(range(40)).pipe(make, executor="process")
     pipeline = builder.transfer("late").add_sink(1).build()
@@ -91,20 +81,6 @@ def test_nothing_of_an_epoch_is_held_after_its_end(late):
             del tensor
         assert len(made) == 9
         assert all(reference() is None for reference in made)
-
-
-def test_what_a_copy_raises_has_stage_and_item(late):
-    class Bad:
-        def to(self, device, non_blocking=False):
-            raise ValueError("not to be moved")
-
-        def __deepcopy__(self, memo):
-            return self
-
-    builder = PipelineBuilder().add_source([Bad()]).transfer("late")
-    with pytest.raises(ValueError, match="not to be moved") as caught:
-        list(builder.add_sink().build())
-    assert "Stage 'transfer to late' failed for item" in caught.value.__notes__[0]
 
 
 def test_the_cpu_is_no_stage_and_what_does_not_fit_after_a_transfer_is_told(late):

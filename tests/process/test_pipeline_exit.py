@@ -1,7 +1,5 @@
 """A program that ends with a pipeline in any state prints nothing of ours, and leaves nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time

@@ -3,8 +3,6 @@
 Nor does it hang the pipeline, or its next epoch.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import contextlib
@@ -20,8 +18,7 @@ import torch
 from shmloader import ClosedLoaderError, PipelineBuilder
 from tests.late import switched_on, to_host
 from tests.process.bytecodes import KINDS, interrupt
-from tests.process.interrupts import in_thread
-from tests.process.support import stack_of, wait_until
+from tests.process.support import in_thread, stack_of, wait_until
 
 ITEMS = 8
 SOON_S = 20.0

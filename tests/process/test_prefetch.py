@@ -1,7 +1,5 @@
 """``shmloader.sequence.prefetch``: the engine behind a sequence."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -11,7 +9,7 @@ import torch
 from shmloader import SharedMemoryError, WorkerDiedError
 from shmloader.loader import dataloader
 from shmloader.sequence import prefetch, smap
-from tests.process.support import Bad, Gate, Numbers, Slots, wait_for_end, wait_until
+from tests.process.support import Bad, Gate, Slots, wait_for_end, wait_until
 
 SOON_S = 20.0
 
@@ -74,17 +72,6 @@ def test_without_memfd_torchs_workers_load_the_items(monkeypatch):
     items.close()
 
 
-def test_without_memfd_a_failed_item_raises_and_the_next_ones_come(monkeypatch):
-    monkeypatch.setattr(dataloader, "is_supported", lambda: False)
-    items = prefetch(Numbers(5, 1, 3), 2, "process")
-    with pytest.warns(RuntimeWarning, match="runs on torch's own workers"):
-        assert items[0] == 0
-    with pytest.raises(Bad, match="no 1"):
-        items[1]
-    assert items[2] == 2
-    items.close()
-
-
 def test_an_empty_sequence_has_no_items(method):
     items = prefetch([], 1, method)
     assert list(items) == []
@@ -142,7 +129,6 @@ def test_a_dead_worker_is_told_and_the_next_item_has_a_new_one():
     with pytest.raises(WorkerDiedError):
         items[1]
     assert items[2] != pid
-    gate.close()
 
 
 def test_a_start_hook_runs_in_each_worker(method):

@@ -1,7 +1,5 @@
 """Attributes that are replaced after construction count when the next epoch begins."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import itertools
@@ -12,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
-from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampler
 
-import shmloader
 from shmloader import DataLoader, ShardedDataLoader
-from tests.process.support import Numbers, Streams
+from tests.process.support import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:executor= lets any idle worker:UserWarning")
 
@@ -34,7 +30,6 @@ WORKERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=WORKERS)
 def workers(request) -> Iterator[dict[str, Any]]:
-    """The arguments for each kind of workers."""
     if request.param != "executor":
         yield WORKERS[request.param]
         return
@@ -44,8 +39,6 @@ def workers(request) -> Iterator[dict[str, Any]]:
 
 
 class Repeat:
-    """Yields the batches of a batch sampler again and again, for ever."""
-
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
@@ -55,8 +48,6 @@ class Repeat:
 
 
 class Own:
-    """A batch sampler of a user's, which says whether it was iterated."""
-
     def __init__(self, *batches: list[int]) -> None:
         self.batches = batches
         self.begun = 0
@@ -109,7 +100,6 @@ def test_a_batch_sampler_put_in_before_and_between_epochs_is_iterated(workers, s
     put(loader, "batch_sampler", BatchSampler(range(4), 3, drop_last=True))
     assert len(loader) == 1
     assert values(loader) == [[0, 1, 2]]
-    loader.close()
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -121,7 +111,6 @@ def test_a_sampler_put_in_is_iterated_where_samples_are_not_batched(workers, see
     assert list(loader) == [4, 2]
     put(loader, "sampler", range(7, 10))
     assert list(loader) == [7, 8, 9]
-    loader.close()
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -134,17 +123,6 @@ def test_a_sampler_put_into_the_batch_sampler_is_iterated(workers, seed):
     loader.batch_sampler.drop_last = True
     assert len(loader) == 1
     assert values(loader) == [[3, 1]]
-    loader.close()
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_an_endless_batch_sampler_goes_on_past_the_first_epoch(workers, seed):
-    loader = DataLoader(Numbers(LENGTH), 4, seed=seed, **workers)
-    put_by_setattr(loader, "batch_sampler", Repeat(loader.batch_sampler))
-    iterator = iter(loader)
-    got = [next(iterator).tolist() for _ in range(7)]
-    assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2 + [[0, 1, 2, 3]]
-    loader.close()
 
 
 def test_each_pass_of_an_endless_seeded_order_is_that_of_a_further_epoch():
@@ -164,36 +142,11 @@ def test_each_pass_of_an_endless_seeded_order_is_that_of_a_further_epoch():
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_what_torch_does_not_read_again_is_not_read_again(seed):
-    """Where there is a batch sampler, torch's loader reads neither of these."""
-    batches: list[Any] = []
-    for make in (TorchLoader, lambda *args: DataLoader(*args, seed=seed)):
-        loader = make(Numbers(LENGTH), 4)
-        for name, value in (("sampler", [3, 1]), ("batch_size", 2), ("drop_last", True)):
-            put_by_setattr(loader, name, value)
-        batches.append((len(loader), values(loader)))
-    assert batches[0] == batches[1]
-
-
-@pytest.mark.parametrize("seed", [None, 3])
 def test_a_dataset_put_in_is_loaded_in_the_order_of_the_sampler(workers, seed):
     loader = DataLoader(Numbers(4), 2, seed=seed, **workers)
     put_by_setattr(loader, "dataset", torch.arange(100, 200))
     assert len(loader) == 2
     assert values(loader) == [[100, 101], [102, 103]]
-    loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_arguments_of_a_stream_that_are_put_in_count_as_with_torch(num_workers):
-    batches: list[Any] = []
-    for kind in (TorchLoader, DataLoader):
-        loader = kind(Streams(lambda: iter(range(7))), 4, num_workers=num_workers)
-        put_by_setattr(loader, "drop_last", True)
-        before = values(loader)
-        put_by_setattr(loader, "batch_sampler", BatchSampler([None] * 9, 3, drop_last=False))
-        batches.append((before, values(loader)))
-    assert batches[0] == batches[1] == ([[0, 1, 2, 3]], [[0, 1, 2], [3, 4, 5]])
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -237,18 +190,6 @@ def test_a_sampler_that_differs_by_its_content_alone_is_told_by_the_first_batch(
         next(iter(loader))
 
 
-def test_a_state_that_was_loaded_before_the_order_was_replaced_is_refused_by_iter():
-    loader = DataLoader(Numbers(LENGTH), 4)
-    next(iter(loader))
-    loader.load_state_dict(loader.state_dict())
-    usual = loader.batch_sampler
-    put_by_setattr(loader, "batch_sampler", [[1, 2]])
-    with pytest.raises(ValueError, match="the state does not fit this loader"):
-        iter(loader)
-    put_by_setattr(loader, "batch_sampler", usual)
-    assert values(loader) == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_running_epoch_keeps_its_order_and_its_state(workers, seed):
     loader = DataLoader(Numbers(LENGTH), 4, seed=seed, **workers)
@@ -264,55 +205,6 @@ def test_a_running_epoch_keeps_its_order_and_its_state(workers, seed):
     again = DataLoader(Numbers(LENGTH), 4, seed=seed)
     again.load_state_dict(state)
     assert values(again) == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_copies_have_what_was_put_in(seed, duplicate):
-    loader = DataLoader(Numbers(LENGTH), 4, seed=seed)
-    put_by_setattr(loader, "batch_sampler", [[1], [2]])
-    other = duplicate(loader)
-    assert values(other) == [[1], [2]]
-    put_by_setattr(other, "batch_sampler", [[3]])
-    assert (values(other), values(loader)) == ([[3]], [[1], [2]])
-
-
-def test_samples_that_were_rolled_over_stay_until_the_batch_sampler_is_replaced():
-    for seed in (None, 3):
-        loader = DataLoader(Numbers(5), 2, last_batch="rollover", seed=seed)
-        assert values(loader) == [[0, 1], [2, 3]]
-        assert len(loader) == 3
-        usual = loader.batch_sampler
-        put_by_setattr(loader, "batch_sampler", [[1]])
-        assert values(loader) == [[1]]
-        put_by_setattr(loader, "batch_sampler", usual)
-        assert values(loader) == [[4, 0], [1, 2], [3, 4]]
-
-
-@pytest.mark.parametrize("kind", ["in process", "processes", "persistent"])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_installed_loaders_follow_what_is_put_in(kind, seed):
-    with shmloader.installed(seed=seed):
-        loader = TorchLoader(Numbers(LENGTH), 4, **WORKERS[kind])
-        assert values(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-        put_by_setattr(loader, "batch_sampler", Own([1, 2], [3]))
-        assert values(loader) == [[1, 2], [3]]
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [RandomSampler(range(4)), RandomSampler(range(LENGTH), generator=torch.Generator())],
-    ids=["fewer samples", "a generator"],
-)
-def test_a_random_sampler_of_the_users_is_drawn_with_an_installed_seed(sampler):
-    with shmloader.installed(seed=3):
-        loader = TorchLoader(Numbers(LENGTH), 4, sampler=sampler)
-        assert sorted(itertools.chain(*values(loader))) == [*range(len(sampler))]
-
-
-# Sharded loaders ---------------------------------------------------------------------------
 
 
 def ranks_of(change: Callable[[Any], object], **options: Any) -> list[list[Any]]:

@@ -1,7 +1,5 @@
 """The page of a trace: in a real browser, at two widths, for a run of each kind."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -83,7 +81,6 @@ def record(path: Path, *, is_bound: bool, **options: Any) -> Path:
 
 
 def browse(page: Path, width: int) -> str:
-    """The page as it is when its script has run in a browser."""
     assert BROWSER is not None
     text = page.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>")
     # No window is narrower than 500 pixels, but a frame may be.
@@ -141,7 +138,6 @@ def test_a_browser_draws_the_page(tmp_path, is_bound, width) -> None:
 
 
 def shown(spent_ms: float) -> str:
-    """A duration as the page's script writes it."""
     return f"{spent_ms / 1e3:.2f} s" if spent_ms >= 1000 else f"{spent_ms:.3g} ms"
 
 
@@ -236,50 +232,6 @@ def test_the_figures_are_those_of_the_charts(tmp_path, options) -> None:
     elapsed = max(end for end in ends if end < second) - run["begins"][0][0]
     assert stats["elapsed_s"] * 1e3 == pytest.approx(elapsed + max(ends) - second)
     assert wait["share"] == pytest.approx(wait["total_s"] / stats["elapsed_s"])
-
-
-def test_parts_of_a_batch_add_up_to_its_time(tmp_path) -> None:
-    for options in ({}, {"seed": 0}, {"num_workers": 0}, {"thread_pool": True}):
-        trace = record(tmp_path / "run.json", is_bound=True, **options)
-        batches = read_trace(trace)[0]["batches"]
-        assert len(batches) == BATCHES
-        for batch in batches:
-            assert set(batch["stage_ms"]) <= set(PARTS)
-            assert batch["stage_ms"]["fetch"] >= 20
-            spent = sum(batch["stage_ms"].values())
-            since = (
-                batch["began"]
-                if batch["worker"] is None
-                else batch["sent"] - batch["stage_ms"]["slot"]
-            )
-            # What is not looked for is nobody's: it is part of "ready".
-            assert spent <= batch["taken"] - since + 0.01
-            assert spent >= 0.5 * (batch["taken"] - since)
-
-
-def test_the_timeline_has_all_that_the_consumer_waited(tmp_path) -> None:
-    """Also what ``next()`` took to find the end of an epoch, and what came between two calls."""
-    with DataLoader(Calls(slow, 2), num_workers=2) as loader, loader.trace(tmp_path / "run.json"):
-        for _ in range(2):
-            for _ in loader:
-                time.sleep(0.01)
-    run, _ = read_trace(tmp_path / "run.json")
-    calls = sorted([*run["begins"], *run["waits"]])
-    assert len(calls) == 2 * (1 + 2 + 1)
-    ends = [at + took for at, took in calls]
-    begins = [at for at, _ in calls]
-    # Three between the calls of each epoch, and none between the epochs.
-    between = [at for at in ends if at != ends[3]][:-1]
-    assert [at for at, _ in run["uses"]] == pytest.approx(between)
-    after = [at for at in begins[1:] if at != begins[4]]
-    assert [at + took for at, took in run["uses"]] == pytest.approx(after)
-    assert main(["report", str(tmp_path / "run.json")]) == 0
-    page = (tmp_path / "run.html").read_text(encoding="utf-8")
-    found = re.search(r'type="application/json">(.*)</script>', page)
-    assert found is not None
-    data = json.loads(found[1])
-    assert len(data["waits"]) == 6
-    assert len(data["uses"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """What a reader of the code found: cases that no other test of these had thought of."""
 
-from __future__ import annotations
-
 import gc
-import multiprocessing
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 import shmloader
-from shmloader import ClosedLoaderError, DataLoader
-from tests.process.support import Calls, only
+from shmloader import DataLoader
+from tests.process.support import Calls
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -53,27 +49,6 @@ def test_what_unpickling_does_to_the_random_streams_comes_before_the_seeds() -> 
     assert len(set(drawn[0])) == 4
 
 
-def test_a_slot_that_a_worker_keeps_is_not_filled_again_after_a_break() -> None:
-    class Keeps:
-        first: Any = None
-
-        def __call__(self, samples: list[Any]) -> Any:
-            batch = torch.utils.data.default_collate(samples)
-            self.first = batch if self.first is None else self.first
-            return {"batch": batch, "first": self.first.clone(), "name": "x"}
-
-    loader = DataLoader(
-        Calls(lambda n: torch.full((50_000,), float(n)), 12), batch_size=2, num_workers=2,
-        collate_fn=Keeps(), persistent_workers=True,
-    )  # fmt: skip
-    next(iter(loader))  # worker 1 has answered, and nobody takes its batch
-    for _ in range(3):
-        for number, batch in enumerate(loader):
-            start = 2.0 * (number % 2)
-            assert batch["first"][:, 0].tolist() == [start, start + 1]
-    loader.close()
-
-
 class KeepsAtItsEnd(IterableDataset):
     kept: Any = None
 
@@ -91,7 +66,6 @@ def test_memory_taken_at_the_end_of_a_stream_is_never_written_again() -> None:
     for _ in range(3):
         batches = [(batch.min().item(), batch.max().item()) for batch in loader]
         assert batches == [(-1, -1), (0, 0), (1, 1)]
-    loader.close()
 
 
 def test_samples_in_the_slot_are_not_written_over_by_the_batch_made_of_them() -> None:
@@ -126,66 +100,6 @@ def test_parts_that_are_copies_with_torch_do_not_share_memory() -> None:
     assert batch["same"] is batch["t"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
-        lambda: torch._efficientzerotensor((3,)),
-    ],
-    ids=["quantized", "zero tensor"],
-)
-def test_tensors_without_plain_memory_are_an_error_or_right_and_kill_nobody(make: Any) -> None:
-    loader = DataLoader(Calls(lambda n: make(), 2), batch_size=2, num_workers=1)
-    try:
-        (batch,) = loader
-    except RuntimeError as error:
-        assert not isinstance(error, shmloader.WorkerDiedError)  # noqa: PT017
-    else:
-        assert batch.shape == (2, 3)
-
-
-def test_an_exception_out_of_a_signal_handler_does_not_leave_a_hang_behind() -> None:
-    loader = DataLoader(Calls(lambda n: n, 8), num_workers=1, collate_fn=only)
-    batches = iter(loader)
-    assert next(batches) == 0
-    take = batches._pool._receive
-
-    def interrupted(*arguments: Any) -> None:
-        raise TimeoutError
-
-    batches._pool._receive = interrupted
-    with pytest.raises(TimeoutError):
-        next(batches)
-    batches._pool._receive = take
-    with pytest.raises(ClosedLoaderError):
-        next(batches)
-
-
-@pytest.mark.slow
-def test_leaving_an_epoch_may_take_longer_than_the_timeout_while_batches_come() -> None:
-    turns = multiprocessing.get_context("fork").Semaphore(1)
-
-    def sample(n: int) -> int:
-        turns.acquire()
-        return n
-
-    loader = DataLoader(
-        Calls(sample, 8), num_workers=1, collate_fn=only, timeout=4, prefetch_factor=4,
-        persistent_workers=True,
-    )  # fmt: skip
-    assert next(iter(loader)) == 0
-    release = threading.Timer(2.2, turns.release)
-    later = threading.Timer(4.4, lambda: [turns.release() for _ in range(40)])
-    release.start()
-    later.start()
-    assert list(loader) == list(range(8))
-    release.join()
-    later.join()
-    loader.close()
-
-
 class Unreadable:
     def __reduce__(self) -> Any:
         return (int, ("not a number",))
@@ -214,7 +128,6 @@ def test_code_that_keeps_every_batch_takes_no_more_shared_memory(slots: Any) -> 
         batch = next(batches)
         assert batch.min() == batch.max() == n
     assert sum(slots.files().values()) <= 8 * (30_000 * 4 + 4096)  # no more than the slots
-    loader.close()
 
 
 def test_a_sampler_that_knows_its_loader_does_not_keep_the_workers() -> None:
@@ -275,17 +188,3 @@ def test_a_step_on_the_way_to_a_batch_may_be_larger_than_the_share() -> None:
         collate_fn=lambda samples: default_collate(samples).mean(1), shm_size="1MiB",
     )  # fmt: skip
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-
-
-def test_two_large_fields_of_a_kind_are_lent_and_do_not_share_memory() -> None:
-    loader = DataLoader(
-        Calls(lambda n: (torch.zeros(3000).byte(), torch.ones(3000).byte()), 64), batch_size=32,
-        num_workers=1,
-    )  # fmt: skip
-    batches = iter(loader)
-    zeros, ones = next(batches)
-    assert batches._engine._scheduler.slots.lent_count == 1
-    zeros.fill_(5)
-    assert (ones == 1).all()
-    del zeros, ones
-    loader.close()

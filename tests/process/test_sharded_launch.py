@@ -1,7 +1,5 @@
 """A ShardedDataLoader that is made before the processes of a run are launched."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
@@ -10,9 +8,8 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
-from torch.utils.data import BatchSampler, DistributedSampler
 
-from shmloader import DataLoader, ShardedDataLoader
+from shmloader import ShardedDataLoader
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -126,9 +123,6 @@ def test_a_loader_that_is_sent_to_processes_of_a_group_has_their_ranks(monkeypat
         assert found[rank] == (rank, len(expected), expected, rank, 2)
 
 
-# ---------------------------------------------------------------- samplers that are the order
-
-
 @pytest.mark.parametrize("shards", [None, 2])
 @pytest.mark.parametrize("last_batch", ["pad", "discard", "keep", "rollover"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -146,45 +140,3 @@ def test_the_samplers_are_what_each_rank_delivers(world_size, last_batch, shards
             delivered = [*itertools.chain(*steps)] if shards else steps
             assert [batch.tolist() for batch in delivered] == batches
             assert [*itertools.chain(*batches)] == indices
-
-
-def test_the_sampler_counts_as_a_distributed_one_and_is_not_divided_again() -> None:
-    def made(rank):
-        return make(rank=rank, world_size=2)
-
-    for rank in range(2):
-        expected = [read(loader) for loader in [made(rank)] * 2]
-        sampler = made(rank).sampler
-        assert isinstance(sampler, DistributedSampler)
-        assert (sampler.rank, sampler.num_replicas, sampler.num_samples) == (rank, 2, 12)
-        ways = {
-            "sampler": lambda x: {"batch_size": 4, "sampler": x.sampler},
-            "batch_sampler": lambda x: {"batch_sampler": x.batch_sampler},
-            "made anew": lambda x: {"batch_sampler": BatchSampler(x.sampler, 4, False)},
-        }
-        for way in ways.values():
-            for kind in (ShardedDataLoader, DataLoader):
-                ranks = {"rank": rank, "world_size": 2} if kind is ShardedDataLoader else {}
-                remade = kind(torch.arange(LENGTH), seed=0, **ranks, **way(made(rank)))
-                assert [read(remade), read(remade)] == expected
-
-
-class Draws:
-    """Samples that are random numbers."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> float:
-        return torch.rand(()).item()
-
-
-def test_ranks_of_loaders_that_were_made_anew_draw_different_numbers() -> None:
-    drawn = []
-    for rank in range(2):
-        first = ShardedDataLoader(Draws(), 4, rank=rank, world_size=2)
-        remade = ShardedDataLoader(
-            Draws(), batch_sampler=first.batch_sampler, rank=rank, world_size=2
-        )
-        drawn += [number for batch in read(remade) for number in batch]
-    assert len(set(drawn)) == len(drawn) == 24

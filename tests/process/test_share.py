@@ -1,7 +1,6 @@
-"""What share() gives crosses to any process of multiprocessing's as a handle, and is there once."""
+"""What share() gives, or a fork, is there once for all processes that read it."""
 
-from __future__ import annotations
-
+import gc
 import multiprocessing
 import os
 from pathlib import Path
@@ -116,8 +115,6 @@ def test_a_pool_that_runs_already_is_sent_handles():
 
 
 class Lines:
-    """A dataset that says how much memory of its own its worker has."""
-
     def __init__(self, texts) -> None:
         self.texts = texts
 
@@ -151,51 +148,50 @@ def test_a_loader_s_workers_share_a_list_and_do_not_grow():
     assert seen[-1] - seen[0] < 12 << 20
 
 
-@pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
-def test_what_a_worker_wrote_to_an_array_is_in_its_batch(kind):
-    rows = shmloader.share(np.zeros((8, 1_000)), writable=True)
-
-    def change(index: int) -> np.ndarray:
-        rows[index] += index
-        return rows[index]
-
-    loader = kind(
-        Calls(change, 8), batch_size=None, collate_fn=only_itself, num_workers=1,
-        multiprocessing_context="fork",
-    )  # fmt: skip
-    assert [batch[-1] for batch in loader] == list(range(8))
-    assert not rows.any()
-
-
-def only_itself(sample):
-    return sample
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_samples_that_nothing_collates_become_what_they_were():
-    rows = {
-        "numbers": np.arange(20.0).reshape(4, 5),
-        "texts": np.array([["a"], ["b"], ["c"], ["d"]]),
-    }
-    found = []
-    for shared in (rows, shmloader.share(rows)):
-        dataset = Calls(
-            lambda index, shared=shared: [shared["numbers"][index], shared["texts"][index]], 4
-        )
-        loader = shmloader.DataLoader(
-            dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"
-        )
-        found.append(list(loader))
-    for (numbers, texts), (plain_numbers, plain_texts) in zip(*found, strict=True):
-        assert type(numbers) is torch.Tensor
-        assert torch.equal(numbers, plain_numbers)
-        assert isinstance(texts, np.ndarray)
-        assert texts.tolist() == plain_texts.tolist()
-
-
 def test_under_torch_s_own_loader_it_works_as_well():
     twin = shmloader.share(torch.arange(100))
     loader = torch.utils.data.DataLoader(
         Calls(twin.__getitem__, 100), batch_size=10, num_workers=1, multiprocessing_context="fork"
     )
     assert [batch.tolist() for batch in loader][3] == list(range(30, 40))
+
+
+class Grows:
+    def __init__(self, count: int) -> None:
+        self.records = [[number] for number in range(count)]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        before = private_bytes()
+        gc.collect()
+        return private_bytes() - before, gc.get_freeze_count()
+
+
+def worker_s_collection() -> tuple[int, int]:
+    """What a full collection takes a worker with 26 MB of lists, and how much it has frozen."""
+    dataset = Grows(300_000)
+    with shmloader.DataLoader(dataset, num_workers=1, multiprocessing_context="fork") as loader:
+        ((grown, frozen),) = loader
+    return int(grown), int(frozen)
+
+
+def test_a_full_collection_in_a_worker_copies_nothing():
+    before = gc.get_freeze_count()
+    grown, frozen = worker_s_collection()
+    assert frozen > 300_000
+    assert grown < 8 << 20
+    assert gc.get_freeze_count() == before
+
+
+def test_what_was_frozen_before_stays_so_and_the_rest_is_frozen_too():
+    gc.freeze()  # Python 3.12 begins with objects that are
+    count = gc.get_freeze_count()
+    try:
+        grown, frozen = worker_s_collection()
+        assert frozen > 300_000
+        assert grown < 8 << 20
+        assert count - 1_000 <= gc.get_freeze_count() <= count  # some of these have ended since
+    finally:
+        gc.unfreeze()

@@ -1,7 +1,5 @@
 """``share_on_host``: one rank builds, and all ranks of the host have the same memory."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -10,14 +8,12 @@ import resource
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import shmloader
 from shmloader import DataLoader, SharedMemoryError, host, share_on_host
@@ -25,12 +21,11 @@ from shmloader.host import Meeting
 from shmloader.memory.segment import address_of, find_segment
 from shmloader.process_state import PROCESS
 from tests.process.ranks import FORK, LONG_S, variables
-from tests.process.support import TOLD_S, WatchedLock, descriptor_count, wait_until
+from tests.process.support import TOLD_S, descriptor_count, wait_until
 
 
 @pytest.fixture
 def as_rank(run, monkeypatch) -> None:
-    """This process is a rank of the run."""
     for name, value in variables(run.run_id, 1, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(PROCESS, "calls_on_host", 0)
@@ -60,7 +55,6 @@ def told_when_waiting(event: Any) -> Iterator[None]:
 
 
 def fork_child(pid: Any) -> None:
-    """Fork a child that waits for its end, and note its process id."""
     child = os.fork()
     if not child:
         signal.pause()
@@ -68,7 +62,6 @@ def fork_child(pid: Any) -> None:
 
 
 def file_of(array: Any) -> int:
-    """The inode of the memory in which an array lies."""
     segment = find_segment(*address_of(array))
     assert segment is not None
     return os.fstat(segment._sealed.file.fileno()).st_ino
@@ -96,9 +89,6 @@ def contents() -> tuple[int, int, int, float, str]:
         float(found["tensor"].sum()),
         found["texts"][1234],
     )
-
-
-# All goes well -----------------------------------------------------------------------------
 
 
 def test_one_rank_builds_and_all_have_the_same_memory(run) -> None:
@@ -182,18 +172,6 @@ def test_an_object_may_have_more_memories_than_a_message_takes_descriptors(run) 
     assert run.results(total, 2) == [8 * 300 * 299 // 2] * 2
 
 
-def test_what_pickle_cannot_refer_to_by_name_is_sent(run) -> None:
-    class Local(Dataset):
-        def __init__(self) -> None:
-            self.texts = [str(number) for number in range(2000)]
-            self.transform = lambda text: text * 2
-
-        def __getitem__(self, index: int) -> str:
-            return self.transform(self.texts[index])
-
-    assert run.results(lambda: share_on_host(Local)[12], 2) == ["1212"] * 2
-
-
 def test_loaders_workers_read_it(run) -> None:
     def load() -> list[int]:
         dataset = share_on_host(lambda: torch.utils.data.TensorDataset(torch.arange(2000)))
@@ -219,66 +197,9 @@ def test_without_ranks_it_is_share() -> None:
     assert not PROCESS.meetings
 
 
-class Hook:
-    """Calls a function where it is unpickled."""
-
-    functions: ClassVar[dict[str, Callable[[], None]]] = {}
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return Hook.functions[self.name], ()
-
-
-def called_in_first() -> None:
-    SECOND.start()
-    wait_until(lambda: called or PROCESS.opening.is_waited_for.is_set())  # by the second
-    called.append("first")
-
-
-def called_in_second() -> None:
-    called.append("second")
-    assert first_ends.wait(LONG_S)
-
-
-Hook.functions = {"first": called_in_first, "second": called_in_second}
-called: list[str] = []
-first_ends = threading.Event()
-SECOND = threading.Thread()
-
-
-def test_two_threads_of_a_rank_open_one_after_the_other(run) -> None:
-    def build(name: str) -> list[Any]:
-        return [Hook(name), np.full(1000, 1 if name == "first" else 2)]
-
-    def build_both() -> int:
-        return len([share_on_host(lambda name=name: build(name)) for name in Hook.functions])
-
-    def open_both() -> list[int]:
-        global SECOND  # noqa: PLW0603 - of this forked process
-        PROCESS.opening = WatchedLock(PROCESS.opening)
-        sums = []
-        SECOND = threading.Thread(
-            target=lambda: sums.append(int(share_on_host(must_not_build)[1].sum()))
-        )
-        try:
-            first = share_on_host(must_not_build)
-        finally:
-            first_ends.set()
-            SECOND.join(LONG_S)
-        return [*called, int(first[1].sum()), *sums]
-
-    assert run.start(build_both, 0).result() == 2
-    assert run.start(open_both, 1).result() == ["first", "second", 1000, 2000]
-
-
 def test_variables_of_the_run_may_be_any_bytes(run, monkeypatch) -> None:
     monkeypatch.setattr(run, "run_id", "\udcff" + run.run_id)  # as os.environ has a byte of 255
     assert len(set(run.results(contents, 2))) == 1
-
-
-# Mistakes and faults -----------------------------------------------------------------------
 
 
 def test_what_is_no_function_is_refused() -> None:
@@ -379,36 +300,6 @@ def test_if_the_rank_that_builds_ends_another_one_builds(run, end) -> None:
         assert type(first.result()) is KeyboardInterrupt
 
 
-def test_a_stopped_rank_holds_up_the_others_for_a_moment_and_gets_it_later(run) -> None:
-    begun, waiting, is_stopped = FORK.Event(), FORK.Event(), FORK.Event()
-
-    def build() -> dict[str, Any]:
-        begun.set()
-        assert is_stopped.wait(LONG_S)
-        return make()
-
-    builder = run.start(lambda: share_on_host(build)["builder"], 0, 3)
-    assert begun.wait(LONG_S)
-
-    def wait() -> Any:
-        with told_when_waiting(waiting):
-            return contents()
-
-    stopped = run.start(wait, 1, 3)
-    assert waiting.wait(LONG_S)
-    os.kill(stopped.process.pid, signal.SIGSTOP)
-    start = time.monotonic()
-    is_stopped.set()
-    try:
-        found = builder.result()
-        other = run.start(contents, 2, 3).result()
-        assert time.monotonic() - start < TOLD_S
-    finally:
-        os.kill(stopped.process.pid, signal.SIGCONT)
-    assert stopped.result() == other
-    assert other[0] == found == builder.process.pid
-
-
 def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
     def receive() -> Any:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -422,19 +313,6 @@ def test_too_few_descriptors_are_said_to_be_this_process_s(run) -> None:
     error = run.start(receive, 1).result()
     assert isinstance(error, OSError)
     assert f"process {run.started[1].process.pid} has too few file descriptors" in str(error)
-
-
-def test_if_the_rank_that_built_is_interrupted_then_the_others_get_it(run) -> None:
-    def mark_interrupted(shared: object) -> None:
-        raise KeyboardInterrupt
-
-    def build() -> Any:
-        host.mark_common = mark_interrupted  # of this forked process
-        return share_on_host(make)
-
-    builder = run.start(build, 0)
-    assert type(builder.result()) is KeyboardInterrupt
-    assert run.start(contents, 1).result()[0] == builder.process.pid
 
 
 def test_a_child_of_the_rank_that_built_does_not_keep_the_name(run) -> None:
@@ -479,16 +357,12 @@ def test_a_default_timeout_of_sockets_means_nothing(run) -> None:
         socket.setdefaulttimeout(before)
 
 
-# Another user ------------------------------------------------------------------------------
-
-
 def become_nobody() -> None:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)
 
 
 def as_nobody(function: Callable[[], Any]) -> Any:
-    """Run a function in a forked process of another user."""
     ours, theirs = FORK.Pipe()
 
     def main() -> None:

@@ -1,11 +1,8 @@
 """Short epochs without workers: what a loader costs that is used for a few batches."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +35,6 @@ USES: dict[str, Callable[[Any], Any]] = {"an epoch": list, "the first batch": ta
 
 
 def calls_of(function: Callable[[], Any]) -> int:
-    """Count the calls of Python and C functions."""
     count = 0
 
     def note(_frame: object, event: str, _arg: object) -> None:
@@ -75,23 +71,6 @@ def test_many_epochs_of_one_loader_take_few_calls_more_than_with_torch(use, most
         calls_of(lambda loader=loader: [USES[use](loader) for _ in range(8)]) for loader in loaders
     )
     assert ours <= most * theirs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use", ["making a loader", "an epoch"])
-def test_it_takes_at_most_twice_the_time_of_torchs(use) -> None:
-    def cost(kind: Any) -> float:
-        began_s = time.thread_time()
-        loaders = [make(kind) for _ in range(200)]
-        if use in USES:
-            began_s = time.thread_time()
-            for loader in loaders:
-                USES[use](loader)
-        return time.thread_time() - began_s
-
-    pairs = [(cost(torch.utils.data.DataLoader), cost(DataLoader)) for _ in range(12)]
-    theirs, ours = map(min, zip(*pairs, strict=True))
-    assert ours <= 2 * theirs
 
 
 def test_making_a_loader_takes_few_more_calls_than_with_torch() -> None:
@@ -131,7 +110,6 @@ def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
 
 
 def run_fresh(program: str, *arguments: str) -> str:
-    """Run a program in a process of its own, and return what it printed."""
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.strip()

@@ -1,13 +1,9 @@
 """Both stages, pinning and copying to a device: order, errors, ends. Beside torch where it pins."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-import multiprocessing
 import signal
 import threading
-import weakref
 from pathlib import Path
 
 import psutil
@@ -20,13 +16,15 @@ from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError
 from shmloader.device.device import DeviceStage
 from shmloader.device.stage import PinStage
 from tests.late import to_host
-from tests.process.interrupts import in_thread
 from tests.process.support import (
     Calls,
     Gate,
     Streams,
     however_late,
+    in_thread,
+    last_line,
     only,
+    outcomes,
     stack_of,
     wait_until,
 )
@@ -46,7 +44,6 @@ def make(kind, dataset=24, **options):
 
 
 def number(batch) -> int:
-    """What a batch of one sample is filled with."""
     (found,) = set(to_host(batch).flatten().tolist())
     return found
 
@@ -60,12 +57,7 @@ def stage_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name in ours]
 
 
-# Order and random state, next by next -----------------------------------------------------
-
-
 class Drawn(torch.utils.data.Sampler):
-    """Draws each index from torch's global stream when it is asked for it."""
-
     def __len__(self) -> int:
         return 30
 
@@ -130,68 +122,14 @@ def test_streams_of_several_lengths_come_whole(kind, prefetch_factor, persistent
         found = [to_host(batch).tolist() for batch in loader]
         for worker, end in enumerate(ends):
             assert [place for one, place in found if one == worker] == list(range(end))
-    loader.close()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("is_torch", [False, True], ids=["ours", "torch's"])
-def test_where_a_stream_has_ended_the_others_are_asked_for_more(kind, is_torch) -> None:
-    made = multiprocessing.RawValue("i", 0)
-
-    def stream():
-        if torch.utils.data.get_worker_info().id == 0:
-            return
-        for place in range(100):
-            made.value += 1
-            yield torch.tensor(place)
-
-    loader_type = torch.utils.data.DataLoader if is_torch else DataLoader
-    options = {} if is_torch else kind.options
-    batches = iter(loader_type(Streams(stream), None, num_workers=2, **options))
-    next(batches)
-    # Two at first, one in place of the stream that ended, one for the batch that was taken.
-    wait_until(lambda: made.value == 4)
-    assert len(list(make(kind, 8))) == 8
-    assert made.value == 4
-    del batches
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_after_the_end_it_stays_at_its_end(kind, persistent) -> None:
-    loader = make(kind, 3, persistent_workers=persistent)
-    batches = iter(loader)
-    assert numbers(batches) == [0, 1, 2]
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(batches)
-    loader.close()
-
-
-def test_epochs_that_are_left_begin_anew(kind) -> None:
-    loader = make(kind, 12, persistent_workers=True)
-    for stop in (0, 1, 5, 11, 12):
-        batches = iter(loader)
-        assert [number(next(batches)) for _ in range(stop)] == list(range(stop))
-        assert len(stage_threads()) <= 1
-    assert numbers(loader) == list(range(12))
-    wait_until(lambda: not stage_threads())
-    loader.close()
-
-
-# Errors in their places ------------------------------------------------------------------
-
-
-def outcomes(batches) -> list[object]:
+def told(batches) -> list[object]:
     """The number of each batch, or the class and the last line of its error."""
-    found: list[object] = []
-    while len(found) < 50:
-        try:
-            found.append(number(next(batches)))
-        except StopIteration:
-            return found
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            found.append(f"{type(error).__name__} {str(error).strip().splitlines()[-1]}")
-    raise AssertionError(f"no end: {found}")
+    return [
+        last_line(one) if isinstance(one, BaseException) else number(one)
+        for one in outcomes(batches)
+    ]
 
 
 def failing(index):
@@ -208,7 +146,7 @@ def test_errors_of_dataset_and_collate_come_in_their_places(kind, in_order) -> N
         return samples[0]
 
     loader = make(kind, Calls(failing, 12), collate_fn=collate, in_order=in_order)
-    found = outcomes(iter(loader))
+    found = told(iter(loader))
     want: list[object] = list(range(12))
     for place in (3, 4, 9):
         want[place] = f"ValueError ValueError: sample {place}"
@@ -220,8 +158,6 @@ def test_errors_of_dataset_and_collate_come_in_their_places(kind, in_order) -> N
 
 
 class Stubborn:
-    """Pins itself, or does not."""
-
     def __init__(self, index) -> None:
         self.index = index
 
@@ -273,12 +209,10 @@ def test_an_error_of_the_transform_comes_in_its_place(device, workers, error) ->
     text = f"{error.__name__} not this one"
     if error is StopIteration:
         text = "RuntimeError a batch's device_transform or pin_memory raised StopIteration"
-    assert outcomes(batches) == [0, text, text, 3, 4, 5]
+    assert told(batches) == [0, text, text, 3, 4, 5]
 
 
 class FailingSampler(torch.utils.data.Sampler):
-    """Indices up to one at which it raises."""
-
     def __init__(self, at, length) -> None:
         self.at = at
         self.length = length
@@ -302,7 +236,7 @@ def test_a_sampler_that_raises_ends_the_epoch_as_with_torch(kind, at, prefetch_f
             Calls(sample, 12), sampler=FailingSampler(at, 12), num_workers=1, collate_fn=only,
             prefetch_factor=prefetch_factor, **options,
         )  # fmt: skip
-        found.append(outcomes(iter(loader)))
+        found.append(told(iter(loader)))
     assert found[0] == found[1]
 
 
@@ -318,7 +252,6 @@ def test_a_sampler_that_raises_at_an_epoch_s_start_leaves_nothing_waiting(kind) 
     assert numbers(batches) == [0, 1]
     sampler.at = 99
     assert numbers(loader) == list(range(8))
-    loader.close()
 
 
 @pytest.mark.sampled(2)
@@ -338,27 +271,11 @@ def test_a_stage_that_fails_for_good_says_so_and_closes(kind, monkeypatch, where
     assert stage_threads() == []
 
 
-# Deaths ----------------------------------------------------------------------------------
-
-
 def waits_for_result() -> bool:
     return "_wait_for_result" in stack_of(threading.main_thread().ident)
 
 
-# Time and interruptions ------------------------------------------------------------------
-
-
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises, even where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def late_at(gate, late):
-    """Samples, of which that of one index waits at a gate."""
-
     def wait(index):
         if index == late:
             gate.pass_through()
@@ -387,7 +304,7 @@ def test_a_batch_that_is_late_is_told_and_not_lost(kind, gate) -> None:
     assert found == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
+def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate) -> None:
     batches = iter(make(kind, late_at(gate, 1), num_workers=1))
     assert number(next(batches)) == 0
 
@@ -399,33 +316,6 @@ def test_a_ctrl_c_while_it_waits_loses_nothing(kind, gate, ctrl_c) -> None:
         next(batches)
     gate.open()
     assert numbers(batches) == list(range(1, 8))
-
-
-# Closing ---------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(1)
-def test_closing_that_is_over_before_the_user_looks_ends_its_next(kind, gate, monkeypatch) -> None:
-    batches = iter(make(kind, late_at(gate, 1), num_workers=1))
-    assert number(next(batches)) == 0
-    main, is_closed = threading.main_thread(), threading.Event()
-    wait = shmloader.device.thread.Wakeup.wait
-
-    def wait_and_sleep_on(wakeup, timeout_s=None):
-        wait(wakeup, timeout_s)
-        if threading.current_thread() is main:
-            assert is_closed.wait(20)
-
-    def close():
-        wait_until(lambda: "wait_and_sleep_on" in stack_of(main.ident))
-        batches.close()
-        is_closed.set()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shmloader.device.thread.Wakeup, "wait", wait_and_sleep_on)
-        with in_thread(close), pytest.raises(ClosedLoaderError):
-            next(batches)
-    assert stage_threads() == []
 
 
 def test_closing_in_the_middle_of_a_copy_waits_for_it(late, slots) -> None:
@@ -440,23 +330,6 @@ def test_closing_in_the_middle_of_a_copy_waits_for_it(late, slots) -> None:
             late.library.late_hold(0)
     assert slots.maps() == {}
     assert int(held[0]) == 0
-
-
-@pytest.mark.sampled(1)
-def test_an_error_that_was_not_taken_delays_no_end(kind, slots) -> None:
-    batches = iter(make(kind, Calls(failing, 12)))
-    assert [number(next(batches)) for _ in range(2)] == [0, 1]
-    gc.collect()
-    gc.disable()
-    try:
-        thread = weakref.ref(batches._source.owner.thread)
-        wait_until(lambda: any(getattr(one, "error", None) for one in list(thread().items)))
-        engine = weakref.ref(batches._engine)
-        del batches
-        assert engine() is None
-        assert slots.maps() == {}
-    finally:
-        gc.enable()
 
 
 class Collects:
@@ -536,10 +409,6 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch
         has_begun.append(collects.is_over.is_set())
     assert has_begun == [True]
     assert [int(batch[0]) for batch in batches] == list(range(8))
-    loader.close()
-
-
-# Forks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)
@@ -568,9 +437,6 @@ def test_threads_stand_still_while_another_loader_forks(kind, late) -> None:
                 assert numbers(make(kind, 3, num_workers=3)) == [0, 1, 2]
         finally:
             stop.set()
-
-
-# Names, and the interpreter's exit -------------------------------------------------------
 
 
 def test_the_thread_has_a_name_for_the_system_and_ends_with_the_loader(kind) -> None:

@@ -1,30 +1,18 @@
 """Where the time goes: what loaders say of real epochs, with workers of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
-import gc
 import itertools
 import multiprocessing
 import os
 import pickle
 import threading
 import time
-import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
-from shmloader import (
-    CachedBatches,
-    DataLoader,
-    LoaderStats,
-    ShardedDataLoader,
-)
-from shmloader.insight.sums import Sums
+from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
 
@@ -73,13 +61,6 @@ def test_an_epoch_counts_what_was_given(kind) -> None:
         assert sum(worker.cpu_s for worker in stats.workers) > 0
         spent_s = sum(worker.busy_s for worker in stats.workers)
         assert spent_s == pytest.approx(sum(stats.stages[4:7]))
-
-
-def test_samples_of_arrays_that_are_gathered_count() -> None:
-    with DataLoader(torch.arange(21.0), batch_size=4, num_workers=2) as loader:
-        assert sum(len(batch) for batch in loader) == 21
-    assert (loader.stats().batches, loader.stats().samples) == (6, 21)
-    assert loader.stats().stages.fetch > 0
 
 
 @pytest.mark.sampled(2)
@@ -160,18 +141,6 @@ def test_a_worker_that_waits_is_not_busy() -> None:
     assert worker.idle_s > 0.2
 
 
-def test_cpu_time_is_known_after_the_workers_have_ended() -> None:
-    def burn(index: int) -> int:
-        until = time.thread_time() + 0.02
-        while time.thread_time() < until:
-            pass
-        return index
-
-    with DataLoader(Calls(burn, 8), num_workers=2) as loader:
-        assert len(list(loader)) == 8
-    assert sum(worker.cpu_s for worker in loader.stats().workers) > 8 * 0.02
-
-
 def test_slots_that_the_consumer_holds_are_copied_out() -> None:
     with loader_of(64, num_workers=2) as loader:
         kept = list(loader)
@@ -214,26 +183,6 @@ def test_start_up_is_a_part_of_the_wait(kind) -> None:
         assert 0 < wait.startup_s == pytest.approx(wait.total_s)
         list(batches)
         assert loader.stats().wait.startup_s == wait.startup_s
-
-
-def test_who_asks_while_epochs_are_summed_up_counts_each_epoch_once(monkeypatch) -> None:
-    asked: list[int] = []
-    merge = Sums.merge
-
-    def ask_and_merge(sums: Sums, later: Sums) -> None:
-        if not asked:
-            asked.append(0)
-            asked[0] = loader.stats("total").batches
-        merge(sums, later)
-
-    monkeypatch.setattr(Sums, "merge", ask_and_merge)
-    with loader_of() as loader:
-        given = 0
-        while not asked:
-            given += sum(1 for _ in loader)
-        del asked[1:]
-        assert asked[0] in range(given - 6, given + 1, 6)
-        assert asked[0] == given - 6
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -315,28 +264,3 @@ def test_cached_batches_come_again_and_again(kind) -> None:
         CachedBatches([], 1)
     with pytest.raises(ValueError, match="n should be 1 or more"):
         CachedBatches([1], 0)
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
-
-
-def test_an_epoch_without_an_end_takes_no_more_memory_for_its_statistics() -> None:
-    with DataLoader(Endless(), batch_size=1, num_workers=0) as loader:
-        batches = iter(loader)
-        next(batches)
-        tracemalloc.start()
-        try:
-            sizes = []
-            for _ in range(4):
-                # Calls are summed up after each thousand.
-                for _ in range(2_002):
-                    next(batches)
-                assert loader.stats().batches
-                gc.collect()
-                sizes.append(tracemalloc.get_traced_memory()[0])
-        finally:
-            tracemalloc.stop()
-    # New durations may need buckets.
-    assert sizes[-1] - sizes[1] < 16 * 1024

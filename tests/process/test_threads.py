@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import random
 import signal
 import sys
@@ -26,23 +27,18 @@ import shmloader.engine.delivery
 import shmloader.engine.engine
 import shmloader.loader.iterator
 import shmloader.pools.thread
-from shmloader import (
-    ClosedLoaderError,
-    DataLoader,
-    LoaderTimeoutError,
-    empty,
-    threads,
-)
+from shmloader import ClosedLoaderError, DataLoader, LoaderTimeoutError, empty, threads
 from tests.late import to_host
 from tests.parity.compare import assert_same
-from tests.process.bytecodes import interrupt
-from tests.process.interrupts import in_thread, interrupted
+from tests.process.bytecodes import PACKAGE, interrupt
 from tests.process.support import (
     Calls,
     descriptor_count,
     however_late,
+    in_thread,
+    last_line,
     only,
-    run_program,
+    outcomes,
     stack_of,
     wait_until,
 )
@@ -66,23 +62,8 @@ def make(dataset: Any = 24, **options: Any) -> DataLoader:
 
 
 def ours() -> list[str]:
-    """Names of the worker threads that run."""
     names = sorted(thread.name for thread in threading.enumerate())
     return [name for name in names if name.startswith("shmloader_") and name[10:].isdigit()]
-
-
-def outcomes(batches: Any) -> list[object]:
-    """Each batch, or class and last line of an error."""
-    batches = iter(batches)
-    found: list[object] = []
-    while len(found) < 200:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            return found
-        except Exception as error:
-            found.append(f"{type(error).__name__} {str(error).strip().splitlines()[-1]}")
-    raise AssertionError(f"no end: {found}")
 
 
 class Held:
@@ -126,9 +107,6 @@ def held() -> Any:
         one.go.set()
 
 
-# Batches, as torch gives them --------------------------------------------------------------
-
-
 def mixed(index: int) -> Any:
     return {
         "image": torch.arange(12.0).reshape(3, 4) * index,
@@ -139,8 +117,6 @@ def mixed(index: int) -> Any:
 
 
 class Together(torch.utils.data.Dataset):
-    """Loads several at once, which shows."""
-
     def __len__(self) -> int:
         return 10
 
@@ -240,9 +216,6 @@ def test_a_batch_is_the_user_s_alone() -> None:
         loader.close()
 
 
-# Order, and what is in flight --------------------------------------------------------------
-
-
 def test_as_many_threads_load_as_were_asked_for() -> None:
     together = threading.Barrier(5)
 
@@ -258,29 +231,6 @@ def test_as_many_threads_load_as_were_asked_for() -> None:
             comm = Path(f"/proc/self/task/{thread.native_id}/comm").read_text()
             assert comm == f"{thread.name}\n"
     assert len(list(batches)) == 5
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_one_ticket_is_drawn_for_each_batch_that_is_taken(in_order) -> None:
-    drawn = []
-
-    def draw() -> Any:
-        for index in range(40):
-            drawn.append(threading.current_thread().name)
-            yield index
-
-    batches = iter(make(40, sampler=draw(), num_workers=3, prefetch_factor=4, in_order=in_order))
-    assert len(drawn) == 12
-    for taken in range(1, 29):
-        next(batches)
-        assert len(drawn) == 12 + taken
-    assert set(drawn) == {"MainThread"}
-
-
-# Errors in their places --------------------------------------------------------------------
-
-
-# worker_init_fn ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -305,11 +255,8 @@ def test_worker_init_fn_is_called_once_in_each_thread_before_its_first_batch(per
     def fail(worker_id: int) -> None:
         raise OSError(f"no connection for {worker_id + 7}")
 
-    found = outcomes(make(3, num_workers=1, worker_init_fn=fail))
-    assert found == ["OSError OSError: no connection for 7"] * 3
-
-
-# Time --------------------------------------------------------------------------------------
+    found = map(last_line, outcomes(make(3, num_workers=1, worker_init_fn=fail)))
+    assert [*found] == ["OSError OSError: no connection for 7"] * 3
 
 
 @pytest.mark.sampled(1)
@@ -343,28 +290,6 @@ def test_a_timeout_names_batch_thread_and_stack_and_loses_nothing(held, options,
         next(batches)
 
 
-def test_a_timeout_shows_the_user_s_calls_where_these_wait_for_threads_themselves(held) -> None:
-    inner = held(0)
-
-    def outer(index: int) -> int:
-        return next(iter(make(Calls(inner, 2), num_workers=1)))
-
-    batches = iter(make(Calls(outer, 1), num_workers=1, timeout=0.1))
-    assert inner.entered.wait(20)
-    with pytest.raises(LoaderTimeoutError, match=" in outer\n"):
-        next(batches)
-    inner.go.set()
-    assert list(islice(however_late(batches), 1)) == [0]
-
-
-@pytest.fixture
-def ctrl_c() -> Any:
-    """SIGINT raises, even where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def once_main_is_in(name: str, act: Any) -> Any:
     """Do something, on another thread, once the main thread is in a function of this name."""
     main = threading.main_thread().ident
@@ -376,22 +301,13 @@ def once_main_is_in(name: str, act: Any) -> Any:
     return in_thread(watch)
 
 
-FILES = {
-    shmloader.engine.engine.__file__,
-    shmloader.loader.iterator.__file__,
-    shmloader.engine.delivery.__file__,
-    shmloader.pools.thread.__file__,
-}
-
-
-def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> None:
-    nth, closed, went_on = 0, 0, 0
-    while True:
-        nth += 1
+def test_a_ctrl_c_anywhere_in_a_further_iter_loses_nothing_or_closes() -> None:
+    closed, went_on = 0, 0
+    for nth in itertools.count(1, 7):
         loader = make(8, num_workers=1, persistent_workers=True)
         batches = iter(loader)
         assert next(batches) == 0
-        if interrupted(lambda loader=loader: iter(loader), FILES, nth):
+        if interrupt(functools.partial(iter, loader), nth, KeyboardInterrupt).where is None:
             break
         # Whoever goes on with the iterator has all of an epoch, or is told.
         try:
@@ -400,34 +316,25 @@ def test_a_ctrl_c_at_any_line_of_a_further_iter_loses_nothing_or_closes() -> Non
         except ClosedLoaderError:
             closed += 1
         assert list(loader) == list(range(8))
-        loader.close()
-    loader.close()
     assert closed > 5
     assert went_on > 3
 
 
-@pytest.mark.parametrize("where", ["lines of ours", "instructions of threading"])
-def test_a_ctrl_c_anywhere_in_close_lets_the_next_one_end_all(where) -> None:
-    is_over, nth = False, 0
-    while not is_over:
-        nth += 1
+@pytest.mark.parametrize(("files", "stride"), [(PACKAGE, 11), (threading.__file__, 1)])
+def test_a_ctrl_c_anywhere_in_close_lets_the_next_one_end_all(files, stride) -> None:
+    for nth in itertools.count(1, stride):
         loader = make(8, num_workers=1)
         batches = iter(loader)
         assert next(batches) == 0
-        if where == "lines of ours":
-            is_over = bool(interrupted(loader.close, FILES, nth))
-        else:
-            locks = (threading.__file__,)
-            is_over = interrupt(loader.close, nth, KeyboardInterrupt, locks).where is None
+        outcome = interrupt(loader.close, nth, KeyboardInterrupt, (files,))
         with in_thread(loader.close):  # it has 20 s
             pass
         wait_until(lambda: not ours())
         with pytest.raises(ClosedLoaderError):
             next(batches)
-    assert nth > 20
-
-
-# Epochs ------------------------------------------------------------------------------------
+        if outcome.where is None:
+            break
+    assert nth > 20 * stride
 
 
 def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs() -> None:
@@ -450,9 +357,6 @@ def test_persistent_threads_stay_over_epochs_and_others_end_with_theirs() -> Non
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(batches)
-
-
-# Ends --------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(2)
@@ -521,7 +425,7 @@ def test_a_thread_that_is_stuck_is_left_behind_and_ends_later(held, monkeypatch)
     assert not batches._engine._scheduler.tickets
 
 
-def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, ctrl_c, monkeypatch) -> None:
+def test_an_impatient_ctrl_c_ends_the_wait_of_close(held, monkeypatch) -> None:
     monkeypatch.setattr(shmloader.pools.thread, "_JOIN_S", 60)
     second = held(1)
     loader = make(Calls(second, 8))
@@ -579,9 +483,6 @@ def test_a_thread_that_cannot_be_started_leaves_none(monkeypatch) -> None:
     assert list(loader) == list(range(8))
 
 
-# Forks -------------------------------------------------------------------------------------
-
-
 def test_a_slow_sample_does_not_hold_up_who_forks(held, monkeypatch) -> None:
     monkeypatch.setattr(threads, "_PARK_S", 60)
     first = held(0)
@@ -609,9 +510,6 @@ def test_inside_a_worker_process_and_inside_a_thread_threads_load(slots) -> None
             assert [batch[:, 0].tolist() for batch in loader] == want
 
 
-# The process around ------------------------------------------------------------------------
-
-
 def test_threads_compute_on_one_core_each_and_others_as_before() -> None:
     def count(_: int = 0) -> int:
         return torch.get_num_threads()
@@ -635,65 +533,10 @@ def test_threads_compute_on_one_core_each_and_others_as_before() -> None:
         torch.set_num_threads(here)
 
 
-@pytest.mark.slow
-def test_it_works_where_there_is_neither_memfd_nor_pidfd() -> None:
-    done = run_program("""
-        import os, signal, sys, warnings
-        for module, names in (
-            (os, ("memfd_create", "MFD_CLOEXEC", "pidfd_open", "eventfd", "EFD_CLOEXEC")),
-            (signal, ("SIGRTMIN", "SIGRTMAX", "pidfd_send_signal")),
-        ):
-            for name in names:
-                delattr(module, name)
-        warnings.simplefilter("error")
-        import shmloader, torch
-        dataset = torch.utils.data.TensorDataset(torch.arange(10))
-        loader = shmloader.DataLoader(dataset, batch_size=5, num_workers=2, thread_pool=True)
-        print(list(loader))
-        try:
-            next(iter(shmloader.DataLoader(dataset, num_workers=1)))
-        except RuntimeWarning as warning:
-            print(warning)
-    """)
-    done.assert_quiet()
-    first, second = done.out.splitlines()
-    assert first == "[[tensor([0, 1, 2, 3, 4])], [tensor([5, 6, 7, 8, 9])]]"
-    assert "needs Linux 5.3" in second
-
-
-# Stages ------------------------------------------------------------------------------------
-
-
-def test_a_stage_takes_what_threads_load(kind, late) -> None:
-    def fail(index: int) -> torch.Tensor:
-        if index == 5:
-            raise ValueError("sample 5")
-        return sample(index)
-
-    def double(batch: torch.Tensor) -> torch.Tensor:
-        names.append(threading.current_thread().name)
-        return 2 * batch
-
-    names: list[str] = []
-    options = kind.options
-    if "device" in options:
-        options["device_transform"] = double
-    found = outcomes(make(Calls(fail, 12), **options))
-    error, found[5] = found[5], torch.tensor([10 if names else 5])
-    assert error == "ValueError ValueError: sample 5"
-    firsts = [int(kind.read(batch)[0]) for batch in found]
-    assert firsts == [index * (2 if names else 1) for index in range(12)]
-    assert set(names) == ({"shmloader_device"} if "device" in options else set())
-    assert late.count("registered") == 0  # it copies from ordinary memory
-
-
 def test_on_the_cpu_a_transform_runs_on_the_user_s_thread() -> None:
     transform = lambda batch: (batch, threading.current_thread().name)  # noqa: E731
     loader = make(4, device="cpu", device_transform=transform)
     assert list(loader) == [(index, "MainThread") for index in range(4)]
-
-
-# Arguments ---------------------------------------------------------------------------------
 
 
 def test_more_threads_than_cores_are_no_reason_to_warn() -> None:

@@ -1,7 +1,5 @@
 """Traces are what Perfetto reads: the format, and the nesting of slices."""
 
-from __future__ import annotations
-
 import collections
 import json
 import time
@@ -36,7 +34,6 @@ def ns(event: dict[str, Any], field: str) -> int:
 
 
 def check_format(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, after they were found to be right."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     events = trace["traceEvents"]
     for event in events:
@@ -143,18 +140,6 @@ def test_each_epoch_is_a_process_of_the_trace(tmp_path) -> None:
 def slow(index: int) -> int:
     time.sleep(0.01)
     return index
-
-
-def test_batches_are_numbered_without_a_gap_between_epochs(tmp_path) -> None:
-    path = tmp_path / "run.json"
-    with loader_of(8) as loader, loader.trace(path):
-        for _ in range(2):
-            for _ in loader:
-                pass
-    takes = [
-        event["name"] for event in check_format(path) if event["name"].startswith("next() → batch")
-    ]
-    assert takes == [f"next() → batch {number}" for number in range(4)]
 
 
 def test_a_block_that_raises_leaves_a_trace(tmp_path) -> None:

@@ -99,4 +99,3 @@ def test_a_signal_is_heard_though_it_comes_as_the_wait_begins(kind, late) -> Non
     finally:
         signal.signal(signal.SIGUSR1, before)
         loader.close()
-        gate.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -39,8 +38,6 @@ class Stops(Stub):
 
 
 class Everything:
-    """Answers every name."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -169,23 +166,7 @@ def test_the_remedy_for_a_sampler_helps(workers) -> None:
         assert [batch.tolist() for batch in other] == WHOLE[1:]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_mocks_are_iterated(workers) -> None:
-    dataset, sampler = mock.MagicMock(), mock.MagicMock()
-    dataset.__len__.return_value = 8
-    dataset.__getitem__.side_effect = lambda index: index
-    sampler.__iter__.side_effect = lambda: iter(range(8))
-    for options in ({"sampler": sampler}, {"shuffle": False}, {"dataset": range(8)}):
-        arguments: Any = {"dataset": dataset, "sampler": sampler, "batch_size": 2} | options
-        if "shuffle" in options:
-            del arguments["sampler"]
-        with DataLoader(**arguments, num_workers=workers) as loader:
-            assert [batch.tolist() for batch in loader] == WHOLE
-
-
 class Weights(torch.nn.Module):
-    """A dataset with weights; counts how often these are asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.arange(8))
@@ -243,50 +224,6 @@ def test_a_module_has_a_state_if_the_user_wants_that(workers) -> None:
         assert [batch.tolist() for batch in other] == [[3, 4], [5, 6], [7, 8]]
 
 
-def test_a_module_is_no_sampler_with_a_state() -> None:
-    class Learned(torch.nn.Module):
-        def __iter__(self) -> Any:
-            return iter(range(8))
-
-        def state_dict(self, *args: Any, **options: Any) -> Any:
-            raise AssertionError("asked")
-
-    loader = DataLoader(range(8), 2, sampler=Learned())
-    next(iter(loader))
-    state = loader.state_dict()
-    other = DataLoader(range(8), 2, sampler=Learned())
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == WHOLE[1:]
-
-
-def test_a_state_that_is_larger_than_a_slot_comes_whole() -> None:
-    class Grows(Dataset):
-        count = 0
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            self.count += 1
-            return index
-
-        def state_dict(self) -> Any:
-            return {"count": self.count, "much": bytes(self.count << 20)}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.count = state["count"]
-            assert state["much"] == bytes(self.count << 20)
-
-    options: Any = {"num_workers": 1, "shm_size": "16M", "snapshot_every_n_steps": 1}
-    with DataLoader(Grows(), 2, **options) as loader:
-        batches = iter(loader)
-        assert [next(batches).tolist() for _ in range(3)] == WHOLE[:3]
-        state = loader.state_dict()
-    with DataLoader(Grows(), 2, **options) as other:
-        other.load_state_dict(state)
-        assert [batch.tolist() for batch in other] == WHOLE[3:]
-
-
 def test_a_replaced_worker_reads_a_stream_again_whose_state_cannot_be_saved() -> None:
     class Dies(Stub, IterableDataset):
         deaths: Any = None
@@ -304,8 +241,6 @@ def test_a_replaced_worker_reads_a_stream_again_whose_state_cannot_be_saved() ->
 
 
 class Costs(Dataset):
-    """Its state is large."""
-
     def __init__(self, nbytes: int) -> None:
         self.much = torch.zeros(nbytes, dtype=torch.uint8)
 

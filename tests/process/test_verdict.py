@@ -8,7 +8,6 @@ has the rules on written-down measurements.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import Sampler
 
-import shmloader
 from shmloader import DataLoader, LoaderStats
 from shmloader.insight.stats import Finding
 from shmloader.insight.verdict import judged
@@ -74,21 +72,7 @@ def test_too_few_workers() -> None:
     assert judged(fewer).verdict.endswith("add workers (1 for 1 core).")
 
 
-def slow_collate(samples: list[int]) -> torch.Tensor:
-    time.sleep(LONGER_S)
-    return torch.tensor(samples)
-
-
-def test_slow_collate() -> None:
-    stats = second_epoch(
-        DataLoader(Calls(quick, 8), num_workers=1, persistent_workers=True, collate_fn=slow_collate)
-    )
-    check(stats, Finding.TOO_FEW_WORKERS, "in `collate_fn`")
-
-
 class Heavy:
-    """A batch that takes its time to be pinned, or moved."""
-
     def __init__(self, samples: list[int]) -> None:
         self.samples = samples
 
@@ -114,24 +98,6 @@ def test_slow_copies(options) -> None:
             )
         )
     check(stats, Finding.COPYING, "the next batch was being pinned or copied to the device")
-
-
-@pytest.mark.slow
-def test_slots_that_the_consumer_holds() -> None:
-    kept: collections.deque[torch.Tensor] = collections.deque(maxlen=24)
-    stats = second_epoch(
-        DataLoader(
-            # The worker does nothing for it. It is so large that copying it takes longer than
-            # waking somebody on a busy machine.
-            Calls(lambda _: shmloader.empty(1 << 22), 100),
-            batch_size=None,
-            num_workers=2,
-            persistent_workers=True,
-        ),
-        kept.append,
-    )
-    check(stats, Finding.SLOTS_HELD, "batches were copied out of their slots")
-    assert stats.slots.copied > 60
 
 
 def test_start_up() -> None:
@@ -186,14 +152,8 @@ def test_handing_over_what_is_drawn_slowly() -> None:
 
 
 class Drawn(Sampler[int]):
-    """Indices that a function gives."""
-
     def __init__(self, draw: Callable[[], Iterator[int]]) -> None:
         self._draw = draw
 
     def __iter__(self) -> Iterator[int]:
         return self._draw()
-
-
-def test_nothing_yet() -> None:
-    check(DataLoader(Calls(quick, 4)).stats(), Finding.NOTHING_YET)

@@ -1,12 +1,9 @@
 """``worker_scope="host"``: all ranks of a host share one pool of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 import torch
 
 from shmloader import LoaderTimeoutError, SampleTimeoutError, WorkerDiedError
-from shmloader.pools.nursery import Nursery
 from tests.process.host_loaders import (
     BATCH,
     COUNT,
@@ -31,12 +27,10 @@ from tests.process.host_loaders import (
     pids,
 )
 from tests.process.ranks import LONG_S
-from tests.process.support import TOLD_S, stack_of, wait_until
+from tests.process.support import TOLD_S, wait_until
 
 
 class KillOnce:
-    """Kills its process, the first time."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -59,8 +53,6 @@ def refuse() -> None:
 
 
 class Large:
-    """Samples of 100 KB."""
-
     def __len__(self) -> int:
         return COUNT
 
@@ -81,8 +73,6 @@ class Texts:
 
 
 class Waiting:
-    """Waits until a file is there."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -105,8 +95,6 @@ def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent
 
 
 class Epochs:
-    """Each sample is the dataset's epoch."""
-
     epoch = 0
 
     def __len__(self) -> int:
@@ -135,17 +123,6 @@ def test_each_rank_gets_samples_of_its_own_epoch(run, tmp_path):
         return found
 
     assert run.results(epochs, 2) == [[{0}, {5}, {10}], [{0}, {6}, {20}]]
-
-
-@pytest.mark.slow
-def test_a_rank_has_no_thread_where_each_of_its_batches_has_a_worker(run):
-    def threads() -> list[str]:
-        with loader() as one:
-            next(iter(one))
-            names = [thread.name for thread in threading.enumerate()]
-        return [name for name in names if name.startswith("shmloader")]
-
-    assert run.results(threads, 2) == [[], []]
 
 
 def test_nothing_is_left_when_the_last_rank_has_closed_its_loader(run):
@@ -291,7 +268,6 @@ def test_a_stopped_rank_keeps_no_worker_busy_though_it_has_much_in_flight(run, t
 
 
 def rank_of_index(index: int, ranks: int = 2) -> int:
-    """The rank that gets a sample in epoch 0."""
     return next(
         rank
         for rank in range(ranks)
@@ -404,8 +380,6 @@ def test_ranks_with_different_datasets_are_refused(run):
 
 
 class Constant(Samples):
-    """Samples that have the value that the program gives them."""
-
     def __init__(self, value: int) -> None:
         super().__init__()
         self.value = value
@@ -426,24 +400,6 @@ def test_programs_with_one_rank_share_no_workers_though_they_have_the_same_paren
     kept: list[Any] = []
     found = [run.start(functools.partial(program, value)) for value in (3, 4)]
     assert [one.result() for one in found] == [{3}, {4}]
-
-
-class Unpicklable(Samples):
-    def __init__(self) -> None:
-        super().__init__()
-        self.connection = iter([])
-        self.lock = __import__("threading").Lock()
-
-
-@pytest.mark.slow
-def test_a_dataset_that_cannot_be_pickled_is_an_error_in_each_rank(run):
-    def epoch() -> Any:
-        with pytest.warns(UserWarning, match="pickle"), loader(Unpicklable()) as one:
-            return contents(one)
-
-    for error in run.results(epoch, 2):
-        assert isinstance(error, TypeError)
-        assert "dataset.lock" in str(error)
 
 
 @pytest.mark.slow
@@ -515,90 +471,3 @@ def test_a_child_that_a_rank_forks_does_not_keep_the_workers_alive(run):
 def test_what_cannot_be_combined_is_refused_at_construction(options, text):
     with pytest.raises(ValueError, match=text):
         loader(rank=0, world_size=1, **options)
-
-
-@pytest.mark.slow
-def test_the_statistics_tell_of_the_hosts_workers(run):
-    def epoch() -> Any:
-        with loader() as one:
-            count = len(list(one))
-            stats = one.stats()
-            return stats.batches == count, stats.verdict
-
-    for is_counted, verdict in run.results(epoch, 2):
-        assert is_counted
-        assert verdict
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_an_interrupted_start_harms_no_other_rank_and_can_be_made_again(run, tmp_path):
-    """It is interrupted when another rank uses already what it has started."""
-    interrupted = tmp_path / "interrupted"
-
-    def starts() -> Any:
-        signal.signal(signal.SIGUSR1, interrupt)
-        main = threading.main_thread().ident
-
-        def stop_when_it_waits() -> None:
-            waits = Nursery.await_facts.__name__
-            wait_until(lambda: waits in stack_of(main), LONG_S)
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        thread = threading.Thread(target=stop_when_it_waits)
-        thread.start()
-        one = loader()
-        with pytest.raises(KeyboardInterrupt):
-            iter(one)
-        thread.join()
-        one.set_epoch(0)
-        batches, owner = contents(one), owner_of(one)
-        interrupted.touch()
-        return batches, owner
-
-    def joins() -> Any:
-        with loader() as one:
-            iterator = iter(one)
-            first = next(iterator)
-            os.kill(starter, signal.SIGUSR1)
-            os.kill(starter, signal.SIGCONT)
-            wait_until(interrupted.exists, LONG_S)
-            return contents([first, *iterator]), owner_of(one)
-
-    ranks = [run.start(starts, 0)]
-    starter = ranks[0].process.pid
-    state = psutil.Process(starter)
-    wait_until(lambda: state.status() == "stopped", LONG_S)
-    ranks.append(run.start(joins, 1))
-    found = [one.result() for one in ranks]
-    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
-    assert found[0][1] == found[1][1]
-
-
-@pytest.mark.slow
-def test_ranks_meet_again_when_the_owner_died_before_one_of_them_had_begun(run, tmp_path):
-    died = tmp_path / "died"
-    dataset = Samples(at={index: Waiting(died) for index in range(COUNT)})
-
-    def begins() -> Any:
-        one = loader(dataset)
-        iterator = iter(one)
-        os.kill(owner_of(one), signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            next(iterator)
-        died.touch()
-        one.set_epoch(0)
-        return contents(one), owner_of(one)
-
-    def is_late() -> Any:
-        wait_until(died.exists, LONG_S)
-        one = loader(dataset)
-        return contents(one), owner_of(one)
-
-    ranks = [run.start(begins, 0), run.start(is_late, 1)]
-    found = [one.result() for one in ranks]
-    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
-    assert found[0][1] == found[1][1]

@@ -70,7 +70,6 @@ class Trainer:
         return [child.pid for child in psutil.Process(owner_of(self.loader)).children()]
 
     def end(self) -> Any:
-        """All batches of the epoch."""
         with self.loader:
             self.batches += self.iterator
         return contents(self.batches)
@@ -115,32 +114,6 @@ def test_workers_come_and_go_for_all_ranks_by_what_one_reports(run, tmp_path, ra
         batches, counts = one.result()
         assert batches == expected(rank, ranks, dataset=Samples(COUNT))[0]
         assert counts == [2, 3, 2, 1]
-
-
-def test_a_rank_that_comes_late_begins_with_as_many_workers_as_there_are(run, tmp_path):
-    told, joined = tmp_path / "told", tmp_path / "joined"
-
-    def decides() -> Any:
-        one = Trainer()
-        one.begin()
-        one.until(one.has(3), WAITS)
-        told.touch()
-        one.until(joined.exists)
-        return one.end(), len(one.batches)
-
-    def is_late() -> Any:
-        wait_until(told.exists, LONG_S)
-        one = Trainer()
-        one.begin()
-        count = one.loader.num_workers
-        joined.touch()
-        return one.end(), count
-
-    started = [run.start(decides, 0), run.start(is_late, 1)]
-    found = [one.result() for one in started]
-    for rank, (batches, _) in enumerate(found):
-        assert batches == expected(rank, dataset=Samples(COUNT))[0]
-    assert found[1][1] == 3
 
 
 def kill_the_newest(one: Trainer) -> None:

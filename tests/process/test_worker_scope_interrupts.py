@@ -1,7 +1,5 @@
 """``worker_scope="host"``: what a signal handler raises, at any instruction, loses nothing."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import gc
@@ -115,7 +113,6 @@ def rank_that_joins(**options: Any) -> Any:
 
 
 def keep_pool() -> int:
-    """Begin the pool, and keep it. Returns the owner's process id."""
     one = loader()
     next(iter(one))
     KEPT.append(one)

@@ -1,7 +1,5 @@
 """``worker_scope="host"`` with the other arguments: as with workers of each rank, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -22,13 +20,11 @@ from tests.process.host_loaders import (
     WORKERS,
     Samples,
     contents,
-    has_ended,
     loader,
     owner_of,
 )
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
-from tests.process.test_share_on_host import needs_root, sent_to_nobody
 
 
 def refuse(index: int) -> None:
@@ -40,19 +36,15 @@ def bad(*indices: int) -> Samples:
 
 
 def collate(samples: list[Any]) -> Any:
-    """In another order, and of other sizes."""
     indices, drawn, makers = zip(*reversed(samples), strict=True)
     return torch.tensor(indices), torch.stack(drawn)[:, :1], torch.tensor(makers)
 
 
 def replace(index: int, error: Exception) -> Any:
-    """An ``on_error`` function."""
     return 1000 + index, torch.rand(2), os.getpid()
 
 
 class Note:
-    """A ``worker_init_fn`` that notes each call."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -83,7 +75,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def two_epochs(scope: str, **options: Any) -> Any:
-    """What a rank gets, and the samples that failed."""
     options = {"dataset": GOOD, **options, "worker_scope": scope}
     if "sampler" in options or "batch_sampler" in options:  # which are the order, not shuffled
         one = ShardedDataLoader(num_workers=WORKERS, **options)
@@ -174,21 +165,7 @@ def test_datasets_that_are_streams_or_have_a_state_are_refused_at_construction()
         loader(Stateful(), rank=0, world_size=1)
 
 
-@pytest.mark.slow
-def test_a_dataset_with_a_state_that_is_left_out_has_shared_workers(run):
-    def epoch(scope: str) -> Any:
-        with loader(Stateful(), worker_scope=scope, snapshot_every_n_steps=0) as one:
-            return contents(one)
-
-    for shared, own in run.results(lambda: (epoch("host"), epoch("rank")), 2):
-        assert shared == own
-
-
-# Devices -----------------------------------------------------------------------------------
-
-
 def files_of(pid: int) -> set[str]:
-    """The open files of a process."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -228,34 +205,3 @@ def test_batches_reach_a_device_and_the_workers_have_nothing_of_it(run, tmp_path
         assert is_alike
         assert has_it == [True] + [False] * (1 + WORKERS)
         assert device == kind
-
-
-# Another user ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_root
-def test_another_user_cannot_attach_to_the_owner(run, tmp_path):
-    tried = tmp_path / "tried"
-
-    def epoch() -> Any:
-        with loader() as one:
-            iterator = iter(one)
-            first = next(iterator)
-            part = tmp_path / f"name of {os.getpid()}"  # each rank writes one
-            part.write_text(one._parts.host_pool.name[1:])
-            part.rename(tmp_path / "name")
-            wait_until(tried.exists, LONG_S)
-            return contents([first, *iterator]), owner_of(one)
-
-    ranks = [run.start(epoch, rank) for rank in range(2)]
-    wait_until((tmp_path / "name").exists, LONG_S)
-    name = "\0" + (tmp_path / "name").read_text()
-
-    assert sent_to_nobody(name) == b""
-    tried.touch()
-    found = [one.result() for one in ranks]
-    assert len({owner for _, owner in found}) == 1
-    for one in ranks:
-        one.end()
-    wait_until(functools.partial(has_ended, found[0][1]), LONG_S)
