@@ -28,8 +28,6 @@ EPOCHS = 3
 
 
 class Squares(Dataset):
-    """Samples that are a function of their index."""
-
     def __len__(self) -> int:
         return LENGTH
 
@@ -38,8 +36,6 @@ class Squares(Dataset):
 
 
 class Noisy(Squares):
-    """Samples that draw from all global streams, as augmentation does."""
-
     def __getitem__(self, index: int) -> torch.Tensor:
         numbers = [random.random(), float(np.random.random()), torch.rand(()).item()]
         return torch.tensor([index, *numbers], dtype=torch.double)
@@ -201,7 +197,6 @@ KINDS = {
 
 
 def make_loader(kind: str, workers: int, **options: Any) -> shmloader.DataLoader[Any]:
-    """A new loader, as a new process would make it."""
     given = {"num_workers": workers, **KINDS[kind].options(), **options}
     if not workers:
         given.pop("multiprocessing_context", None)
@@ -209,7 +204,6 @@ def make_loader(kind: str, workers: int, **options: Any) -> shmloader.DataLoader
 
 
 def read(batch: Any) -> Any:
-    """A batch as plain values."""
     return batch.tolist()
 
 

@@ -20,7 +20,6 @@ def worker_number() -> int:
 
 
 def order_by(source: str) -> list[int]:
-    """A permutation, drawn from what `source` names."""
     if source == "torch":
         return torch.randperm(LENGTH).tolist()
     if source == "numpy":
@@ -51,8 +50,6 @@ class Shuffled(IterableDataset):
 
 
 class ShuffleBuffer(Shuffled):
-    """Draws at each sample, as long streams do."""
-
     def __iter__(self) -> Iterator[Any]:
         kept: list[int] = []
         for number in range(LENGTH):
@@ -71,8 +68,6 @@ class ShuffleBuffer(Shuffled):
 
 
 class Augmented(Shuffled):
-    """Draws its order, and then a number for each sample."""
-
     def __iter__(self) -> Iterator[Any]:
         for number in order_by(self.source):
             noise = torch.rand(()).item() + random.random() + float(np.random.random())

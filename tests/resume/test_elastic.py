@@ -54,7 +54,6 @@ def make_ranks(world_size, last_batch, order, shards=0, workers=0):
 
 
 def take(ranks, steps=None):
-    """The global batches of so many steps, or of the rest of the epoch."""
     iterators = [iter(rank) for rank in ranks]
     taken = []
     while steps is None or len(taken) < steps:
@@ -165,8 +164,6 @@ def test_a_shuffle_by_a_generator_goes_on(workers):
     loader.close()
 
 
-# Batch samplers --------------------------------------------------------------------------
-
 LENGTHS = [1 + number * 7 % 50 for number in range(100)]
 
 
@@ -234,21 +231,6 @@ def test_a_batch_sampler_goes_on_with_any_number_of_ranks(before):
 
 def indices(batches):
     return [[sample[0] for sample in batch] for batch in batches]
-
-
-def test_a_batch_sampler_goes_on_with_other_ranks_again_and_again():
-    (alone,) = make_buckets(1)
-    epoch = values(alone)
-    for worlds in itertools.permutations((1, 2, 3, 4), 3):
-        given, state = [], None
-        for world_size in worlds:
-            ranks = make_buckets(world_size)
-            if state is not None:
-                load(state, ranks)
-            given += values(take_batches([iter(rank) for rank in ranks], 1))
-            state = ranks[-1].state_dict()
-        given += values(take_batches(load(state, make_buckets(1))))
-        assert given == epoch, worlds
 
 
 @pytest.mark.parametrize("has_batches", [False, True])

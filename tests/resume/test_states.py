@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import random
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ IN_ORDER = "in order"  # of KINDS: Squares, in batches of 4
 
 
 def stop(loader, count):
-    """Take so many batches of an epoch, and leave it."""
     iterator = iter(loader)
     return [read(next(iterator)) for _ in range(count)]
 
@@ -38,7 +36,6 @@ def saved(loader, count):
 
 
 def resumed(loader, state, epochs=None):
-    """The rest of the epoch that a state is in, or of so many epochs."""
     with loader:
         loader.load_state_dict(state)
         return rest_of(loader) if epochs is None else [rest_of(loader) for _ in range(epochs)]
@@ -49,7 +46,6 @@ def rest_of(loader):
 
 
 def whole(kind, workers=0, epochs=1, **options):
-    """The epochs of a run that is never stopped."""
     with make_loader(kind, workers, **options) as loader:
         return [rest_of(loader) for _ in range(epochs)]
 
@@ -95,32 +91,6 @@ def test_what_is_loaded_is_not_changed_by_what_becomes_of_the_state():
     assert [first + rest_of(other)] == whole("a user's with a state")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_after_the_last_batch_there_is_an_empty_rest_and_then_the_next_epoch(workers):
-    first, second = whole("shuffled by a generator", workers, 2)
-    _, state = saved(make_loader("shuffled by a generator", workers), len(first))
-    other = make_loader("shuffled by a generator", workers)
-    assert resumed(other, state, epochs=2) == [[], second]
-
-
-def test_a_loader_that_never_ran_has_a_state():
-    state = make_loader("shuffled by a generator", 0).state_dict()
-    other = make_loader("shuffled by a generator", 0)
-    rest_of(other)
-    assert resumed(other, state, epochs=1) == whole("shuffled by a generator")
-
-
-def test_between_iter_and_the_first_batch_nothing_that_training_draws_matters():
-    torch.manual_seed(1)
-    loader = make_loader("shuffled by the global stream", 0)
-    iterator = iter(loader)
-    state = loader.state_dict()
-    torch.rand(10)
-    epoch = rest_of(iterator)
-    torch.manual_seed(2)
-    assert resumed(make_loader("shuffled by the global stream", 0), state) == epoch
-
-
 def test_the_newest_iterator_is_spoken_of():
     loader = make_loader("in order", 0)
     older = iter(loader)
@@ -157,45 +127,6 @@ def test_batches_that_came_before_a_late_one_do_not_come_again(seed, workers):
     other = shmloader.DataLoader(range(12), num_workers=workers, **options)
     other.load_state_dict(state)
     assert [batch.item() for batch in other] == [one for one in order if one not in seen]
-    other.close()
-    gate.close()
-
-
-def test_an_older_iterator_that_has_not_begun_goes_on_with_what_it_was_made_for():
-    state = make_loader("by a seed", 0).state_dict()
-    whole = rest_of(make_loader("by a seed", 0))
-    state |= {
-        "position": 2,
-        "ahead": [[4, 6]],
-        "sampler": {**state["sampler"], "has_started": True},
-    }
-    state = sealed(state)
-    loader = make_loader("by a seed", 0)
-    loader.load_state_dict(state)
-    older = iter(loader)
-    iter(loader)
-    assert [read(batch) for batch in older] == [*whole[2:4], *whole[6:]]
-
-
-def test_the_process_streams_are_left_alone():
-    loader = make_loader("a user's", 0)
-    stop(loader, 2)
-    state = loader.state_dict()
-    torch.manual_seed(5)
-    random.seed(5)
-    expected = torch.rand(3).tolist(), random.random()
-    torch.manual_seed(5)
-    random.seed(5)
-    other = make_loader("a user's", 0)
-    other.load_state_dict(state)
-    iterator = iter(other)
-    torch.manual_seed(5)  # torch draws a base seed with each iterator
-    next(iterator)
-    other.state_dict()
-    assert (torch.rand(3).tolist(), random.random()) == expected
-
-
-# What counts as handed over ------------------------------------------------------------
 
 
 def raises_at_13(index):
@@ -234,7 +165,6 @@ def test_a_state_is_small_while_one_batch_is_late():
         given = stop(loader, 4000)
         state = loader.state_dict()
         gate.open()
-    gate.close()
     assert len(json.dumps(state)) < 500
     for options in ({}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}):
         rest = resumed(shmloader.DataLoader(list(range(5000)), 1, **options), state)
@@ -261,18 +191,10 @@ def test_a_batch_of_which_nothing_was_left_is_not_loaded_again(workers, in_order
     assert not in_order or (state["position"], other.failures.total) == (8, 0)
 
 
-@pytest.mark.parametrize("threads", [False, True])
-def test_what_is_in_flight_is_not_handed_over(threads):
-    options = {"num_workers": 2, "prefetch_factor": 4, "thread_pool": threads}
-    first, state = saved(shmloader.DataLoader(Squares(), 4, **options), 3)
-    assert state["position"] == 3
-    assert [first + resumed(shmloader.DataLoader(Squares(), 4, **options), state)] == whole(
-        IN_ORDER
-    )
-
-
-def test_what_is_ready_on_the_device_is_not_handed_over(late):
-    options = {"num_workers": 2, "device": "late"}
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("where", [{}, {"thread_pool": True}, {"device": "late"}])
+def test_what_is_in_flight_is_not_handed_over(where):
+    options = {"num_workers": 2, "prefetch_factor": 4, **where}
     first, state = saved(shmloader.DataLoader(Squares(), 4, **options), 3)
     assert state["position"] == 3
     assert [first + resumed(shmloader.DataLoader(Squares(), 4, **options), state)] == whole(
@@ -340,9 +262,6 @@ def test_what_rolls_over_is_kept_where_nothing_was_left_of_the_last_batch(worker
         assert rest_of(loader) == [[0, 1, 2, 3]]
         assert loader.state_dict()["sampler"]["carry_over"] == [8, 9]
         assert rest_of(loader) == [[8, 9, 0, 1], [2, 3], [8, 9]]
-
-
-# Samplers ------------------------------------------------------------------------------
 
 
 class CountsWhatItGave(Sampler):
@@ -468,26 +387,6 @@ def test_the_state_of_one_rank_goes_on_with_another_of_torchs_distributed_sample
         assert run(loader) == run(make(rank))[-9:]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
-def test_a_generator_goes_on_with_persistent_workers_and_without(before, after):
-    kind = "shuffled by a generator"
-
-    def options(workers):
-        return {"workers": workers, "persistent_workers": workers > 0}
-
-    epochs = whole(kind, epochs=5, **options(before))
-    for epoch, count in ((0, 3), (1, 0), (1, 3), (2, 5), (2, None)):
-        with make_loader(kind, **options(before)) as loader:
-            for _ in range(epoch):
-                rest_of(loader)
-            if count is not None:
-                stop(loader, count)
-            state = loader.state_dict()
-        expected = [epochs[epoch][count or 0 :], *epochs[epoch + 1 : epoch + 3]]
-        assert resumed(make_loader(kind, **options(after)), state, epochs=3) == expected
-
-
 def test_a_state_is_taken_up_by_workers_that_stay():
     kind = "shuffled by a generator"
     epochs = whole(kind, 2, 3, persistent_workers=True)
@@ -500,9 +399,6 @@ def test_a_state_is_taken_up_by_workers_that_stay():
         loader.load_state_dict(state)
         assert [rest_of(loader), rest_of(loader)] == [epochs[0][4:], epochs[1]]
         assert {worker.pid for worker in loader._iterator._workers} == pids
-
-
-# Loaders that do not fit ---------------------------------------------------------------
 
 
 LIST = {"sampler": [3, 2]}
@@ -706,9 +602,6 @@ def test_what_a_sampler_was_told_of_the_epoch_does_not_change_the_one_that_goes_
     assert [rest_of(other), rest_of(other)] == [epochs[1][3:], epochs[2]]
 
 
-# What else a state needs ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampler", [None, [3, 1, 2, 0, 4, 5, 6, 7]])
 def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler):
     """The workers of the next epoch are seeded from it."""
@@ -737,14 +630,7 @@ def test_the_loaders_generator_is_saved_though_no_sampler_draws_from_it(sampler)
         other.load_state_dict(mid)
 
 
-def test_whatever_is_true_makes_workers_persistent():
-    options = {"num_workers": 1, "persistent_workers": 1}
-    _, state = saved(shmloader.DataLoader(Squares(), 4, **options), 1)
-    assert len(resumed(shmloader.DataLoader(Squares(), 4, **options), state)) == 10
-
-
 def damaged(value, path=()):
-    """Every state that differs in one number, text or bool."""
     if isinstance(value, dict):
         for key, inner in value.items():
             for changed in damaged(inner, (*path, key)):
