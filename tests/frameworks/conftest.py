@@ -1,7 +1,5 @@
 """Settings of the tests of frameworks, which `make test-frameworks` runs in their environment."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -4,8 +4,6 @@ Arguments: the framework, how (torch, install, class, adapter), a folder, and mo
 framework's own as JSON. Each rank writes `<rank>.pt`: what it saw, and on what its iterators ran.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
-from tests.frameworks.support import Linear, Rows, engines, seed_everything
+from tests.frameworks.support import QUIET, Linear, Rows, engines, seed_everything
 
 LENGTH = 21  # neither two ranks nor batches of 4 divide it
 
@@ -84,14 +82,11 @@ def lightning(how: str, folder: Path, **_: Any) -> dict[str, Any]:
 
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=2,
         strategy="ddp",
         max_epochs=2,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     trainer.fit(module, make(how, shuffle=True))

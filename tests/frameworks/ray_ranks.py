@@ -3,8 +3,6 @@
 Argument: a folder. Each rank writes `<rank>.json`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.frameworks.support import LENGTH, DictRows, Linear, Rows
+from tests.frameworks.support import LENGTH, QUIET, DictRows, Linear, Rows
 
 Seen = list[Any]
 
@@ -47,14 +47,7 @@ def lightning(cls: Any, workers: int, folder: Path) -> Seen:
 
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
+        **QUIET, devices=1, max_epochs=2, enable_checkpointing=False, default_root_dir=folder
     )
     trainer.fit(module, cls(Rows(), batch_size=8, shuffle=True, num_workers=workers))
     return module.model.seen

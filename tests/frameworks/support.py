@@ -1,7 +1,5 @@
 """What the tests of frameworks share: data, and which engine the iterators of a block are of."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Iterator
@@ -15,6 +13,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from shmloader.loader.iterator import BatchIterator
 
 LENGTH = 20
+
+# Of a Trainer of Lightning's.
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 # The wheel of torchvision on PyPI is built for CUDA: with torch for CPUs it lacks its operators,
 # and cannot even be imported unless these are declared. No test uses them.

@@ -1,7 +1,5 @@
 """accelerate on one process: `prepare` keeps the class and the arguments, and it resumes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 
 class Bad(Rows):
-    """One of its samples cannot be loaded."""
-
     def __getitem__(self, index: int) -> Any:
         if index == 3:
             raise ValueError("bad")

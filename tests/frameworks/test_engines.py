@@ -1,7 +1,5 @@
 """Which engine runs under each framework, and whether its batches are torch's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ BEGIN, END = "<!-- table: tests/frameworks/test_engines.py -->", "<!-- end of th
 
 
 def run(name: str, cls: Any, workers: int, folder: Path) -> tuple[Seen, set[str]]:
-    """What the framework's step saw, and the engines of the iterators."""
     seed_everything()
     with engines() as found:
         seen = SCENARIOS[name].run(cls, workers, folder)

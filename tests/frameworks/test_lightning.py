@@ -1,7 +1,5 @@
 """Lightning: resuming from checkpoints that are made in the middle and at the end of an epoch."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 import shmloader
 from shmloader.integrations.lightning import LoaderCallback
-from tests.frameworks.support import Linear, Rows, assert_equal
+from tests.frameworks.support import QUIET, Linear, Rows, assert_equal
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
@@ -59,12 +57,9 @@ def fit(
     """
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=1,
         max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[LoaderCallback(), *callbacks],
         num_sanity_val_steps=0,
@@ -140,14 +135,7 @@ def test_the_callback_serves_the_package_pytorch_lightning_too(tmp_path):
     def fit_it(*callbacks: Any) -> int:
         module = Own()
         trainer = package.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=3,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[*callbacks],
+            **QUIET, devices=1, max_epochs=3, default_root_dir=tmp_path, callbacks=[*callbacks]
         )
         trainer.fit(module, shmloader.DataLoader(Rows(), 8, shuffle=True, seed=7))
         return len(module.model.seen)
@@ -163,12 +151,7 @@ def test_a_sharded_loader_predicts_each_sample_once(last_batch, tmp_path):
             Rows(21), 4, shuffle=True, num_workers=1, last_batch=last_batch, rank=rank, world_size=2
         )
         trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            default_root_dir=tmp_path,
+            **QUIET, devices=1, enable_checkpointing=False, default_root_dir=tmp_path
         )
         predicted = trainer.predict(Module(), loader)
         found += [row for batch in predicted for row in batch]

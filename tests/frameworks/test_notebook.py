@@ -1,7 +1,5 @@
 """A notebook: classes that are defined in a cell, and `install()` that is run twice."""
 
-from __future__ import annotations
-
 import nbformat
 import pytest
 from nbclient import NotebookClient

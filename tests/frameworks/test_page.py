@@ -1,7 +1,5 @@
 """The blocks of the page about frameworks run as they stand, where the frameworks are."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.docs.test_blocks import ROOT, blocks_of

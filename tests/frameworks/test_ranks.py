@@ -1,7 +1,5 @@
 """The frameworks on two processes: engines, batches, arguments that are kept, and resuming."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The Hugging Face Trainer with the mixin: engine, losses, arguments, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ class Fixed(DictRows):
 
 
 def train(kind: Any, folder: Path, *, resume: str | None = None, **options: Any) -> Any:
-    """Train for two epochs; return what was seen, and the losses."""
     seed_everything()
     model = Linear()
     arguments = transformers.TrainingArguments(

@@ -1,7 +1,5 @@
 """What ranks of a host share, in the processes that Lightning and accelerate start."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,7 +34,7 @@ def run(folder: Path, text: str, *launcher: str) -> None:
 LIGHTNING = """
     from pathlib import Path
 
-    import tests.frameworks.support  # lets torchvision be imported, before all others
+    from tests.frameworks.support import QUIET  # before all others: it lets torchvision be imported
     import lightning
     import torch
 
@@ -63,14 +61,7 @@ LIGHTNING = """
     if __name__ == "__main__":
         module = Module()
         trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET, devices=2, strategy="ddp", max_epochs=2, enable_checkpointing=False
         )
         with make() as loader:
             trainer.fit(module, loader)
@@ -88,7 +79,7 @@ LIGHTNING_DATASET = """
     import os
     from pathlib import Path
 
-    import tests.frameworks.support  # lets torchvision be imported, before all others
+    from tests.frameworks.support import QUIET  # before all others: it lets torchvision be imported
     import lightning
     import torch
 
@@ -118,14 +109,7 @@ LIGHTNING_DATASET = """
     if __name__ == "__main__":
         module = Module()
         trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET, devices=2, strategy="ddp", max_epochs=1, enable_checkpointing=False
         )
         trainer.fit(module)
         found = module.found | {"totals": one_dataset.totals(module.batches)}

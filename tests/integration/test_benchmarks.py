@@ -117,70 +117,62 @@ def test_what_measures_an_accelerator_says_so_in_a_line_if_there_is_none(name):
     assert done.stderr == ""
 
 
-def test_the_benchmark_of_sharding_compares_with_a_seed_and_without():
-    done = run("sharded.py", "--smallest")
+SPREAD = r"[\d.,]+ \([\d.,]+–[\d.,]+\)"
+STRAGGLERS = ["torch", "round robin", "idle takes oldest"]
+SEED_COSTS = ["TensorDataset", "code, no draws", "code, six draws on an image"]
+
+# What lines of the output begin with.
+TABLES: dict[str, list[str]] = {
+    "sharded.py": [
+        *(
+            rf"\| \(a\) [^|]+\| {loader} \| [^|]+\| {SPREAD} \| {SPREAD} \|$"
+            for loader in ("rank", "shards")
+        ),
+        r"order of 100,000 samples, .* MB of memory$",
+    ],
+    "seed_cost.py": [
+        *(
+            rf"\| a sample: {part} \| [\d.,]+ \("
+            for part in ("the digest", "random", "numpy.random", "torch")
+        ),
+        *(
+            rf"\| {kind} \| {workers} \| ([\d.,]+ \([^|]+ \| ){{3}}-?[\d.,]+ \("
+            for kind in SEED_COSTS
+            for workers in (0, 2)
+        ),
+    ],
+    "stragglers.py": [
+        line
+        for workers in (2, 8)
+        for loader in STRAGGLERS
+        for line in (
+            rf"\| {workers} \| {loader} \| {SPREAD} \| ",
+            rf"waits in next\(\), {workers} workers, {loader}, all rounds\n.* \d+ ?#*$",
+        )
+    ]
+    + ["content: the same for all loaders$"],
+    "pipeline.py": [r"\| a coroutine[^|]+\| \d+ \(\d+–\d+\) \| \d+ \(\d+–\d+\) \|"],
+    "statistics_cost.py": [r"\| the difference \| -?[\d.,]+ \("],
+    "arrays.py": [
+        *(
+            rf"\| {loader}, shuffled \| {SPREAD} \| "
+            for loader in ("torch", "shmloader", "ceiling")
+        ),
+        r"content hash, shuffled: [0-9a-f]{16}$",
+    ],
+    "memory.py": [
+        *(rf"\| {loader}, fork \| [\d,]+ \| -?[\d,]+ \| " for loader in ("plain", "share")),
+        "content: the same for all loaders$",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_benchmark_prints_its_table(name):
+    done = run(name, "--smallest")
     assert done.returncode == 0, done.stdout + done.stderr
-    ratio = r"\| [\d.,]+ \([\d.,]+–[\d.,]+\) "
-    for loader in ("rank", "shards"):
-        row = rf"^\| \(a\) [^|]+\| {loader} \| [^|]+{ratio}{ratio}\|$"
-        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^order of 100,000 samples, .* MB of memory$", done.stdout, re.MULTILINE)
-
-
-def test_the_benchmark_of_a_seed_s_cost_has_a_row_for_each_kind_of_dataset():
-    done = run("seed_cost.py", "--smallest")
-    assert done.returncode == 0, done.stderr
-    for part in ("the digest", "random", "numpy.random", "torch"):
-        row = rf"^\| a sample: {part} \| [\d.,]+ \("
-        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    for kind in ("TensorDataset", "code, no draws", "code, six draws on an image"):
-        for workers in (0, 2):
-            row = rf"^\| {kind} \| {workers} \| ([\d.,]+ \([^|]+ \| ){{3}}-?[\d.,]+ \("
-            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-
-
-def test_the_benchmark_of_stragglers_draws_the_waits_of_three_loaders():
-    done = run("stragglers.py", "--smallest")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for workers in (2, 8):
-        for loader in ("torch", "round robin", "idle takes oldest"):
-            row = rf"^\| {workers} \| {loader} \| [\d.,]+ \([\d.,]+–[\d.,]+\) \| "
-            assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-            drawn = rf"^waits in next\(\), {workers} workers, {loader}, all rounds\n.* \d+ ?#*$"
-            assert re.search(drawn, done.stdout, re.MULTILINE), done.stdout
-    assert "\ncontent: the same for all loaders\n" in done.stdout
-
-
-def test_the_benchmark_of_pipelines_measures_ours_with_spdl_or_without():
-    done = run("pipeline.py", "--smallest")
-    assert done.returncode == 0, done.stdout + done.stderr
-    figure = r"\d+ \(\d+–\d+\) \|"
-    assert re.search(rf"^\| a coroutine[^|]+\| {figure} {figure}", done.stdout, re.MULTILINE)
-
-
-def test_what_statistics_cost_is_measured_alone_and_on_the_whole():
-    done = run("statistics_cost.py", "--smallest")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\| the difference \| -?[\d.,]+ \(", done.stdout, re.MULTILINE), done.stdout
-
-
-def test_the_benchmark_of_arrays_compares_with_torch_and_a_ceiling():
-    done = run("arrays.py", "--smallest")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for loader in ("torch", "shmloader", "ceiling"):
-        row = rf"^\| {loader}, shuffled \| [\d,]+ \([\d,]+–[\d,]+\) \| "
-        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^content hash, shuffled: [0-9a-f]{16}$", done.stdout, re.MULTILINE)
-
-
-def test_the_benchmark_of_memory_prints_its_table():
-    done = run("memory.py", "--smallest")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for loader in ("plain", "share"):
-        row = rf"^\| {loader}, fork \| [\d,]+ \| -?[\d,]+ \| "
-        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    assert "\ncontent: the same for all loaders\n" in done.stdout
+    for line in TABLES[name]:
+        assert re.search(f"^{line}", done.stdout, re.MULTILINE), (line, done.stdout)
 
 
 @pytest.mark.timeout(600)  # torchrun starts two ranks nine times

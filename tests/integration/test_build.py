@@ -1,7 +1,5 @@
 """The compiled module is built for all versions of Python at once, or for a free-threaded one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The code of docs/howto/pipelines.md runs as it stands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Lightning and accelerate are among the frameworks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

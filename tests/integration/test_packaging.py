@@ -1,7 +1,5 @@
 """The wheel and the source archive, each installed into a fresh environment, and used there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

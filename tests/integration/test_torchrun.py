@@ -45,7 +45,6 @@ class Run:
     """
 
     def __init__(self, command: list[str], folder: Path, **environment: str) -> None:
-        """Start it in a folder."""
         self._mark = uuid.uuid4().hex
         self._words = " ".join(command)
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -111,7 +110,6 @@ class Run:
 
 
 def torchrun(folder: Path, program: Path, *arguments: str, options: list[str]) -> list[str]:
-    """The command that starts a program on several ranks."""
     # Logs are not redirected; the folder for them is made nevertheless.
     start = [sys.executable, "-m", "torch.distributed.run", f"--log-dir={folder / 'logs'}"]
     return [*start, *options, str(program), *arguments]
@@ -129,7 +127,6 @@ def write_program(folder: Path, source: str) -> Path:
 
 
 def read_ranks(folder: Path, world_size: int) -> list[Any]:
-    """What the ranks wrote, each into a file of its own."""
     assert len(list(folder.glob("rank*.json"))) == world_size
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -158,8 +155,6 @@ def in_global_batches(order: list[int], last_batch: str) -> list[list[int]]:
         whole += order[: -len(order) % GLOBAL_BATCH]
     return [whole[at : at + GLOBAL_BATCH] for at in range(0, len(whole), GLOBAL_BATCH)]
 
-
-# ---------------------------------------------------------------- one order on all ranks
 
 # The random streams of the ranks differ, and so does what they have drawn from them.
 SHARES = f"""
@@ -239,8 +234,6 @@ def test_the_union_of_batches_is_the_same_on_any_number_of_ranks(world_size, tmp
         run.succeed()
     assert_one_order(read_ranks(tmp_path, world_size), CASES)
 
-
-# ---------------------------------------------------------------- ranks that differ in pace
 
 # An event is a pipe with a name, which the test holds open: it has happened once it has a byte.
 PACES = f"""
@@ -344,9 +337,6 @@ def test_ranks_that_start_late_are_slow_or_stop_early_hold_nobody_up(tmp_path) -
     assert union([of_rank[1] for of_rank in early]) == second
 
 
-# ---------------------------------------------------------------- nothing joins them
-
-
 def test_ranks_that_nothing_joins_agree_nevertheless(tmp_path) -> None:
     """Each has ended before the next one begins: on whichever host, there is no other to ask."""
     program = write_program(tmp_path, SHARES)
@@ -356,9 +346,6 @@ def test_ranks_that_nothing_joins_agree_nevertheless(tmp_path) -> None:
         with Run(command, tmp_path, RANK=str(rank), WORLD_SIZE="2") as run:
             run.succeed()
     assert_one_order(read_ranks(tmp_path, 2), cases)
-
-
-# ---------------------------------------------------------------- examples/train_ddp.py
 
 
 def assert_trained(printed: str, *, epoch_count: int, world_size: int) -> None:
@@ -410,8 +397,6 @@ def test_train_ddp_refuses_a_wrong_argument_in_one_line(
     monkeypatch.setenv("RANK", "0")
     assert_refused(capsys, monkeypatch, "train_ddp.py", *arguments, words=words)
 
-
-# ---------------------------------------------------------------- one dataset for a host
 
 ONE_POOL = """
     import json, os, sys, time
@@ -472,8 +457,6 @@ def _of_one_pool(batches: list[list[list[list[float]]]]) -> list[tuple[int, list
 
 
 class _Drawn:
-    """The samples of ``ONE_POOL``, but for who makes them."""
-
     def __len__(self) -> int:
         return 120
 
