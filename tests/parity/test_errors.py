@@ -147,25 +147,6 @@ def test_the_text_tells_the_worker_and_its_traceback() -> None:
     assert "ValueError: sample 3 is bad" in failure.text
 
 
-def test_the_text_of_a_key_error_has_lines() -> None:
-    failure = only_failure(lambda: failing("a KeyError", batch_size=2, num_workers=1), epochs=1)
-    assert failure.kind is KeyError
-    first, *_, last = failure.text.splitlines()
-    assert first == "Caught KeyError in DataLoader worker process 0."
-    assert last.startswith("KeyError: ")
-
-
-def test_the_text_of_an_exception_in_the_worker_init_fn() -> None:
-    failure = only_failure(
-        lambda: {"dataset": range(6), "num_workers": 2, "worker_init_fn": fail_in_worker_1},
-        epochs=1,
-        take=[2],
-    )
-    assert failure.kind is OwnError
-    assert failure.text.startswith("Caught OwnError in DataLoader worker process 1.")
-    assert "OwnError: worker 1 will not start" in failure.text
-
-
 def test_an_error_that_one_string_cannot_rebuild_arrives_all_the_same() -> None:
     def make() -> dict[str, Any]:
         error = Failing(lambda n: TwoArgumentsError("first", n))

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import io
 import multiprocessing
 import os
@@ -24,13 +23,12 @@ from tests.parity.compare import (
     assert_private_tensors,
     assert_same,
     both_outcomes,
-    outcome,
     run_both,
     run_ours,
     run_torch,
     seed_everything,
 )
-from tests.parity.data import Dice, Made, Squares, as_is, dice_collate, draw_some, only
+from tests.parity.data import Dice, Made, Squares, dice_collate, draw_some, only
 from tests.parity.objects import WHOLE, floats
 from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
 from tests.process.support import WatchedLock, in_thread, wait_until
@@ -354,52 +352,6 @@ def test_a_batch_reaches_another_process() -> None:
 def answer(queue: Any, answers: Any) -> None:
     torch.set_num_threads(1)  # the parent's thread pool is not here
     answers.put(float(queue.get().double().sum()))
-
-
-@pytest.mark.slow
-@compared(
-    lambda: {
-        "dataset": Made(lambda n: (torch.randn(64) + n % 10, n % 10), 90),
-        "batch_size": 8,
-        "shuffle": True,
-    },
-    ["two workers"],
-)
-def test_training_with_the_batches_gives_the_same_weights(loader: Any) -> list[Any]:
-    model = torch.nn.Linear(64, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        for x, y in loader:
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_lambdas_and_closures_work(workers: int) -> None:
-    offset = 100
-    assert run_both(
-        lambda: {
-            "dataset": Made(lambda n: n + offset, 9),
-            "batch_size": 2,
-            "collate_fn": lambda samples: [offset, *samples],
-            "worker_init_fn": lambda worker: torch.rand(worker + offset),
-            "num_workers": workers,
-        }
-    )
-
-
-def test_a_finished_loader_leaves_no_warning() -> None:
-    def go() -> int:
-        loader = DataLoader(Squares(9), batch_size=2, num_workers=2, collate_fn=as_is)
-        next(iter(loader))
-        del loader
-        gc.collect()
-        return 1
-
-    assert outcome(go) == (1, None, [])
 
 
 class Touchy:

@@ -1,5 +1,6 @@
-"""The tree of exceptions, and the package's public names."""
+"""The tree of exceptions, and the package's public names and how they are imported."""
 
+import gc
 import pickle
 
 import pytest
@@ -131,3 +132,17 @@ print(sorted(name for name in sys.modules if name.startswith(ours)))
     done = run_program(program)
     assert done.out == "[]\n[]\n", done.err
     done.assert_quiet()
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_asking_for_a_name_leaves_the_garbage_collector_as_it_was(is_collecting) -> None:
+    if not is_collecting:
+        gc.disable()
+    try:
+        assert shmloader.__getattr__("DataLoader") is shmloader.DataLoader
+        assert gc.isenabled() == is_collecting
+        with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+            shmloader.__getattr__("Nothing")
+        assert gc.isenabled() == is_collecting
+    finally:
+        gc.enable()

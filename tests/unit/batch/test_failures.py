@@ -10,7 +10,6 @@ from shmloader.batch.failures import (
     BadSample,
     RemoteError,
     SampleReport,
-    describe_indices,
 )
 
 WHERE = "in DataLoader worker process 3"
@@ -143,20 +142,3 @@ def test_a_report_names_the_newest_and_counts_all():
 def test_keys_that_cannot_cross_are_named_by_their_text():
     assert bad(Shy(), ValueError()).index.startswith("<Shy ")
     assert str(bad("x" * 100_000, ValueError()).index).startswith("'xxx")
-
-
-@pytest.mark.parametrize(
-    ("indices", "text"),
-    [
-        ([64, 65, 66], "indices 64 to 66"),
-        ([3, 1], "indices 3, 1"),
-        (["a"], "index 'a'"),
-        (5, "index 5"),
-        ([], "no indices"),
-        (None, "the next sample"),
-        ([None] * 4, "the next 4 samples"),
-        ([2 * n for n in range(9)], "9 indices: 0, 2, 4, 6, 8, 10, 12, 14, …"),
-    ],
-)
-def test_the_indices_of_a_batch_in_words(indices, text):
-    assert describe_indices(indices) == text

@@ -1,4 +1,4 @@
-"""The fetchers, bad samples, and StopIteration of a map-style dataset."""
+"""The fetchers, bad samples, StopIteration of a map-style dataset, and the batch maker."""
 
 import contextlib
 import threading
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from shmloader import sample_rng
 from shmloader.batch.collator import Timer, bytes_of
 from shmloader.batch.fetch import EmptyBatchError, FetchConfig
 from shmloader.batch.maker import BatchMaker
+from shmloader.sampling.indices import PositionedIndices
 
 
 def make_fetcher(config, dataset, collate, on_error="raise"):
@@ -134,3 +136,25 @@ def test_a_bad_sample_is_not_kept_alive():
     fetcher = tolerant(dataset)
     fetcher.fetch([0, 1])
     assert dataset.last() is None
+
+
+class OwnList(list):
+    """A list that may run code of the user's."""
+
+
+def test_a_bad_sample_of_plain_data_does_not_shift_the_random_numbers_of_collate():
+    def collate(samples):
+        return samples, int(sample_rng().integers(1 << 30))
+
+    def batches(dataset):
+        plan = FetchConfig(
+            is_iterable=False, auto_collation=True, drop_last=False, seed=1, may_shard=True
+        )
+        maker = BatchMaker(
+            plan, dataset, collate, "skip", where="here", timer=Timer(), restores_rngs=True
+        )
+        return maker.make(PositionedIndices([[0, 99, 1], [2, 3]], 0, 0))
+
+    plain = batches(list(range(9)))
+    assert [samples for samples, _ in plain] == [[0, 1], [2, 3]]
+    assert plain == batches(OwnList(range(9)))

@@ -187,11 +187,6 @@ def test_a_stop_iteration_of_iter_does_not_silently_end_the_epoch():
         load(PositionedIndices([None], 2, 0), Stopping())
 
 
-def test_a_dataset_without_either_fails_as_it_does_by_itself():
-    with pytest.raises(TypeError, match="'object' object is not subscriptable"):
-        load(PositionedIndices([1], 0, 0), object())
-
-
 def test_all_calls_in_one_sample_return_the_same_generator():
     class Twice:
         def __getitem__(self, index):

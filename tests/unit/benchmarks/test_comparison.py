@@ -169,18 +169,6 @@ def test_a_run_that_hangs_is_ended_with_its_children(fresh, tmp_path, session):
         wait_for_end(pid)  # nobody waits for the child
 
 
-def test_a_run_that_fails_is_told_in_a_line(fresh, tmp_path):
-    program = tmp_path / "fails.py"
-    program.write_text(
-        "class Noisy:\n"
-        "    def __del__(self):\n"
-        "        raise OSError('and then')\n"
-        "noisy = Noisy()\n"
-        "raise ValueError('this is why')\n"
-    )
-    assert fresh.try_anew(str(program), [], 60.0) == "exit code 1: ValueError: this is why"
-
-
 def test_what_an_end_brings_forth_before_the_reason_hides_nothing(fresh, tmp_path):
     program = tmp_path / "fails.py"
     program.write_text(

@@ -1,6 +1,5 @@
 """What ``make gpu`` makes of its steps: verdicts, the check of batches, limits of time."""
 
-import argparse
 import importlib
 import json
 import sys
@@ -8,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.process.support import wait_for_end
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -108,28 +105,6 @@ def test_each_batch_that_is_wrong_or_missing_or_too_much_is_counted(modules, cha
     assert steps.wrong_count() == wrong
 
 
-@pytest.mark.slow
-def test_a_step_that_takes_too_long_is_ended_whole_and_what_it_found_is_kept(
-    gpu, tmp_path, monkeypatch
-):
-    (tmp_path / "benchmarks").mkdir()
-    program = """
-        import subprocess, sys, time
-        path = next(one for one in sys.argv if one.startswith("--json=")).partition("=")[2]
-        apart = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        open(path, "w").write('{"device": %d}' % apart.pid)
-        time.sleep(60)
-    """
-    text = "\n".join(line.strip() for line in program.splitlines())
-    (tmp_path / "benchmarks" / "probe.py").write_text(text)
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "PROBE_S", 3.0)
-    options = argparse.Namespace(device=None, smallest=False)
-    found = gpu.run_probe(options, tmp_path)
-    wait_for_end(found["device"])
-    assert found["failure"].startswith("it was ended after 3 s")
-
-
 def test_a_step_that_fails_is_on_the_page_with_its_last_line(gpu, tmp_path):
     failure = gpu.run_step(
         [sys.executable, "-c", "raise SystemExit('no memory')"], 20, tmp_path / "log"
@@ -139,38 +114,3 @@ def test_a_step_that_fails_is_on_the_page_with_its_last_line(gpu, tmp_path):
     page = gpu.page_of(json.loads(json.dumps({"machine": {}, **steps})))
     assert page.count("**Failed**: exit code 1: no memory") == 3
     assert "device: unknown" in page
-
-
-class Clock:
-    """An accelerator whose events are at given times, in ms; its work is done on the CPU."""
-
-    device = torch.device("cpu")
-    can_time = True
-
-    def __init__(self, times_ms):
-        self._times_ms = iter(times_ms)
-
-    def event(self):
-        return Moment(next(self._times_ms))
-
-
-class Moment:
-    def __init__(self, time_ms):
-        self.time_ms = time_ms
-
-    def elapsed_time(self, later):
-        return later.time_ms - self.time_ms
-
-    def synchronize(self):
-        pass
-
-
-def test_idle_time_is_between_the_end_of_a_step_and_the_start_of_the_next(device):
-    # Steps of 10, 10 and 20 ms; idle for 5 and 15 ms; 60 ms in all.
-    steps = device.Steps(Clock([0, 10, 15, 25, 40, 60]), 0, 8, [3, 3, 3])
-    for _ in range(3):
-        steps.run(torch.ones(3, dtype=torch.int64))
-    assert steps.wrong_count() == 0
-    assert steps.idle_share() == pytest.approx(20 / 60)
-    assert steps.step_ms() == 10
-    assert steps.late_ms() == 35  # from the second step's end to the third one's

@@ -8,36 +8,6 @@ from shmloader.errors import InternalError
 FREE, TAKEN, LENT = SlotState
 
 
-def table_with_slot(state: SlotState) -> tuple[SlotTable, int]:
-    table = SlotTable(capacity=3)
-    slot_id = table.take(worker_id=0)
-    if state is LENT:
-        table.lend(slot_id)
-    elif state is FREE:
-        table.free(slot_id)
-    return table, slot_id
-
-
-@pytest.mark.parametrize(
-    ("old", "move", "new"), [(TAKEN, "lend", LENT), (TAKEN, "free", FREE), (LENT, "free", FREE)]
-)
-def test_a_legal_move_changes_the_state(old, move, new):
-    table, slot_id = table_with_slot(old)
-    getattr(table, move)(slot_id)
-    assert table.states[slot_id] is new
-    assert table.free_ids == ([slot_id] if new is FREE else [])
-    assert table.lent_count == (new is LENT)
-
-
-@pytest.mark.parametrize(("old", "move"), [(FREE, "lend"), (FREE, "free"), (LENT, "lend")])
-def test_an_illegal_move_is_refused_and_changes_nothing(old, move):
-    table, slot_id = table_with_slot(old)
-    before = ([*table.states], [*table.free_ids], table.lent_count)
-    with pytest.raises(InternalError, match=rf"slot {slot_id} is with {old.value}"):
-        getattr(table, move)(slot_id)
-    assert (table.states, table.free_ids, table.lent_count) == before
-
-
 def test_slots_are_made_up_to_the_capacity_and_no_further():
     table = SlotTable(capacity=2)
     assert [table.take(0), table.take(1)] == [0, 1]

@@ -65,8 +65,3 @@ def test_the_groups_are_those_of_the_docstring() -> None:
         if row["`DataLoader`"] != "–"
     }
     assert table == documented
-
-
-@pytest.mark.parametrize("loader", LOADERS.values())
-def test_the_help_of_a_loader_names_the_table(loader) -> None:
-    assert "docs/reference/arguments.md" in inspect.getdoc(loader)

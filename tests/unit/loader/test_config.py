@@ -5,8 +5,6 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from shmloader import DataLoader
-from shmloader.engine.delivery import DatasetCheckpoints
-from shmloader.loader import config
 from shmloader.loader.config import LEND_LIMIT
 from shmloader.loader.options import MINIMUM_SLOT_BYTES
 
@@ -15,29 +13,6 @@ DATA = torch.arange(12)
 
 def config_of(kind=DataLoader, **options):
     return kind(DATA, 2, **options)._config()
-
-
-def test_failures_are_no_attribute_that_frameworks_would_pass_to_a_constructor() -> None:
-    assert "failures" not in vars(DataLoader(DATA))
-    assert list(DataLoader(DATA).failures) == []
-
-
-def test_an_attribute_that_is_set_counts_from_the_next_epoch_on() -> None:
-    loader = DataLoader(DATA, 2, collate_fn=list)
-    loader.collate_fn = tuple
-    assert loader._config().collate_fn is tuple
-    assert all(type(batch) is tuple for batch in loader)
-
-
-def test_what_is_resumed_is_taken_once_and_replaces_where_the_datasets_were() -> None:
-    parts = config.LoaderParts()
-    parts.checkpoints, parts.resumed_checkpoints = (
-        DatasetCheckpoints.at_beginning(n) for n in (1, 2)
-    )
-    resumed = parts.resumed_checkpoints
-    assert parts.pop_resumed() is resumed
-    assert parts.checkpoints is None
-    assert parts.pop_resumed() is None
 
 
 @pytest.mark.parametrize(

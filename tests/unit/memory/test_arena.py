@@ -1,7 +1,8 @@
-"""The arena: no name, no fixed cost, sealed, and safe to close under views."""
+"""The arena: no name, no fixed cost, sealed, safe to close under views; files of segments."""
 
 import ctypes
 import errno
+import gc
 import os
 import pickle
 import resource
@@ -14,8 +15,10 @@ import pytest
 from shmloader.errors import SharedMemoryError
 from shmloader.memory import arena as arena_module
 from shmloader.memory.arena import Arena, populate
+from shmloader.memory.segment import SegmentWriter
 from shmloader.pools.starting import close_inherited
 from tests.process.bytecodes import KINDS, interrupt
+from tests.process.support import descriptor_count
 from tests.unit.memory.support import MIB, in_a_child, names_in
 
 
@@ -271,3 +274,16 @@ def test_an_interruption_is_never_taken_for_a_refusal_of_the_system(call, kind):
             arena.close()
         del slot
     assert nth > 5
+
+
+def test_a_segment_whose_beginning_is_interrupted_leaves_no_file_open(monkeypatch) -> None:
+    def interrupted(self: SegmentWriter, data: bytes) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SegmentWriter, "append", interrupted)
+    before = descriptor_count()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        SegmentWriter()
+    del caught
+    gc.collect()
+    assert descriptor_count() == before

@@ -243,21 +243,6 @@ def test_the_limit_of_copying_out_counts_bytes_of_a_part(bench, make, nbytes, is
     assert PickledReader(layout).lends == is_lent
 
 
-def test_what_collate_put_into_the_slot_is_not_copied_again(bench):
-    image = bench.writer.empty((3, LARGE), torch.float32).fill_(3)
-    mask = bench.writer.empty((LARGE,), torch.uint8).fill_(1)
-    used = bench.writer.used_bytes
-    layout = bench.encode({"image": image, "mask": mask.numpy(), "flat": image.view(-1)[1:]})
-    assert bench.writer.used_bytes == used
-    del image, mask
-    arrived = bench.decode(layout, lent=True)
-    assert arrived["image"].shape == (3, LARGE)
-    assert (arrived["image"] == 3).all()
-    assert (arrived["mask"] == 1).all()
-    arrived["image"][0, 1] = 9
-    assert arrived["flat"][0] == 9
-
-
 def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):
     inside = bench.writer.empty((LARGE,), torch.uint8).fill_(1)
     used = bench.writer.used_bytes

@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.batch.collator import Collator, Timer
-from shmloader.errors import SharedMemoryError
 from shmloader.memory.collate import empty
 from shmloader.memory.flat import FlatLayout
 from shmloader.memory.writer import SlotWriter
@@ -61,13 +60,6 @@ def test_empty_follows_torch_s_default_dtype(bench):
         torch.set_default_dtype(torch.float32)
 
 
-def test_between_tasks_empty_is_private_memory(bench):
-    bench.writer.open(bench.slot, is_offered=True)
-    bench.writer.part()
-    assert not is_in(bench.slot, empty(3))
-    bench.writer.open(bench.slot)
-
-
 def test_a_sample_that_is_yet_to_be_collated_gets_private_memory(bench):
     assert not is_in(bench.slot, empty(3))
     wrapped = Collator(lambda samples: empty(3), Timer(), writer=bench.writer)
@@ -91,17 +83,6 @@ def test_outside_the_collate_function_default_collate_leaves_the_slot_alone(benc
     with pytest.raises(ZeroDivisionError):
         Collator(lambda samples: 1 / 0, Timer(), writer=bench.writer)(SAMPLES)
     assert not is_in(bench.slot, default_collate(SAMPLES)), "a failed collate still runs"
-
-
-def test_what_there_is_no_memory_for_is_told_and_not_made_elsewhere():
-    class NoRoom:
-        def grow(self, arena, slot, end):
-            raise SharedMemoryError("no memory")
-
-    with open_bench() as bench, installed(writer := SlotWriter(bench.arena, NoRoom())):
-        writer.open(bench.slot, is_offered=True)
-        with pytest.raises(SharedMemoryError, match="no memory"):
-            default_collate(SAMPLES)
 
 
 def test_what_exceeds_the_share_is_collated_elsewhere():

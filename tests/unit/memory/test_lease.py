@@ -100,19 +100,6 @@ def test_a_slot_comes_back_when_the_last_view_dies_and_only_then(book, slot, hol
     assert book.collect() == [], "the slot came back twice"
 
 
-def test_a_lease_in_a_cycle_comes_back_with_the_collector(book, slot):
-    cycle = [lend(book, slot)]
-    cycle.append(cycle)
-    gc.disable()
-    try:
-        del cycle
-        assert not book.ended
-        gc.collect()
-        assert book.collect() == [SLOT_ID]
-    finally:
-        gc.enable()
-
-
 def fork_and_wait() -> None:
     pid = os.fork()
     if pid == 0:
@@ -159,15 +146,6 @@ def test_slots_that_only_a_device_reads_are_not_parted_from_their_views(book, ar
     fork_and_wait()
     assert slot.memory[:4] == memoryview(tensor.numpy()).cast("B")[:4]
     assert slot.nbytes == MIB
-
-
-def test_an_arena_may_die_before_its_leases(book):
-    arena = Arena.create(MIB, 1)
-    arena.reach(arena.slots[0], MIB)
-    tensor = lend(book, arena.slots[0])
-    arena.close()
-    del arena
-    assert tensor.sum() == 1000
 
 
 @pytest.mark.parametrize(

@@ -137,13 +137,6 @@ def test_in_a_container_the_mount_s_own_group_is_found(system, path):
     assert free(system) == Free(50 * MIB, f"{GROUP} /")
 
 
-def test_a_group_below_that_of_a_container_is_found(system):
-    system.join_v1("/docker/0123/job")
-    system.group_v1("/job", 100 * MIB, 50 * MIB)
-    system.group_v1("", 90 * MIB, 0)
-    assert free(system) == Free(50 * MIB, f"{GROUP} /job")
-
-
 def test_this_machine_has_something_free():
     found = free_memory(Path("/"), control_groups(Path("/")))
     assert found is not None

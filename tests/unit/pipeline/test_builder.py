@@ -1,11 +1,8 @@
 """Mistakes are told when the pipeline is built, with the argument's name and value."""
 
-import functools
-
 import pytest
 
 from shmloader import PipelineBuilder, PipelineDataLoader
-from shmloader.pipeline.config import kind_of, name_of
 
 
 def op(item):
@@ -20,64 +17,9 @@ async def coro(item):
     return item
 
 
-async def agen(item):
-    yield item
-
-
-class Methods:
-    def op(self, item):
-        return item
-
-    async def coro(self, item):
-        return item
-
-    @staticmethod
-    def gen(item):
-        yield item
-
-
-class Called:
-    def __call__(self, item):
-        return item
-
-
-class AsyncCallable:
-    async def __call__(self, item):
-        return item
-
-
-class AgenCallable:
-    async def __call__(self, item):
-        yield item
-
-
 FUNCTION, COROUTINE, GENERATOR, ASYNC_GENERATOR = (
     (False, False), (True, False), (False, True), (True, True)
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "name"),
-    [
-        (op, FUNCTION, "op"),
-        (gen, GENERATOR, "gen"),
-        (coro, COROUTINE, "coro"),
-        (agen, ASYNC_GENERATOR, "agen"),
-        (Methods().op, FUNCTION, "op"),
-        (Methods().coro, COROUTINE, "coro"),
-        (Methods.gen, GENERATOR, "gen"),
-        (Called(), FUNCTION, "Called"),
-        (AsyncCallable(), COROUTINE, "AsyncCallable"),
-        (AgenCallable(), ASYNC_GENERATOR, "AgenCallable"),
-        (AsyncCallable, FUNCTION, "AsyncCallable"),  # a class makes an object
-        (functools.partial(AgenCallable()), ASYNC_GENERATOR, "AgenCallable"),
-        (len, FUNCTION, "len"),
-        ("".join, FUNCTION, "join"),
-    ],
-)
-def test_an_op_is_known_by_its_kind_and_name(given, kind, name):
-    assert kind_of(given) == kind
-    assert name_of(given) == name
 
 
 def with_source():

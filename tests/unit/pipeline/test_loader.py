@@ -1,6 +1,5 @@
 """``PipelineDataLoader``: the usual chain in one call."""
 
-import concurrent.futures
 import os
 import threading
 import weakref
@@ -80,13 +79,6 @@ def test_processes_are_kept_over_epochs_and_breaks_and_batches_lie_in_slots():
     reference = weakref.ref(loader)
     del loader  # which ends its workers: the check of what remains would find them
     assert reference() is None
-
-
-def test_an_executor_of_the_users_is_used():
-    with concurrent.futures.ThreadPoolExecutor(1, "theirs") as pool:
-        loader = load(preprocessor=lambda _: threading.current_thread().name, executor=pool)
-        assert all(name.startswith("theirs") for name in loader)
-        loader.close()
 
 
 def test_a_closed_loader_says_so():

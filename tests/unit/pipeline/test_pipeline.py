@@ -72,6 +72,17 @@ class Doubler:
         return 2 * number
 
 
+class SoonDoubler:
+    async def __call__(self, number):
+        return 2 * number
+
+
+class SoonTwice:
+    async def __call__(self, number):
+        yield number
+        yield number
+
+
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
@@ -84,6 +95,8 @@ class Doubler:
         (Doubler(), [0, 2, 4, 6, 8]),
         (Doubler().method, [0, 2, 4, 6, 8]),
         (Doubler().async_method, [0, 2, 4, 6, 8]),
+        (SoonDoubler(), [0, 2, 4, 6, 8]),
+        (functools.partial(SoonTwice()), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
         (functools.partial(pow, 2), [1, 2, 4, 8, 16]),
     ],
 )

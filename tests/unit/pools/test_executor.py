@@ -1,5 +1,6 @@
-"""What an executor's pool sends and awaits, by an executor that a test answers for."""
+"""What an executor's pool sends and awaits, and what its processes keep between tasks."""
 
+import collections
 import concurrent.futures
 import contextlib
 import itertools
@@ -10,7 +11,9 @@ from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.portable_payload import PortablePayload
+from shmloader.pools import executor_task
 from shmloader.pools.executor import ExecutorPool
+from shmloader.process_state import PROCESS
 
 
 class Store:
@@ -101,3 +104,30 @@ def test_a_task_that_the_executor_has_cancelled_is_lost_and_said_to_be_cancelled
         assert store.futures[0].cancel()
         assert pool.poll(None, events)
     assert events == ["the executor has cancelled its task"]
+
+
+def test_the_datasets_of_the_loaders_that_were_used_last_are_kept(monkeypatch) -> None:
+    made, closed = [], []
+
+    class Maker:
+        def __init__(self, payload: Any, loader: int, *_: Any) -> None:
+            self.loader, self.digest = loader, payload.digest
+            made.append(self.loader)
+
+        def close(self) -> None:
+            closed.append(self.loader)
+
+    monkeypatch.setattr(executor_task, "_Maker", Maker)
+    monkeypatch.setattr(executor_task, "_keep_freed_memory", lambda: None)
+    monkeypatch.setattr(PROCESS.tasks, "makers", collections.OrderedDict())
+
+    def make(loader: int) -> None:
+        payload = (b"-", b"", (0, 0, 0), False)
+        common = executor_task.Common(loader, payload, b"", loader)
+        executor_task._find_maker(common, 0, "", None)
+
+    most = executor_task.KEPT
+    for loader in [*range(most), 0, 1, most, most + 1, 0, 1]:
+        make(loader)
+    assert made == list(range(most + 2))
+    assert closed == [2, 3]

@@ -1,11 +1,17 @@
-"""What the start of a worker leaves as it was, and how a worker ends with the main process."""
+"""How workers start and end with the main process, and the order of messages to one."""
 
+import collections
+import contextlib
 import os
 import signal
+import socket
+from types import SimpleNamespace
 
 import pytest
 
-from shmloader.pools.forking import ParentDeathPipe, sigint_blocked
+from shmloader.pools.forking import Descriptors, ParentDeathPipe, sigint_blocked
+from shmloader.pools.handle import WorkerHandle
+from shmloader.pools.status_page import StatusPage
 
 
 @pytest.mark.parametrize("was_blocked", [False, True])
@@ -32,8 +38,52 @@ def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
     parent_death.close()
 
 
-def test_closing_twice_is_no_error():
-    parent_death = ParentDeathPipe()
-    parent_death.close_read()
-    parent_death.close()
-    parent_death.close()
+def test_no_message_overtakes_those_that_the_socket_did_not_take() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    owned = Descriptors(map(os.pidfd_open, [os.getpid()]))
+    worker = WorkerHandle(ours, shared=(0, owned, SimpleNamespace))
+    received: collections.deque[int] = collections.deque()
+
+    def receive() -> None:
+        with contextlib.suppress(BlockingIOError):
+            received.append(int.from_bytes(theirs.recv(10_000)[:4]))
+
+    with theirs, ours:
+        count = 0
+        while len(worker.outbox) < 2:
+            assert worker.send(count.to_bytes(4) + bytes(5_000)) is not bool(worker.outbox)
+            count += 1
+        for _ in range(count // 2):
+            receive()  # so that the socket takes some again
+        assert not worker.send(count.to_bytes(4))
+        while not worker.flush():
+            receive()
+        for _ in range(count):
+            receive()
+        assert list(received) == list(range(count + 1))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: StatusPage(1), ParentDeathPipe], ids=["status_page", "parent_death"]
+)
+def test_a_child_forked_within_close_closes_nothing_twice(make, monkeypatch):
+    owner, close, codes = make(), os.close, []
+
+    def close_and_fork(fd):
+        # os.close lets other threads run, and one of them forks a worker.
+        close(fd)
+        monkeypatch.setattr(os, "close", close)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                owner.close()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    monkeypatch.setattr(os, "close", close_and_fork)
+    owner.close()
+    assert codes == [0]

@@ -134,24 +134,6 @@ def written(status_page, *seconds: float) -> tuple[float, float | None]:
     return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9
 
 
-@pytest.mark.parametrize(
-    ("seconds", "usage_s", "memory_s"),
-    [
-        ([0.09], 0.0, None),
-        ([0.11], 0.11, None),
-        ([0.11, 0.2], 0.11, None),
-        ([0.11, 0.22], 0.22, None),
-        ([0.9, 1.1], 1.1, 1.1),
-        ([1.1, 11.0], 11.0, 1.1),
-        ([1.1, 11.2], 11.2, 11.2),
-    ],
-)
-def test_usage_is_written_now_and_then_and_memory_is_measured_rarely(
-    status_page, seconds, usage_s, memory_s
-):
-    assert written(status_page, *seconds) == (usage_s, memory_s)
-
-
 def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_page):
     assert written(status_page, 1.1) == (1.1, 1.1)
     status_page.clear(0)

@@ -119,10 +119,6 @@ def test_the_last_step_is_completed_by_the_batches_before_it():
     ]
 
 
-def test_fewer_batches_than_shards_are_repeated_in_turn():
-    assert list(BucketBatchSampler([1, 2, 3], 2, 10, 5)) == [[[0, 1], [2], [0, 1], [2], [0, 1]]]
-
-
 @given(st.permutations(range(40)), SIZES, BUCKET_COUNTS, SHARD_COUNTS)
 @settings(derandomize=True)
 def test_a_last_step_that_is_completed_is_of_the_longest(
@@ -160,16 +156,3 @@ def test_equal_lengths_are_spread_over_buckets():
     first, second = next(iter(sampler)), next(iter(sampler))
     assert max(first) - min(first) > 200
     assert max(second) - min(second) > 200
-
-
-def test_lengths_may_be_changed_afterwards():
-    lengths = [3, 2, 1]
-    sampler = BucketBatchSampler(lengths, 1)
-    lengths[:] = [1, 2, 3, 4]
-    assert list(sampler) == [[2], [1], [0]]
-
-
-def test_no_samples_are_no_batches():
-    for num_shards in (0, 3):
-        sampler = BucketBatchSampler([], 2, num_shards=num_shards, shuffle=True)
-        assert (len(sampler), list(sampler), sampler.bucket_sizes) == (0, [], (0,))

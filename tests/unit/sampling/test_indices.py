@@ -82,10 +82,6 @@ def test_an_epoch_that_has_begun_keeps_its_number():
     assert [step.epoch for step in plan] == [8, 8, 8]
 
 
-def test_a_plan_is_not_placed_unless_told():
-    assert [*SeededOrder(2, 0, Cut(2), "discard", 0, length=4)] == [[0, 1], [2, 3]]
-
-
 def test_a_plan_follows_a_dataset_that_grows():
     dataset = [1, 2, 3]
     plan = SeededOrder(2, 0, Cut(2), "keep", 0, length=dataset)

@@ -52,12 +52,6 @@ def test_any_part_is_that_of_the_whole(data) -> None:
     assert found.dtype == np.int64
 
 
-def test_the_shape_is_kept(way) -> None:
-    positions = np.arange(12).reshape(3, 4)
-    assert Permutation(12).at(positions).shape == (3, 4)
-    assert Permutation(12).at(positions).ravel().tolist() == whole(12)
-
-
 def test_length_seed_and_epoch_choose_the_order(way) -> None:
     orders = {tuple(whole(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16

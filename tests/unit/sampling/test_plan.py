@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from shmloader.sampling import BucketBatchSampler
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, LastBatch
@@ -183,11 +182,6 @@ def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
     assert all(type(index) is int for index in plain[0])
 
 
-def test_an_uneven_tail_of_shards_has_fewer_batches() -> None:
-    steps = epoch_of(plan_of("sequential", 31, batch_size=4, shards=3, last_batch="keep"))
-    assert steps[2] == [[24, 25, 26, 27], [28, 29, 30]]
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_seed_and_epoch_choose_the_order(kind) -> None:
     orders = [
@@ -231,15 +225,6 @@ def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() 
     weights.generator.manual_seed(3)
     plan = SeededOrder(1, 0, Cut(1), "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
-
-
-def test_a_sampler_that_counts_epochs_is_told_the_epoch() -> None:
-    plan = SeededOrder(
-        None, 0, Cut(1), "pad", 0, items=BucketBatchSampler([*range(40)], 4, 3, shuffle=True)
-    )
-    orders = [epoch_of(plan, epoch) for epoch in (0, 1, 2, 1)]
-    assert orders[1] == orders[3]
-    assert orders[0] != orders[1] != orders[2]
 
 
 def batches(length: int, size: int = 3) -> BatchSampler:

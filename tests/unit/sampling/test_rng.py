@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.sampling.rng import GlobalState, RngState, kept
+from shmloader.sampling.rng import RngState, kept
 
 
 @pytest.fixture(autouse=True)
@@ -66,25 +66,6 @@ def test_a_bit_generator_of_the_user_s_own_is_put_back_with_its_state():
         np.random.set_bit_generator(np.random.MT19937(3))
     assert np.random.get_bit_generator() is own
     assert states() == before
-
-
-def test_a_bit_generator_that_is_installed_in_the_block_is_removed():
-    own = np.random.get_bit_generator()
-    before = states()
-    with kept():
-        np.random.set_bit_generator(np.random.PCG64(3))
-        np.random.randn()
-    assert np.random.get_bit_generator() is own
-    assert states() == before
-
-
-def test_a_state_may_be_restored_again_and_again():
-    state = GlobalState()
-    before = states()
-    for _ in range(3):
-        draw_and_seed()
-        state.restore()
-        assert states() == before
 
 
 def test_a_state_of_its_own_continues_where_it_was_left():

@@ -80,15 +80,6 @@ def test_a_batch_samplers_batches_stay_whole() -> None:
     assert [len(one) for one in ranks(3, make, last_batch="keep")] == [2, 1, 1]
 
 
-def test_each_iteration_is_an_epoch_and_set_epoch_names_it() -> None:
-    (one,) = ranks(1)
-    epochs = [list(one) for _ in range(3)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    one.set_epoch(1)
-    iter(one)  # nothing is drawn from it
-    assert [list(one), list(one)] == epochs[1:]
-
-
 @pytest.mark.parametrize("wrap", [lambda own: own, lambda own: BatchSampler(own, 2, False)])
 def test_a_sampler_that_counts_epochs_is_told_the_epoch(wrap) -> None:
     one, other = (
