@@ -66,15 +66,9 @@ batch_times: Callable[[tuple[object, ...]], BatchTimes] = partial(tuple.__new__,
 class Counts:
     """What an engine has counted since its start. Only the engine writes it.
 
-    Attributes:
-        lent: Batches that were lent.
-        copied: Batches that could have been lent, but were copied out.
-        restarts: Workers that were replaced.
-        slot_count: Maximum number of slots.
-        slot_bytes: Bytes of memory that all slots take now.
-        most_bytes: Maximum number of bytes that all slots took together.
-        largest_bytes: Bytes of a slot that the largest batch took.
-        share_bytes: Maximum number of bytes that a slot may take; 0 for no maximum.
+    ``lent`` and ``copied`` are batches, ``restarts`` replaced workers. ``slot_bytes`` is what all
+    slots take now, ``most_bytes`` what they took at most, ``largest_bytes`` what the largest batch
+    took, and ``share_bytes`` what a slot may take (0 for no maximum).
     """
 
     lent: int = 0
@@ -114,9 +108,7 @@ class Readings:
     def open(self, ask: Callable[[bool], Sequence[Usage] | None]) -> None:
         """Read the usage with ``ask`` from now on, while the workers live.
 
-        Args:
-            ask: Returns the usage of each worker, or None if it is not known any more. Given True,
-                it takes longer and measures memory as well.
+        It returns None if the usage is not known any more. Given True, it measures memory as well.
         """
         self._ask = ask
 
@@ -138,9 +130,6 @@ def stalled_ns(thread: str = "thread-self") -> int:
     """Return the time in which a thread could have run but no core was free, since it began.
 
     It is 0 if the kernel does not report it, or the thread has ended.
-
-    Args:
-        thread: The thread's directory in ``/proc``; by default that of the calling thread.
     """
     fields = read_file(f"/proc/{thread}/schedstat").split()
     return int(fields[1]) if fields else 0

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmloader.insight.measurements import Counts, Readings
@@ -20,52 +21,45 @@ _MOST_CALLS = 1_000
 _MOST_RECENT = 4
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """What was recorded of one epoch.
 
-    Args:
+    Attributes:
         epoch: Number of the epoch.
-        kind: What loads: "processes", "threads", "executor", "in-process", or "other" (a
-            loader that is not ours).
-        worker_count: Number of workers.
-        keeps_workers: Whether the workers persist after the epoch.
+        kind: What loads: see :class:`~shmloader.insight.stats.LoaderStats`.
+        num_workers: Number of workers.
+        persistent_workers: Whether the workers persist after the epoch.
         in_order: Whether batches wait for earlier ones.
         counts: Counts of the engine; None without one.
         readings: Usage of the workers; None without workers of ours.
         failed: The loader's list of failures, with their ``total``; None if none is kept.
-        begin_ns: When the epoch began; None stands for now.
-
-    Attributes:
+        begin_ns: When the epoch began.
         is_over: Whether the epoch has ended or was given up.
         failures: Batches that raised.
         most_calls: How many calls are kept before they are summed up. A trace keeps all.
         calls: The sums of earlier calls (None before any), and the later calls.
     """
 
-    def __init__(
-        self,
-        epoch: int | None,
-        kind: str,
-        worker_count: int,
-        *,
-        keeps_workers: bool = False,
-        in_order: bool = True,
-        counts: Counts | None = None,
-        readings: Readings | None = None,
-        failed: Any = None,
-        begin_ns: int | None = None,
-    ) -> None:
-        self.epoch, self.kind, self.worker_count = epoch, kind, worker_count
-        self._keeps_workers, self.in_order = keeps_workers, in_order
-        self.failures = 0
-        self.is_over = False
-        self.most_calls = _MOST_CALLS
-        self._first_ns = time.monotonic_ns() if begin_ns is None else begin_ns
-        self.calls: tuple[Sums | None, list[Call]] = (None, [])
-        self._sources = (counts, readings, failed)
-        self._final: Sums | None = None
-        # In-process epochs may be many and short.
-        self._at_start = None if kind == "in-process" else self._read()
+    epoch: int | None
+    kind: str
+    num_workers: int
+    persistent_workers: bool = False
+    in_order: bool = True
+    counts: Counts | None = None
+    readings: Readings | None = None
+    failed: Any = None
+    begin_ns: int = field(default_factory=time.monotonic_ns)
+    is_over: bool = False
+    failures: int = 0
+    most_calls: int = _MOST_CALLS
+    calls: tuple[Sums | None, list[Call]] = field(default_factory=lambda: (None, []))
+    _final: Sums | None = None
+    _at_start: Sums | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind != "in-process":  # such epochs may be many and short
+            self._at_start = self._read()
 
     def add(self, *call: Any) -> None:
         """Add a call: see :mod:`shmloader.insight.sums`."""
@@ -76,7 +70,7 @@ class Record:
 
     def begin(self, draw_ns: int = 0) -> None:
         """Add the call of ``iter()``, which returns now, after ``draw_ns`` in the sampler."""
-        self.calls[1].append((self._first_ns, time.monotonic_ns(), draw_ns, None, "start", 0))
+        self.calls[1].append((self.begin_ns, time.monotonic_ns(), draw_ns, None, "start", 0))
 
     def end(self) -> None:
         """End the record: no batch follows. May be called again."""
@@ -84,7 +78,7 @@ class Record:
             if self.kind != "in-process":
                 self._final = self._read()
             self.is_over = True
-            self._sources = (None, None, None)
+            self.counts = self.readings = self.failed = None
 
     def _sum_up(self) -> Sums:
         before, calls = self.calls
@@ -95,27 +89,18 @@ class Record:
     def sums(self) -> Sums:
         """Return what was recorded so far, with the workers' memory. Any thread may call it."""
         sums = self._sum_up()
-        sums.finish(self._first_ns)
+        sums.finish(self.begin_ns)
         sums.merge(self._read(thoroughly=True))
         if self._at_start is not None:
             before = self._at_start.added.items()
             sums.added.subtract({name: one for name, one in before if name in sums.added})
-        sums.newest |= {
-            "epoch": self.epoch,
-            "kind": self.kind,
-            "num_workers": self.worker_count,
-            "persistent_workers": self._keeps_workers,
-            "is_over": self.is_over,
-        }
+        names = ("epoch", "kind", "num_workers", "persistent_workers", "is_over")
+        sums.newest |= {name: getattr(self, name) for name in names}
         return sums
 
     def _read(self, *, thoroughly: bool = False) -> Sums:
-        """Return what was counted and used since the engine and the workers began.
-
-        Args:
-            thoroughly: Whether to measure the workers' memory as well.
-        """
-        counts, readings, failed = self._sources
+        """Return what was counted and used since the engine and the workers began."""
+        counts, readings, failed = self.counts, self.readings, self.failed
         if self._final is not None:  # looked at last, since another thread may end the epoch
             return self._final
         sums = Sums()
@@ -140,11 +125,8 @@ class Record:
 class Statistics:
     """The records of all epochs of a loader.
 
-    The consumer's thread begins the epochs, and any thread may read.
-
-    Attributes:
-        epochs: Number of epochs begun.
-        traced: The records that a trace keeps; None while none is made.
+    The consumer's thread begins the epochs, and any thread may read. ``traced`` has the records
+    that a trace keeps; None while none is made.
     """
 
     _newest: Record | None = None

@@ -25,9 +25,7 @@ PARTS = {
     "other": "not known, or an error was raised",
 }
 
-# Length of the longest bar of a table, in characters.
-_BAR = 20
-# Parts with a smaller share of the wait are not printed.
+# Parts with a smaller share are not printed.
 _SHOWN_SHARE = 0.01
 
 
@@ -234,7 +232,7 @@ class LoaderStats:
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        return _table(self)
+        return "\n".join(_lines_of(self))
 
     def __repr__(self) -> str:
         """Return one short line: epoch, batches, samples per second and the consumer's wait."""
@@ -251,10 +249,10 @@ class LoaderStats:
         return as_html(str(self))
 
 
-def _table(stats: LoaderStats) -> str:
+def _lines_of(stats: LoaderStats) -> list[str]:
     """Return the lines of a table, with the verdict."""
     if not stats.kind:
-        return f"shmloader: {stats.verdict}"
+        return [f"shmloader: {stats.verdict}"]
     wait, slots, batches = stats.wait, stats.slots, counted(stats.batches, "batch", "batches")
     workers, cores = counted(stats.num_workers, "worker"), counted(stats.machine.cores, "core")
     lines = [
@@ -278,19 +276,16 @@ def _table(stats: LoaderStats) -> str:
     if stats.restarts or stats.failures:
         restarts = counted(stats.restarts, "restart")
         lines.append(f"  trouble   {restarts}, {counted(stats.failures, 'failure')}")
-    longest = max(stats.stages)
-    if longest:
-        lines += ["", "stages (mean time per batch)"]
-    for name, spent_s in stats.stages._asdict().items():
-        if spent_s:
-            bar, mean_s = "█" * round(_BAR * spent_s / longest), spent_s / max(1, stats.batches)
-            lines.append(f"  {name:<10}{seconds(mean_s):>9}  {bar:<{_BAR}}  {PARTS[name]}")
-    if wait.total_s:
-        lines += ["", "where the next batch was while the consumer waited"]
-    for name, spent_s in wait.causes._asdict().items():
-        share = spent_s / (wait.total_s or 1.0)
-        if share > _SHOWN_SHARE:
-            lines.append(f"  {name:<10}{seconds(spent_s):>9}  {share:>5.0%}  {PARTS[name]}")
+    for heading, times, count in (
+        ("stages (mean time per batch)", stats.stages, max(1, stats.batches)),
+        ("where the next batch was while the consumer waited", wait.causes, 1),
+    ):
+        whole_s = sum(times)
+        shown = [(name, at) for name, at in times._asdict().items() if at > _SHOWN_SHARE * whole_s]
+        lines += ["", heading] * bool(shown)
+        for name, spent_s in shown:
+            share = f"{spent_s / whole_s:.0%}"
+            lines.append(f"  {name:<10}{seconds(spent_s / count):>9}  {share:>5}  {PARTS[name]}")
     if stats.workers:
         names = "".join(f"{name:>10}" for name in ("batches", "busy", "CPU", "no core", "memory"))
         lines += ["", f"  worker  {names}"]
@@ -300,7 +295,7 @@ def _table(stats: LoaderStats) -> str:
             f"  {worker.worker_id:<8}{worker.batches:>10}{worker.busy_share:>10.0%}"
             f"{seconds(worker.cpu_s):>10}{seconds(worker.stalled_s):>10}{memory:>10}"
         )
-    return "\n".join([*lines, "", stats.verdict])
+    return [*lines, "", stats.verdict]
 
 
 def _epochs(stats: LoaderStats) -> str:

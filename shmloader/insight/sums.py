@@ -63,12 +63,7 @@ class Histogram(collections.Counter[int]):
 
 
 def tabulate(calls: Sequence[Call], *, is_local: bool) -> tuple[Table, str]:
-    """Return the times of all batches as columns, and the name of the stage after the engine.
-
-    Args:
-        calls: Calls of one epoch.
-        is_local: Whether the consumer's thread loaded the batches.
-    """
+    """Return the times of all batches as columns, and the name of the stage after the engine."""
     rows, stage = [], "build"
     for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
         if times is not None and is_local:
@@ -94,11 +89,7 @@ def tabulate(calls: Sequence[Call], *, is_local: bool) -> tuple[Table, str]:
 def stages_of(table: Table, stage: str, turn_ns: int, *, in_order: bool) -> Table:
     """Return how long each batch was in each stage.
 
-    Args:
-        table: The columns of :func:`tabulate`.
-        stage: Name of the stage after the engine.
-        turn_ns: When the batch before the first one could be delivered.
-        in_order: Whether batches wait for earlier ones.
+    The batch before the first one could be delivered at ``turn_ns``.
     """
     arrived, handed, began, ended = (
         table[name] for name in ("arrived", "handed", "stage_began", "stage_ended")
@@ -122,12 +113,10 @@ class Sums:
     """The sums of an epoch, or of several. What is missing is not known, or zero.
 
     Attributes:
-        added: Counts, and times in ns, by name; those of a stage, a place or a worker by a pair:
+        added: Counts, and times in ns, by name; those of a stage, a cause or a worker by a pair:
             ("stage", its name), ("wait", its name), or the worker's number and a name.
         most: Maxima, by name.
         newest: What the newest epoch says, by name.
-        waits: The times of the calls of ``next()``.
-        last_ns: When the last call returned.
     """
 
     def __init__(self) -> None:

@@ -22,16 +22,7 @@ Event = dict[str, Any]
 
 
 def write_trace(records: Sequence[Record], path: Path, about: dict[str, Any]) -> None:
-    """Write a trace.
-
-    Args:
-        records: The records of the epochs.
-        path: Path of the file.
-        about: Values for "otherData" of the trace.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write a trace of epochs, with ``about`` in its "otherData"."""
     events, numbers = list[Event](), itertools.count()
     for pid, record in enumerate(records, 1):
         events += [{**event, "pid": pid} for event in _epoch(record, numbers)]
@@ -52,12 +43,7 @@ def write_trace(records: Sequence[Record], path: Path, about: dict[str, Any]) ->
 
 
 def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
-    """Yield the events of an epoch, with times in ns and without a process.
-
-    Args:
-        record: The record of the epoch.
-        numbers: The numbers of the batches.
-    """
+    """Yield the events of an epoch, with times in ns and without a process."""
     calls, is_local = list(record.calls[1]), record.kind == "in-process"
     table, stage = tabulate(calls, is_local=is_local)
     stages = stages_of(table, stage, 0, in_order=record.in_order)

@@ -1,10 +1,8 @@
 """Makes the statistics of what was recorded, and says what limits the speed and what to change.
 
-The verdict is made by a table of rules over the statistics.
-
-First comes what may end the run (memory), then whether there is anything to gain. The other rules
-go by where the next batch was while the consumer waited (``wait.causes``). These causes form
-groups, and the group with the largest share of the wait is the cause.
+First comes what may end the run (memory), then whether there is anything to gain. Otherwise, the
+verdict goes by where the next batch was while the consumer waited (``wait.causes``): the group of
+causes with the largest share of the wait is named, with its remedy.
 
 "Add workers" and "lower num_workers" never follow each other in similar epochs: between the
 thresholds of these two there is a gap.
@@ -12,7 +10,7 @@ thresholds of these two there is a gap.
 
 from dataclasses import replace
 
-from shmloader.grammar import counted, seconds, size
+from shmloader.grammar import counted, size
 from shmloader.insight.stats import (
     Finding,
     LoaderStats,
@@ -41,79 +39,78 @@ COPIED_SHARE = 0.5
 #: Memory is near its limit where less than this share of it is free.
 FREE_SHARE = 0.1
 
-# Groups of causes, which have the same remedy.
-_GROUPS = {
-    "start": ("start", "end"),
-    "draw": ("draw",),
-    "work": ("slot", "queue", "fetch", "collate", "encode"),
-    "delivery": ("transport", "build"),
-    "copy": ("pin", "device"),
-    "other": ("other",),
+# The causes of waiting, by what they lead to. The last group is told apart further.
+_CAUSES = {
+    Finding.START_UP: ("start", "end"),
+    Finding.SAMPLER: ("draw",),
+    Finding.UNKNOWN: ("other",),
+    Finding.COPYING: ("pin", "device"),
+    Finding.DELIVERY: ("transport", "build"),
+    Finding.TOO_FEW_WORKERS: ("slot", "queue", "fetch", "collate", "encode"),
 }
 # What adding workers means for these kinds of workers.
 _ADDED = {
     "executor": ": raise num_workers=, and give the executor more processes",
     "threads": "; Python code runs in one thread at a time: for that, leave out thread_pool=True",
 }
-
-
+# What follows "The consumer waited … of the time for data".
 _TEXTS = {
-    Finding.NOTHING_YET: "No batch has been delivered yet.",
-    Finding.MEMORY: (
-        "Memory is near its limit: {memory}. Lower num_workers, prefetch_factor or batch_size, or "
-        "raise shm_size, before a larger batch raises SharedMemoryError."
-    ),
-    Finding.NOTHING_TO_GAIN: (
-        "The loader is not the limit: the consumer waited {share:.1%} of the time for data, and "
-        "has nothing to gain from a faster one."
-    ),
+    Finding.NOTHING_TO_GAIN: ". It has nothing to gain from a faster loader.",
     Finding.START_UP: (
-        "{waited}{took} of {total} of waiting was for the start and the end of workers, which "
-        "persistent_workers=True pays only once, or for the start of the sampler or the dataset."
+        "; mostly workers started or ended, which persistent_workers=True pays only once, or the "
+        "sampler or the dataset started."
     ),
     Finding.SAMPLER: (
-        "{part}the batch sampler was drawing indices on the consumer's thread: make the sampler "
+        "; mostly the batch sampler was drawing indices on the consumer's thread: make the sampler "
         "cheaper, for example by drawing many indices at once."
     ),
     Finding.UNKNOWN: (
-        "{part}an error was raised in place of a batch (skip bad samples by on_error=), or the "
+        "; mostly an error was raised in place of a batch (skip bad samples by on_error=), or the "
         "loader is not one of shmloader's."
     ),
     Finding.COPYING: (
-        "{part}the next batch was being pinned or copied to the device: copy batches straight to "
-        "it (device=), use smaller types (uint8, converted there), or make device_transform= "
-        "cheaper."
+        "; mostly the next batch was being pinned or copied to the device: use device=, smaller "
+        "types (uint8, converted there), or a cheaper device_transform=."
     ),
     Finding.SLOTS_HELD: (
-        "{waited}{copied} of {all} batches were copied out of their slots, since too many earlier "
-        "ones were still held: drop each batch after use, or keep clones of the parts that you "
-        "need."
+        "; {copied} of {all} batches were copied out of their slots, since too many were held: "
+        "drop each batch after use, or keep clones of the parts that you need."
     ),
     Finding.DELIVERY: (
-        "{part}the next batch was loaded and being delivered: use a larger batch_size, return "
+        "; mostly the next batch was loaded and being delivered: use a larger batch_size, return "
         "tensors instead of Python objects, or make device_transform= cheaper."
     ),
     Finding.CORES_BUSY: (
-        "{waited}{busy}, and none of {cores} is free: {lower}end other programs on this machine, "
-        "make that, or what is done with each batch, cheaper, or use more cores."
+        ", which is loaded mostly in {where}, and none of {cores} is free: {lower}end other "
+        "programs, make that, or what is done with each batch, cheaper, or use more cores."
     ),
     Finding.TOO_FEW_AHEAD: (
-        "{waited}workers had nothing to do meanwhile, since batches are wanted in bursts, or a "
-        "slow one holds up those behind it. Raise prefetch_factor, or let later batches come first "
-        "(in_order=False)."
+        "; workers had nothing to do meanwhile, since batches are wanted in bursts, or a slow one "
+        "holds up those behind it. Raise prefetch_factor, or use in_order=False."
     ),
-    Finding.TOO_FEW_WORKERS: "{waited}{busy}: add workers ({count} for {cores}){added}.",
+    Finding.TOO_FEW_WORKERS: (
+        ", which is loaded mostly in {where}: add workers ({count} for {cores}){added}."
+    ),
 }
 
 
 def judged(stats: LoaderStats) -> LoaderStats:
     """Return the statistics with their finding and verdict, by the first rule that holds."""
     wait, slots, machine, count = stats.wait, stats.slots, stats.machine, stats.num_workers
-    groups = {name: sum(getattr(wait.causes, one) for one in of) for name, of in _GROUPS.items()}
-    cause = max(groups, key=groups.__getitem__)
+    if not stats.batches:
+        return stats
+    if memory := _full_memory(stats):
+        verdict = (
+            f"Memory is near its limit: {memory}. Lower num_workers, prefetch_factor or "
+            "batch_size, or raise shm_size, before a larger batch raises SharedMemoryError."
+        )
+        return replace(stats, finding=Finding.MEMORY, verdict=verdict)
+    causes = {
+        finding: sum(getattr(wait.causes, part) for part in of) for finding, of in _CAUSES.items()
+    }
+    finding = max(causes, key=causes.__getitem__)
     working = [worker for worker in stats.workers if worker.batches]
     busy_s = sum(worker.busy_s for worker in working)
-    idle_s = sum(worker.idle_s for worker in working)
     # A worker's CPU time includes its start, and it can lack a core between two batches, too. No
     # more than its busy time counts.
     ran_s = sum(min(one.cpu_s, one.busy_s) for one in working)
@@ -121,48 +118,20 @@ def judged(stats: LoaderStats) -> LoaderStats:
     wanted_s = ran_s + stalled_s
     is_stalled = wanted_s > COMPUTING_SHARE * busy_s and stalled_s > STALLED_SHARE * busy_s
     is_computing = count >= machine.cores and wanted_s >= WAITING_SHARE * busy_s
-    others = max(1, len(working) - 1)
-    is_ahead = stats.kind == "executor" or idle_s <= AHEAD_SHARE * groups["work"] * others
-    used = slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
-    free = machine.free_bytes
-    is_full = slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0
-    memory = f"the loader takes {size(used)}, and {size(free or 0)} is free ({machine.limit})"
-    if is_full:
-        memory = f"the largest batch took {size(slots.largest_bytes)} of the "
-        memory += f"{size(slots.share_bytes)} that shm_size leaves for each"
-    rules = (
-        (Finding.NOTHING_YET, not stats.batches),
-        (Finding.MEMORY, is_full or (free is not None and free < FREE_SHARE * (free + used))),
-        (Finding.NOTHING_TO_GAIN, wait.share < IDLE_SHARE),
-        (Finding.START_UP, cause == "start"),
-        (Finding.SAMPLER, cause == "draw"),
-        (Finding.UNKNOWN, cause == "other"),
-        (Finding.COPYING, cause == "copy"),
-        (
-            Finding.SLOTS_HELD,
-            cause == "delivery" and slots.copied > COPIED_SHARE * (slots.copied + slots.lent),
-        ),
-        (Finding.DELIVERY, cause == "delivery"),
-        (Finding.CORES_BUSY, is_stalled or (is_computing and is_ahead)),
-        (Finding.TOO_FEW_AHEAD, not is_ahead),
-        (Finding.TOO_FEW_WORKERS, True),
-    )
-    waited = f"The consumer waited {wait.share:.0%} of the time for data; "
-    where = "`collate_fn`" if stats.stages.collate > stats.stages.fetch else "`__getitem__`"
-    shares, who = [worker.busy_share for worker in working], "this process loaded"
-    if count:
-        who = f"workers were busy {sum(shares) / max(1, len(shares)):.0%}"
-    finding = next(finding for finding, holds in rules if holds)
-    verdict = _TEXTS[finding].format(
-        memory=memory,
-        share=wait.share,
-        waited=waited,
-        part=f"{waited}for {min(1.0, groups[cause] / (wait.total_s or 1.0)):.0%} of that, ",
-        took=seconds(groups[cause]),
-        total=seconds(wait.total_s),
+    idle_s = sum(worker.idle_s for worker in working) / max(1, len(working) - 1)
+    is_ahead = stats.kind == "executor" or idle_s <= AHEAD_SHARE * causes[Finding.TOO_FEW_WORKERS]
+    if wait.share < IDLE_SHARE:
+        finding = Finding.NOTHING_TO_GAIN
+    elif finding is Finding.DELIVERY and slots.copied > COPIED_SHARE * (slots.copied + slots.lent):
+        finding = Finding.SLOTS_HELD
+    elif finding is Finding.TOO_FEW_WORKERS and (is_stalled or (is_computing and is_ahead)):
+        finding = Finding.CORES_BUSY
+    elif finding is Finding.TOO_FEW_WORKERS and not is_ahead:
+        finding = Finding.TOO_FEW_AHEAD
+    verdict = f"The consumer waited {wait.share:.1%} of the time for data" + _TEXTS[finding].format(
         copied=slots.copied,
         all=slots.copied + slots.lent,
-        busy=f"{who}, mostly in {where}",
+        where="`collate_fn`" if stats.stages.collate > stats.stages.fetch else "`__getitem__`",
         lower="lower num_workers, " * (is_stalled and count > machine.cores),
         count=count,
         cores=counted(machine.cores, "core"),
@@ -171,14 +140,20 @@ def judged(stats: LoaderStats) -> LoaderStats:
     return replace(stats, finding=finding, verdict=verdict)
 
 
-def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
-    """Return the statistics of what was recorded.
+def _full_memory(stats: LoaderStats) -> str:
+    """Return which memory is near its limit; "" if none is."""
+    slots, free = stats.slots, stats.machine.free_bytes
+    used = slots.nbytes + sum(worker.pss_bytes or 0 for worker in stats.workers)
+    if slots.largest_bytes > (1 - FREE_SHARE) * slots.share_bytes > 0:
+        largest, share = size(slots.largest_bytes), size(slots.share_bytes)
+        return f"the largest batch took {largest} of the {share} that shm_size leaves for each"
+    if free is not None and free < FREE_SHARE * (free + used):
+        return f"the loader takes {size(used)}, and {size(free)} is free ({stats.machine.limit})"
+    return ""
 
-    Args:
-        sums: The sums; None before the first epoch.
-        epochs: Number of epochs in them.
-        machine: What the machine offers this process.
-    """
+
+def snapshot(sums: Sums | None, epochs: int, machine: Machine) -> LoaderStats:
+    """Return the statistics of what was recorded in a number of epochs; None before the first."""
     if sums is None or not sums.newest:
         return LoaderStats(machine=machine)
     added, newest, times = sums.added, sums.newest, Times._fields

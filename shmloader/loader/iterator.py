@@ -201,7 +201,7 @@ class BatchIterator(_BaseDataLoaderIter):
             self._plan.epoch,
             self._config.kind,
             loader.num_workers,
-            keeps_workers=self._persistent_workers,
+            persistent_workers=self._persistent_workers,
             in_order=self._config.in_order,
             counts=self._engine.counts,
             readings=None if is_inline else self._pool.readings,
@@ -374,7 +374,7 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._engine.want_workers(wanted)
             loader, present = self._loader(), self._engine.present_workers
             if loader is not None and loader.num_workers != present:
-                self._record.worker_count = present
+                self._record.num_workers = present
                 loader.num_workers = type(loader.num_workers)(present)
 
     def _count_done(self, delivery: Delivery) -> None:

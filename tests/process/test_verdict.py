@@ -110,7 +110,7 @@ def test_start_up() -> None:
         loader.stats(),
         Finding.START_UP,
         "persistent_workers=True",
-        "the start and the end of workers",
+        "workers started or ended",
     )
 
 
