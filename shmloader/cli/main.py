@@ -85,14 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: The arguments, without the program's name; None stands for ``sys.argv[1:]``.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command, by default that of ``sys.argv``, and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # its encoding may lack µ and others

@@ -7,13 +7,11 @@ import argparse
 import html
 import json
 import re
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError
-from shmloader.grammar import seconds
 from shmloader.insight.stats import PARTS
 
 # A screen is a few thousand pixels wide. With more batches than that, each bar of a chart is a mean
@@ -48,16 +46,10 @@ def report(options: argparse.Namespace) -> None:
 def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Read what ``loader.trace()`` has written.
 
-    Returns:
-        The data for the page's script, with times in milliseconds, and the page's texts. The data
-        has
-
-        * ``batches``: what the trace says of each batch (:mod:`shmloader.insight.trace`);
-        * ``begins``, ``waits`` and ``uses``: when each call of ``iter()`` and of ``next()`` began,
-          and each time between two calls, and how long it took;
-        * ``figures``: names and values of the most important figures;
-        * ``causes``: where the next batch was while the consumer waited: a colour, a text, and the
-          time. Places with hardly any waiting are left out.
+    Returns the data for the page's script, with times in milliseconds, and the page's texts.
+    ``begins``, ``waits`` and ``uses`` say when each call of ``iter()`` and of ``next()``, and each
+    time between two calls, began and how long it took. Of ``causes``, which have a colour, a text
+    and a time, those with hardly any waiting are left out.
 
     Raises:
         UsageError: If the trace has no batch.
@@ -85,7 +77,6 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         "begins": spans("iter()"),
         "waits": spans("next()"),
         "uses": spans("use"),
-        "figures": list(_figures_of(stats)),
         "causes": [
             [_COLOURS.get(name, name), PARTS[name], spent]
             for name, spent in spent_ms.items()
@@ -100,17 +91,6 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         "table": html.escape(table.removesuffix(verdict).rstrip()),
     }
     return data, texts
-
-
-def _figures_of(stats: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    wait = stats["wait"]
-    yield "waited for data", f"{wait['share']:.0%}, {seconds(wait['total_s'])}"
-    yield "of that, first batch", seconds(wait["startup_s"])
-    yield "longest wait of a call", seconds(wait["max_s"])
-    shares = [worker["busy_share"] for worker in stats["workers"] if worker["batches"]]
-    if shares:
-        yield "workers busy, mean", f"{sum(shares) / len(shares):.0%}"
-    yield "samples a second", f"{stats['samples_per_s']:,.0f}"
 
 
 def _page_of(data: dict[str, Any], texts: dict[str, str]) -> str:

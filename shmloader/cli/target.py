@@ -43,11 +43,7 @@ def call(name: str) -> Any:
 
 
 def make_loader(name: str) -> Any:
-    """Return the loader that the user's function makes.
-
-    Raises:
-        UsageError: If what it returns cannot be iterated, or the function raises.
-    """
+    """Return the loader that the user's function makes."""
     loader = call(name)
     if probe(loader, "__iter__") is None:
         raise UsageError(f"{name}() returned {described_type(loader)}, which is not a loader")
