@@ -28,9 +28,8 @@ the position right after the item, where a resumed epoch begins. The pipeline's 
 checkpoint of the item that was delivered last.
 
 Modules: ``builder`` (:class:`PipelineBuilder` and :class:`PipelineDataLoader`), ``pipeline``
-(:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``runtime`` (makes and ends
-executors), ``flow`` (an epoch, under a lock), ``stages`` (pure: where each item is), ``failures``
-(how many failures are allowed, and their texts), ``source`` (how sources are iterated and resumed,
-and the format of a state), ``executors`` (threads and loops), ``processes`` (workers), ``stats``
-(what was measured, and what limits).
+(:class:`Pipeline` and its iterator), ``config`` (the stages, checked), ``flow`` (an epoch, under a
+lock), ``stages`` (pure: where each item is, and what failed), ``source`` (how sources are iterated
+and resumed, and the format of a state), ``executors`` (threads and loops), ``processes`` (workers;
+makes and ends all executors), ``stats`` (what was measured, and what limits).
 """

@@ -7,7 +7,6 @@ called: once on each thread, once on the loop, or (``setup`` alone) once in each
 import concurrent.futures
 import functools
 import inspect
-import math
 import types
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,6 @@ SOURCE_CAPACITY = 8
 
 # Jobs of a stage on processes, for each process: one runs, one is on its way.
 _JOBS_PER_PROCESS = 2
-
-# Results of a stage on processes that may lie in their slots at once.
-_MAX_LENT = 64
 
 
 def kind_of(op: Any) -> tuple[bool, bool]:
@@ -64,20 +60,13 @@ class StageConfig:
     """The source, or a stage that calls an op, copies to a device, or makes lists of items.
 
     Attributes:
-        name: The stage's name.
         kind: What runs it: "source", "thread", "coroutine", "process", "executor" (the user's) or
             "device"; "aggregate" for a stage that makes lists.
-        op: The op, if the stage has one.
         makes_many: Whether the op is a generator function.
         concurrency: Items at once; for a stage on processes, the number of processes.
         in_order: Whether results leave in the order of the items.
         max_failures: The limit of this stage alone; None for the pipeline's common limit.
-        executor: The user's executor.
-        device: The target of a copy.
-        setup: Makes the context, which is the op's second argument; None if there is none.
-        teardown: Called with the context; None if there is nothing to call.
         size: Length of the lists that the stage makes; 0 if it calls an op.
-        drop_last: Whether a shorter last list is left out.
         transfer: What has copied the stage's items to a device; None if they are not on one.
     """
 
@@ -142,19 +131,7 @@ def results_of(stage: StageConfig, result: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """A whole pipeline.
-
-    Attributes:
-        source: Where items come from.
-        stages: The stages, in order.
-        buffer_size: Results that may wait for the consumer.
-        num_threads: Threads that the stages share.
-        max_failures: The common limit of all stages that have no limit of their own. With None,
-            the first failure is raised.
-        timeout_s: Longest wait of the consumer in seconds; None waits without a limit.
-        snapshot_every: After how many items the source's own state is taken again; with 0, it is
-            taken only at the beginning and at the end of an epoch.
-    """
+    """A whole pipeline, as :class:`~shmloader.pipeline.builder.PipelineBuilder` was told."""
 
     source: Source
     stages: tuple[StageConfig, ...]
@@ -169,25 +146,9 @@ class PipelineConfig:
         parts = [describe_source(self.source), *map(str, self.stages), f"sink({self.buffer_size})"]
         return " → ".join(parts)
 
-    def lend_limit(self, index: int) -> int:
-        """Return how many results of stage ``index`` may be alive after it, at most 64.
-
-        Where later stages make lists, this is an upper bound.
-        """
-        stages = self.stages[index:]
-        most = sum(QUEUE_CAPACITY + stage.capacity for stage in stages) - QUEUE_CAPACITY
-        # The 2 are for the consumer, which holds one while it takes the next.
-        most += self.buffer_size + 2
-        return min(most * math.prod(max(1, stage.size) for stage in stages), _MAX_LENT)
-
 
 def check_timeout(timeout: object) -> None:
-    """Check that ``timeout`` is a number of seconds, or None.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is negative or NaN.
-    """
+    """Check that ``timeout`` is a number of seconds, or None."""
     if timeout is None or (isinstance(timeout, int | float) and timeout >= 0):
         return
     kind = ValueError if isinstance(timeout, int | float) else TypeError

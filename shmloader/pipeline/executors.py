@@ -1,12 +1,5 @@
 """Executors: they run the jobs of stages, on daemon threads or on an event loop.
 
-::
-
-    any thread that brings a result             a thread, or a loop
-    ───────────────────────────────             ───────────────────
-    job ── a queue, oldest first ─────────────▶ op(item)
-    flow.finished(job, result) ◀─────────────── and, if there is one, the next job at once
-
 Each executor has ``start()``, ``put(job)``, ``end()`` and ``join(timeout_s)``. All but the first
 may be called from any thread, and only the last waits.
 
@@ -95,7 +88,11 @@ class _Thread(BackgroundThread):
 
     def work(self) -> None:
         try:
-            while (job := self._next_job()) is not None:
+            while True:
+                with self.resting():
+                    job = self._jobs.get()
+                if job is None:
+                    return
                 while job is not None:
                     self.pause()
                     job = self._run_job(job)
@@ -105,57 +102,37 @@ class _Thread(BackgroundThread):
                     with _logged(stage):
                         stage.teardown(context)
 
-    def _next_job(self) -> Job | None:
-        with self.resting():
-            return self._jobs.get()
-
     def _run_job(self, job: Job) -> Any:
         """Run a function or a generator function. Returns the job that follows, if any."""
         stage, flow, in_setup = job.stage, job.flow, True
         if flow.is_over:
             return None
+        outputs: Sequence[Any] = ()
         try:
-            context = self._context_of(job)
+            if stage.setup is not None and job.number not in self._contexts:
+                self._contexts[job.number] = stage, stage.setup()
+            context = self._contexts.get(job.number, ())[1:]
             in_setup, began_ns = False, time.monotonic_ns()
-            if stage.makes_many and not context:
-                return _pass_on_results(job)
-            # With a context, which may be used only on this thread, all results come together.
-            result = stage.op(opened(stage.transfer, job.item), *context)
-            outputs = [_recorded(job, output) for output in results_of(stage, result)]
+            if context or not stage.makes_many:
+                # A context may be usable only on this thread: all results come together.
+                result = stage.op(opened(stage.transfer, job.item), *context)
+                outputs = [_recorded(job, output) for output in results_of(stage, result)]
+            else:
+                if job.iterator is None:
+                    job.iterator = iter(stage.op(opened(stage.transfer, job.item)))
+                for result in job.iterator:
+                    op_ns = time.monotonic_ns() - began_ns
+                    if not flow.yielded(job, _recorded(job, result), op_ns):
+                        return None
+                    began_ns = time.monotonic_ns()
+                job.iterator = None
         except BaseException as error:  # noqa: BLE001 - raised to the consumer
             return flow.failed(job, error, in_setup=in_setup)
         return flow.finished(job, outputs, time.monotonic_ns() - began_ns)
 
-    def _context_of(self, job: Job) -> tuple[Any, ...]:
-        stage = job.stage
-        if stage.setup is None:
-            return ()
-        if job.number not in self._contexts:
-            self._contexts[job.number] = stage, stage.setup()
-        return self._contexts[job.number][1:]
-
-
-def _pass_on_results(job: Job) -> Any:
-    """Pass on a generator's results until the flow has no space for more, or there are no more."""
-    stage, flow, began_ns = job.stage, job.flow, time.monotonic_ns()
-    if job.iterator is None:
-        job.iterator = iter(stage.op(opened(stage.transfer, job.item)))
-    for result in job.iterator:
-        op_ns = time.monotonic_ns() - began_ns
-        if not flow.yielded(job, _recorded(job, result), op_ns):
-            return None
-        began_ns = time.monotonic_ns()
-    job.iterator = None
-    return flow.finished(job, (), time.monotonic_ns() - began_ns)
-
 
 class ThreadExecutor:
-    """Daemon threads that take jobs off one queue.
-
-    Args:
-        name: The threads' name; a number is appended.
-        count: Number of threads.
-    """
+    """Daemon threads that take jobs off one queue."""
 
     def __init__(self, name: str, count: int) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -163,7 +140,7 @@ class ThreadExecutor:
         self.put = self._jobs.put
 
     def start(self) -> None:
-        """Start the threads. The caller ends the executor if this raises."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -212,12 +189,8 @@ class DeviceExecutor(ThreadExecutor):
 class LoopExecutor(BackgroundThread):
     """Runs coroutines and async generators on an event loop with a thread of its own.
 
-    One asyncio task runs a job. It runs an async generator to the generator's end, and sleeps while
-    the flow has no space for results. The generator cannot move
-    to another asyncio task, since its timeouts and task groups belong to the task that runs it.
-
-    Args:
-        name: The thread's name.
+    One asyncio task runs an async generator to its end, and sleeps while the flow has no space for
+    results: the generator's timeouts and task groups belong to that task.
     """
 
     parks_for_forks = False

@@ -13,6 +13,7 @@ Guarantees:
       flow was left, results that still come to it are dropped.
 """
 
+import functools
 import logging
 import math
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 from shmloader.batch.failures import describe_index
 from shmloader.engine.failures import FailureList
 from shmloader.errors import ClosedLoaderError
-from shmloader.grammar import counted, seconds
+from shmloader.grammar import counted
 from shmloader.interruptions import Wakeup
 from shmloader.pipeline.config import (
     QUEUE_CAPACITY,
@@ -32,16 +33,21 @@ from shmloader.pipeline.config import (
     PipelineConfig,
     StageConfig,
 )
-from shmloader.pipeline.failures import FailedItem, FailureCounter, explained
 from shmloader.pipeline.source import SourceReader
-from shmloader.pipeline.stages import END, NOTHING, Job, Raised, Stage
+from shmloader.pipeline.stages import (
+    END,
+    NOTHING,
+    FailedItem,
+    FailureCounter,
+    Job,
+    Raised,
+    Stage,
+    explained,
+)
 
 _log = logging.getLogger("shmloader")
 
-# The state of the stages is measured before a change that comes at least so many ns after the last
-# measurement, and counts for all the time since then: measuring at each change would cost more than
-# passing the items on.
-_SAMPLE_NS = 200_000
+_SINK = StageConfig("sink", "sink")
 
 
 class Flow:
@@ -56,10 +62,6 @@ class Flow:
         delivered: The checkpoint after the item that :meth:`take` returned last; at the end, where
             the next epoch begins. None if there is none.
         measured: The source and all stages, with what measures them. It outlives the epoch.
-        first_ns: When the epoch began, in ns.
-        now_ns: When it was changed last.
-        waited_ns: How long the consumer has waited so far.
-        item_count: How many items were taken.
 
     Args:
         config: The pipeline.
@@ -80,26 +82,24 @@ class Flow:
     ) -> None:
         self._lock, self._wakeup, self._clock = threading.Lock(), Wakeup(), clock
         self._reader, self._failures = reader, failures
-        self._executors = [executor for _, executor in runners]
+        # Keeps coroutines that resist being cancelled: asyncio complains when they are garbage.
+        self._runners = runners
         # How many items may wait before each stage and the sink.
         limits = [1, SOURCE_CAPACITY, *[QUEUE_CAPACITY] * len(config.stages)]
         limits[len(runners)] = config.buffer_size
-        configs = [*(stage for stage, _ in runners), StageConfig("sink", "sink")]
-        self._stages: Sequence[Stage] = [
-            Stage(self, number, stage, limit, reader.start if number else None)
-            for number, (stage, limit) in enumerate(zip(configs, limits, strict=False))
-        ]
-        self.measured = [(stage.config, stage.meter) for stage in self._stages[:-1]]
         shared = FailureCounter(config.max_failures, is_resumed=reader.is_resumed)
-        self._counters = [
-            shared
-            if stage.max_failures is None
-            else FailureCounter(stage.max_failures, is_resumed=reader.is_resumed)
-            for stage in configs[:-1]
-        ]
+        self._stages: Sequence[Stage] = ()
+        for (stage, executor), limit in zip([*runners, (_SINK, None)], limits, strict=False):
+            number, counter = len(self._stages), shared
+            if stage.max_failures is not None:
+                counter = FailureCounter(stage.max_failures, is_resumed=reader.is_resumed)
+            make_job = functools.partial(Job, self, number, stage, executor)
+            start = reader.start if number else None
+            made = Stage(make_job, number, stage, counter, limit, start)
+            self._stages = (*self._stages, made)
+        self.measured = [(stage.config, stage.meter) for stage in self._stages[:-1]]
         self.first_ns = self.now_ns = clock()
         self.waited_ns = self.item_count = 0
-        self._measured_at = (self.now_ns, 0)
         self.delivered, self._end = reader.start, reader.start
         self.is_over = self.is_waiting = self._is_waited_for = False
         self.over_because = ""
@@ -121,11 +121,6 @@ class Flow:
     def yielded(self, job: Job, output: object, op_ns: int) -> bool:
         """Receive a result of a job that may have more. None is no result, except of the source.
 
-        Args:
-            job: The job.
-            output: The result.
-            op_ns: Time in the op since the last result.
-
         Returns:
             Whether the job may continue. If not, the caller must not touch it any more: the job is
             given to its executor again when it may continue.
@@ -136,11 +131,7 @@ class Flow:
         return self._receive(job, outputs, op_ns, is_done=False)[1]
 
     def finished(self, job: Job, outputs: Sequence[object], op_ns: int) -> Job | None:
-        """Receive the last results of a job.
-
-        Returns:
-            A job that the same executor can continue with at once, or None.
-        """
+        """Receive a job's last results. Returns a job for the same executor, or None."""
         if not job.number:
             self._end = self._reader.end()
         return self._receive(job, outputs, op_ns, is_done=True, is_good=True)[0]
@@ -150,19 +141,13 @@ class Flow:
     ) -> Job | None:
         """Leave a job's item out, or have the consumer raise an exception.
 
-        Args:
-            job: The job, whose op has failed.
-            error: The exception.
-            in_setup: Whether ``setup`` has raised it. It is raised to the consumer even if
-                ``max_failures`` allows failures.
-            is_lost: Whether a worker or an executor has lost the call. It is raised as well.
-
-        Returns:
-            The same as :meth:`finished`.
+        What ``setup`` has raised, and the loss of a call by a worker or an executor, are raised
+        even if ``max_failures`` allows failures. Returns the same as :meth:`finished`.
         """
-        if self.is_over:
+        stages, name, item = self._stages, job.stage.name, job.item
+        if not stages:
             return None
-        counter, name, item = self._counters[job.number], job.stage.name, job.item
+        counter = stages[job.number].counter
         raised: BaseException | None
         is_counted = (
             job.number and counter.max_failures is not None and isinstance(error, Exception)
@@ -184,7 +169,7 @@ class Flow:
                     name, describe_index(failed.item), describe_index(failed.error),
                 )  # fmt: skip
         outputs = () if raised is None else (Raised(raised),)
-        self.measured[job.number][1].failed_count += 1
+        stages[job.number].meter.failed_count += 1
         return self._receive(job, outputs, 0, is_done=True)[0]
 
     def _receive(
@@ -196,11 +181,7 @@ class Flow:
         is_done: bool,
         is_good: bool = False,
     ) -> tuple[Job | None, bool]:
-        """Receive results of a job.
-
-        Returns:
-            A job that the same executor can continue with, and whether this job may continue.
-        """
+        """Return a job that the same executor can continue with, and whether this one may."""
         number = job.number
         with self._lock:
             stages = self._stages
@@ -210,7 +191,7 @@ class Flow:
             stage = stages[number]
             stage.meter.op_ns += op_ns
             if is_good and number:
-                self._counters[number].add(1, 0)
+                stage.counter.add(1, 0)
             for output in outputs:
                 stage.put(job, output)
             if is_done:
@@ -218,14 +199,13 @@ class Flow:
             ready = self._advance(stages, number, number + 1)
             may_continue = not (is_done or job.outputs)
             if job.outputs and not is_done:  # suspended
-                del stage.working[job]
-        return self._hand_out(ready, self._executors[number] if is_done else None), may_continue
+                stage.stop(job)
+        return self._hand_out(ready, job.executor if is_done else None), may_continue
 
     def _advance(self, stages: Sequence[Stage], *numbers: int) -> list[Job]:
         """Move all items that can be moved after a change at some stages, the last stage first.
 
-        Returns:
-            The jobs that may start or resume.
+        Returns the jobs that may start or resume.
         """
         todo, sink = list(numbers), stages[-1]
         ready: list[Job] = []
@@ -259,10 +239,10 @@ class Flow:
         if len(ready) > 1:
             ready.sort(key=attrgetter("number"), reverse=True)
         for job in ready:
-            if kept is None and self._executors[job.number] is executor:
+            if kept is None and job.executor is executor:
                 kept = job
             else:
-                self._executors[job.number].put(job)
+                job.executor.put(job)
         return kept
 
     # Time -----------------------------------------------------------------------------------
@@ -273,20 +253,14 @@ class Flow:
         if self._is_waited_for:
             self.waited_ns += now_ns - self.now_ns
         self.now_ns = now_ns
-        if now_ns - self._measured_at[0] >= _SAMPLE_NS:
-            self._measure()
-
-    def _measure(self) -> None:
-        (before_ns, waited_ns), self._measured_at = self._measured_at, (self.now_ns, self.waited_ns)
-        for stage in self._stages[:-1]:
-            stage.measure(self.now_ns - before_ns, self.waited_ns - waited_ns)
 
     def measure(self) -> None:
         """Bring the meters up to date, unless the epoch is over."""
         with self._lock:
             if self._stages:
                 self._set_time()
-                self._measure()
+            for stage in self._stages:
+                stage.measure()
 
     # The consumer ---------------------------------------------------------------------------
 
@@ -335,9 +309,8 @@ class Flow:
 
     def _finish(self) -> object:
         """End the epoch. Returns END, or what to raise since too many calls have failed."""
-        self._measure()
-        for counter in self._counters:
-            error = counter.end()
+        for stage in self._stages:
+            error = stage.counter.end()
             if error is not None:
                 return Raised(error)
         self.is_over, self.delivered, self._stages = True, self._end, ()
@@ -345,22 +318,17 @@ class Flow:
 
     def _describe(self, timeout_s: float | None) -> str:
         """Return the text of a timeout, which says which stages have items in work."""
-        busy, idle = [], []
         with self._lock:
             self._set_time()
             self._is_waited_for = False
-            for stage in self._stages[:-1]:
-                if stage.working:
-                    first_ns = min(job.ready_ns for job in stage.working)
-                    items = counted(len(stage.working), "item")
-                    for_s = seconds((self.now_ns - first_ns) / 1e9)
-                    busy.append(f"{stage.config.title} ({items}, for up to {for_s})")
-                elif stage.is_fed:
-                    idle.append(stage.config.title)
+            busy = [
+                f"{stage.config.title} ({counted(len(stage.working), 'item')})"
+                for stage in self._stages[:-1]
+                if stage.working
+            ]
         return (
             f"the pipeline returned no item within {timeout_s:g} seconds. Nothing is lost: call "
-            f"next() or get_item() again. In work: {', '.join(busy) or 'nothing'}. "
-            f"Idle: {', '.join(idle) or 'none'}."
+            f"next() or get_item() again. In work: {', '.join(busy) or 'nothing'}."
         )
 
     def leave(self, why: str) -> None:

@@ -8,7 +8,6 @@ The module is long because nearly half of it documents the methods.
 import atexit
 import contextlib
 import copy
-import functools
 import os
 import threading
 import weakref
@@ -20,9 +19,8 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.grammar import described_type
 from shmloader.pipeline.config import PipelineConfig, check_timeout
 from shmloader.pipeline.executors import opened
-from shmloader.pipeline.failures import FailedItem
 from shmloader.pipeline.flow import Flow
-from shmloader.pipeline.runtime import Executors
+from shmloader.pipeline.processes import Executors
 from shmloader.pipeline.source import (
     SourceReader,
     checked_state,
@@ -30,7 +28,7 @@ from shmloader.pipeline.source import (
     save_state,
     why_not_resumable,
 )
-from shmloader.pipeline.stages import END, Checkpoint, Raised
+from shmloader.pipeline.stages import END, Checkpoint, FailedItem, Raised
 from shmloader.pipeline.stats import PipelineStats, snapshot
 from shmloader.process_state import PROCESS, Threads
 from shmloader.sampling.hooks import has_own_state
@@ -59,8 +57,8 @@ class Pipeline:
     was made of. A generator has one result waiting at a time, but in a process, in a user's
     executor, and on threads with ``setup``, all results for an item come together.
 
-    Results of a stage on processes lie in shared-memory slots: as many as may be in flight after
-    that stage, but at most 64. Further results are copied to ordinary memory.
+    Up to 64 results of each stage on processes lie in shared-memory slots. Further ones are copied
+    to ordinary memory.
 
     Attributes:
         failures: The newest 100 items that were left out (``max_failures``), over all epochs,
@@ -83,7 +81,7 @@ class Pipeline:
         # Where the next epoch begins; None for the beginning.
         self._resume_at: Checkpoint | None = None
         # Stops the pipeline at the interpreter's exit.
-        self._at_exit: Callable[[], None] | None = None
+        self._at_exit: Callable[[], object] | None = None
         # Whether `start` was called (if not, the iterator that started the pipeline stops it), and
         # whether the present epoch has an iterator.
         self._is_kept = self._has_iterator = False
@@ -128,7 +126,8 @@ class Pipeline:
             self._resume_at = None
             # Without a `teardown`, the interpreter's exit only parks the threads.
             if self._at_exit is None and any(stage.teardown for stage in config.stages):
-                self._at_exit = functools.partial(_stop_if_alive, weakref.ref(self))
+                stop = weakref.WeakMethod(self.stop)
+                self._at_exit = lambda: (of_living := stop()) and of_living()
                 atexit.register(self._at_exit)
             flow.begin()
         except BaseException:
@@ -381,12 +380,6 @@ class Pipeline:
     def __repr__(self) -> str:
         """Return the source, the stages and the sink, and whether an epoch is under way."""
         return f"<{type(self).__name__}: {self._config}, {self._state}>"
-
-
-def _stop_if_alive(reference: "weakref.ref[Pipeline]") -> None:
-    pipeline = reference()
-    if pipeline is not None:
-        pipeline.stop()
 
 
 class PipelineIterator:

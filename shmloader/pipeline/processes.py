@@ -1,4 +1,4 @@
-"""Runs a stage's op in worker processes, with the loader's own engine, pool and slots.
+"""Makes all executors of a pipeline. Runs ops in worker processes, with the loader's own engine.
 
 ::
 
@@ -22,13 +22,16 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
+from shmloader.device.device import Destination, DeviceStage
 from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Scheduler
@@ -36,13 +39,21 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.memory.arena import Arena
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
-from shmloader.pipeline.config import StageConfig, call_all, results_of
+from shmloader.pipeline.config import PipelineConfig, StageConfig, call_all, results_of
+from shmloader.pipeline.executors import DeviceExecutor, LoopExecutor, ThreadExecutor, submitting
+from shmloader.pipeline.source import SourceReader
 from shmloader.pipeline.stages import Job
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.process import ProcessPool
 from shmloader.pools.slot_memory import PageLocker
 from shmloader.pools.starting import OwnWorkers
 from shmloader.pools.task_queue import TaskQueue
+
+# How long `end` waits for threads, which may be in an op, in seconds.
+_JOIN_S = 0.4
+
+# Results of a stage that may lie in their slots at once.
+_LEND_LIMIT = 64
 
 # How long the workers of all stages, one stage after the other, may take to leave their ops before
 # they are killed, in seconds.
@@ -53,10 +64,6 @@ class OpItems:
     """The dataset of a worker: indexed by an item, it returns the op's result.
 
     If ``setup`` has failed, it returns a ``RemoteError``.
-
-    Args:
-        op: The op.
-        setup: Called before the first item; None if the stage has none.
     """
 
     def __init__(self, op: Callable[..., Any], setup: Callable[[], Any] | None) -> None:
@@ -73,7 +80,7 @@ class OpItems:
 
 
 def unchanged(result: Any) -> Any:
-    """Return the result: the collate function of a worker, whose results are not samples."""
+    """Return the result, which is no list of samples: the collate function of a worker."""
     return result
 
 
@@ -81,23 +88,10 @@ class ProcessExecutor(OwnThread):
     """Runs the jobs of one stage in worker processes. Its thread runs the engine.
 
     The constructor starts the workers, and may fork. So it is called before the pipeline starts a
-    thread.
-
-    Args:
-        stage: The stage.
-        lend_limit: How many results may lie in their slots at once; further ones are copied out.
-        locker: Page-locks the slots, if a device reads results out of them; else None.
-        executor_count: How many such executors the pipeline has.
-
-    Raises:
-        TypeError, AttributeError, pickle.PicklingError: If the op cannot be pickled for a start
-            method that needs it.
-        OSError: If there are no descriptors or processes left.
+    thread. ``locker`` page-locks the slots if a device reads results out of them.
     """
 
-    def __init__(
-        self, stage: StageConfig, lend_limit: int, locker: PageLocker | None, executor_count: int
-    ) -> None:
+    def __init__(self, stage: StageConfig, locker: PageLocker | None, executor_count: int) -> None:
         super().__init__(f"shmloader_{stage.name}"[:15])
         self._stage = stage
         self._window = window = stage.capacity
@@ -106,8 +100,8 @@ class ProcessExecutor(OwnThread):
         self._sent: dict[int, Job] = {}
         self._numbers = itertools.count()
         op = functools.partial(call_all, stage.op) if stage.makes_many else stage.op
-        count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + lend_limit)
-        arena = Arena.create(None, window + lend_limit)
+        count, memory = stage.concurrency, MemoryConfig(stage.concurrency, window + _LEND_LIMIT)
+        arena = Arena.create(None, window + _LEND_LIMIT)
         config = FetchConfig(is_iterable=False, auto_collation=False, drop_last=False)
         tasks = TaskConfig(config, arena, TaskQueue(), memory, is_debugging())
         objects = (OpItems(op, stage.setup), None, unchanged, "raise")
@@ -115,7 +109,7 @@ class ProcessExecutor(OwnThread):
         starter = OwnWorkers(None, count, objects, tasks, seed, names)
         grace_s = _GRACE_S / executor_count
         pool = ProcessPool(starter, tasks, count, locker, may_replace=False, grace_s=grace_s)
-        scheduler = Scheduler(count, window, lend_limit, in_order=False, has_queue=True)
+        scheduler = Scheduler(count, window, _LEND_LIMIT, in_order=False, has_queue=True)
         self.engine = Engine(pool, scheduler, timeout_s=0)
         self.engine.resume()
         pool.enable_wake()
@@ -207,3 +201,102 @@ class ProcessExecutor(OwnThread):
             self._sent.clear()
             self._jobs.clear()
         return has_ended
+
+
+# All of a pipeline -------------------------------------------------------------------------
+
+
+class Executors:
+    """Makes and ends the executors of a pipeline. Refers to no pipeline and to no epoch.
+
+    They persist from one epoch to the next. If an epoch was left before its end, threads may still
+    be in its ops: they are left behind, and the next epoch gets new ones. Processes persist.
+    ``transfer`` copies batches to a device, if a stage does.
+    """
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        # By the kind of the stages that they run; those on processes by the stage's index.
+        self._running: dict[object, Any] = {}
+        self._ending: list[Any] = []
+        # The device of a transfer, which persists with its page locks.
+        self._destination: Any = None
+        self.transfer: DeviceStage | None = None
+
+    def make(self) -> list[tuple[StageConfig, Any]]:
+        """Make the executors that are missing. Returns how the source and each stage are run.
+
+        The caller calls :meth:`end` if this raises.
+        """
+        config = self._config
+        if self._ending:  # an earlier end was interrupted
+            self.end()
+        devices = [stage.device for stage in config.stages if stage.device is not None]
+        if devices and self._destination is None:
+            self._destination = Destination(devices)
+        self._make_processes()
+        self.transfer = None
+        is_async = not isinstance(config.source, Iterable)
+        read: Any = SourceReader.iterate_async if is_async else SourceReader.iterate
+        source = StageConfig("the source", "source", read, makes_many=True)
+        runners = [(source, self._get("coroutine" if is_async else "source"))]
+        for index, stage in enumerate(config.stages):
+            run, made = replace(stage, transfer=self.transfer), None
+            if stage.kind == "executor":
+                run = replace(run, op=submitting(stage))
+            if stage.kind == "device":
+                made = self._get("device")
+                self.transfer = made.stage
+                run = replace(run, op=made.copy, setup=made.stage.start)
+            elif stage.kind != "aggregate":
+                made = self._get(index if stage.kind == "process" else stage.kind)
+            runners.append((run, made))
+        return runners
+
+    def _get(self, key: Any) -> Any:
+        """Return an executor, after it was started if it was missing."""
+        if key not in self._running:
+            makers: dict[str, Callable[[], Any]] = {
+                "device": functools.partial(DeviceExecutor, self._destination),
+                "coroutine": functools.partial(LoopExecutor, "shmloader_loop"),
+                "executor": functools.partial(LoopExecutor, "shmloader_submit"),
+                "thread": functools.partial(
+                    ThreadExecutor, "shmloader_pipe", self._config.num_threads
+                ),
+                "source": functools.partial(ThreadExecutor, "shmloader_source", 1),
+            }
+            # It is listed before it starts: no thread may start unlisted.
+            made = self._running[key] = makers[key]()
+            made.start()
+        return self._running[key]
+
+    def _make_processes(self) -> None:
+        """Start the workers, unless all run: before the first thread of the pipeline."""
+        stages = self._config.stages
+        indices = [index for index, stage in enumerate(stages) if stage.kind == "process"]
+        if all(index in self._running and not self._running[index].is_broken for index in indices):
+            return
+        self.end()
+        for index in indices:
+            # A device reads results out of their slots, which are then page-locked.
+            is_read = any(stage.device for stage in stages[index + 1 : index + 2])
+            locks = self._destination.locks if is_read and self._destination else None
+            self._running[index] = ProcessExecutor(stages[index], locks, len(indices))
+        for index in indices:
+            self._running[index].start()
+
+    def end(self, *, with_processes: bool = True) -> None:
+        """End the executors, and wait for them for a moment. From anywhere, and again."""
+        deadline = time.monotonic() + _JOIN_S
+        for key, executor in list(self._running.items()):
+            if with_processes or not isinstance(executor, ProcessExecutor):
+                self._ending.append(executor)
+                self._running.pop(key, None)
+        for executor in self._ending:
+            executor.end()
+        # The workers last, since the threads may be about to return.
+        self._ending.sort(key=lambda one: isinstance(one, ProcessExecutor))
+        for executor in list(self._ending):
+            executor.join(deadline - time.monotonic())
+            with contextlib.suppress(ValueError):  # another thread has ended it
+                self._ending.remove(executor)

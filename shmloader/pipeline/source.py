@@ -38,16 +38,9 @@ def fresh(source: Source) -> Checkpoint | None:
 
 
 class SourceReader:
-    """Iterates a source once, from a checkpoint on.
+    """Iterates a source once, from a checkpoint on (None if the pipeline cannot be resumed).
 
-    Attributes:
-        start: The checkpoint where the epoch begins; None if the pipeline cannot be resumed.
-        is_resumed: Whether ``start`` comes from a loaded state.
-
-    Args:
-        config: The pipeline. If its source has a state of its own, it has loaded ``start.saved``.
-        start: The checkpoint where the epoch begins, or None.
-        is_resumed: Whether ``start`` comes from a loaded state.
+    A source with a state of its own has loaded ``start.saved`` before.
     """
 
     def __init__(
@@ -60,11 +53,7 @@ class SourceReader:
         self._saved, self._read = (None, 0) if start is None else (start.saved, start.read)
 
     def iterate(self) -> Iterator[Any]:
-        """Return an iterator over the items that are left. Called on the source's thread.
-
-        Raises:
-            RuntimeError: If the source has fewer items than were read when the state was saved.
-        """
+        """Return an iterator over the items that are left. Called on the source's thread."""
         if self._read and not self._has_state:
             return map(self._source.__getitem__, range(self._read, len(self._source)))
         items: Iterator[Any] = iter(self._source)
@@ -72,11 +61,7 @@ class SourceReader:
         return items
 
     async def iterate_async(self) -> AsyncIterator[Any]:
-        """Yield the items that are left. Runs on the event loop.
-
-        Raises:
-            RuntimeError: As for :meth:`iterate`.
-        """
+        """Yield the items that are left. Runs on the event loop."""
         read, expected = 0, self._read
         async for item in self._source:
             read += 1
@@ -108,7 +93,7 @@ class SourceReader:
 
 
 def why_not_resumable(config: PipelineConfig) -> str:
-    """Return why a pipeline has no state, and what to do; "" if it has one."""
+    """Return why a pipeline has no state; "" if it has one."""
     if not has_own_state(config.source) and not isinstance(config.source, Sequence):
         return (
             f"the pipeline's source, {described_type(config.source)}, cannot be resumed: give "
@@ -126,15 +111,7 @@ def why_not_resumable(config: PipelineConfig) -> str:
 
 
 def save_state(config: PipelineConfig, found: Checkpoint) -> dict[str, Any]:
-    """Return the state of a pipeline that can be resumed.
-
-    Args:
-        config: The pipeline's configuration.
-        found: Where the resumed epoch begins.
-
-    Raises:
-        Exception: The exception of the source's ``state_dict()``, or of copying its state.
-    """
+    """Return the state of a pipeline. Raises what the source's ``state_dict()`` has raised."""
     if isinstance(found.saved, Exception):
         raise found.saved
     return {
@@ -147,15 +124,7 @@ def save_state(config: PipelineConfig, found: Checkpoint) -> dict[str, Any]:
 
 
 def checked_state(config: PipelineConfig, state: Any) -> Checkpoint:
-    """Check a state, and return the checkpoint where the resumed epoch begins.
-
-    Args:
-        config: The configuration of the pipeline that loads the state.
-        state: What the user passed to ``load_state_dict()``.
-
-    Raises:
-        ValueError: If the state was not saved by a pipeline, or does not fit.
-    """
+    """Check a state, and return the checkpoint where the resumed epoch begins."""
     if not isinstance(state, dict) or "pipeline" not in state or state["version"] != _VERSION:
         raise ValueError(
             f"the state was not saved by a pipeline of shmloader (version {_VERSION}): it is "

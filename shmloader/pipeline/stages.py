@@ -1,21 +1,28 @@
 """The stages of a flow, the queues between them, and what flows through. Pure.
 
 Items and exceptions flow, and each item with the checkpoint after it.
-
-A stage counts as ``concurrency`` *workers*, one for each item that may be in work at once. At each
-moment a worker is in work (its item is in the op, or about to be), behind (its results wait for
-those of an earlier item), blocked (its results wait for space in the queue), or free. The meters
-sum up these times over all workers.
 """
 
 import collections
+import contextlib
+import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from shmloader.batch.failures import RemoteError, describe_index
+from shmloader.engine.failures import JUDGED_FROM, FailureLimit
+from shmloader.errors import TooManyFailures
 from shmloader.pipeline.config import StageConfig
 
 #: Stand where there is no item: no item yet, and no further item.
 NOTHING, END = object(), object()
+
+
+# A str of up to this length is listed whole. This is long enough for a URL.
+_LISTED_CHARACTERS = 2_000
 
 
 class Raised:
@@ -49,52 +56,36 @@ _Entry = tuple[object, Checkpoint | None]
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Measures one stage. Times are sums over all workers, in ns.
+    """Measures one stage: items, calls that failed, and times in ns.
 
-    Attributes:
-        in_count: Items taken in.
-        out_count: Results passed on.
-        failed_count: Calls that failed.
-        op_ns: Time in the op.
-        working_ns: Time in work.
-        blocked_ns: Time blocked.
-        behind_ns: Time behind.
-        limiting_ns: Time in work or behind while the consumer waited.
+    ``op_ns`` is the time in the op. ``busy_ns`` is that in which jobs were in work, or about to be.
     """
 
     in_count: int = 0
     out_count: int = 0
     failed_count: int = 0
     op_ns: int = 0
-    working_ns: int = 0
-    blocked_ns: int = 0
-    behind_ns: int = 0
-    limiting_ns: int = 0
+    busy_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One item at one stage.
+    """One item at one stage, and its results that wait for space in the queue.
 
     Attributes:
-        flow: The flow that takes the results.
-        number: The number of the job's stage in the flow.
-        stage: The stage's configuration.
         item: The item; None once the job is done.
         before: The checkpoint before the item; None for the source.
         after: The checkpoint after the item. For the source: after the newest result.
         skipped: How many of its first results are dropped, since they were delivered before the
             epoch was resumed.
-        ready_ns: When the job could start, or resume.
-        result_count: How many results the job has made.
+        ready_ns: When the job could start, or resume, or was measured last.
         iterator: The iterator of a generator function's results; the executor sets it.
-        outputs: Results that wait for space in the queue.
-        is_done: Whether no further result comes.
     """
 
     flow: Any
     number: int
     stage: StageConfig
+    executor: Any
     item: object = None
     before: Checkpoint | None = None
     after: Checkpoint | None = None
@@ -114,6 +105,83 @@ class Job:
         return self.before._replace(results=results)
 
 
+@dataclass(frozen=True, slots=True)
+class FailedItem:
+    """An item that a stage has left out because its op failed: see ``Pipeline.failures``."""
+
+    stage: str
+    item: object
+    error: Exception
+    traceback: str = field(repr=False)
+
+    @classmethod
+    def of(cls, stage: str, item: object, error: Exception) -> "FailedItem":
+        """Return the entry for a failure, which keeps no frame of the op alive.
+
+        This calls the item's ``repr``, so it must not be called under a lock.
+        """
+        remote, text = RemoteError.of(error, f"in stage '{stage}'"), describe_index(item)
+        is_small = not isinstance(item, str) or len(item) <= _LISTED_CHARACTERS
+        is_listed = is_small and isinstance(item, str | numbers.Number | PurePath | None)
+        summarized = remote.summarized(f"The item was {text}.")
+        return cls(stage, item if is_listed else text, summarized, remote.text)
+
+
+class FailureCounter(FailureLimit):
+    """Counts the calls of one epoch that share a limit. Used under the flow's lock.
+
+    With None, the first failure is raised. Calls before a resumed epoch are not counted.
+    """
+
+    def __init__(self, max_failures: int | Fraction | None, *, is_resumed: bool) -> None:
+        super().__init__(max_failures, may_all_fail=False)
+        self.max_failures, self._is_resumed = max_failures, is_resumed
+        self._last: FailedItem | None = None
+
+    def add_failed(self, failed: FailedItem) -> TooManyFailures | None:
+        """Count a call that has failed. Returns the exception to raise if too many have."""
+        self._last = failed
+        return self._error_if(self.add(1, 1))
+
+    def end(self) -> TooManyFailures | None:
+        """Return the exception to raise at the epoch's end, if too many or all calls failed.
+
+        A resumed epoch with fewer than ``JUDGED_FROM`` calls is not judged.
+        """
+        is_judged = not self._is_resumed or self.sample_count >= JUDGED_FROM
+        return self._error_if(is_judged and self.end_epoch())
+
+    def _error_if(self, is_passed: bool) -> TooManyFailures | None:
+        last = self._last
+        if last is None or not is_passed:
+            return None
+        raised = TooManyFailures(
+            f"{self.failed_count} of {self.sample_count} calls failed, with "
+            f"max_failures={self.max_failures}. The last was in stage '{last.stage}' for item "
+            f"{describe_index(last.item)}: see the cause. The pipeline's `failures` lists the "
+            "newest."
+        )
+        raised.__cause__ = last.error
+        return raised
+
+
+def explained(error: BaseException, what: str, of_item: str) -> BaseException:
+    """Return the exception to raise to the consumer when the user's code has raised one.
+
+    It is the same exception if possible, with a note that says what has failed.
+    """
+    if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+        # Raised unchanged, it would end the consumer's loop or task, or the program.
+        cause, name = error, type(error).__name__
+        error = RuntimeError(f"{what} raised {name}, which would end more than the epoch: {cause}")
+        error.__cause__ = cause
+    note = f"{what[0].upper()}{what[1:]} failed{of_item}."
+    with contextlib.suppress(Exception):  # an exception may refuse attributes
+        if note not in getattr(error, "__notes__", ()):  # several coroutines may share it
+            error.add_note(note)
+    return error
+
+
 class Stage:
     """The source, a stage whose jobs an executor runs, one that makes lists, or the sink.
 
@@ -124,21 +192,26 @@ class Stage:
         free: How many further items the stage can take in.
         held: With ``in_order``, all jobs in the stage. Otherwise, the jobs whose results wait for
             space in the queue.
-        meter: Measures the stage.
 
     Args:
-        flow: The flow.
+        make_job: Returns a job of the stage for an item.
         number: The stage's number in the flow; the source is 0.
         config: The stage.
+        counter: Counts its calls.
         limit: Most items in the inbox.
         start: The checkpoint where the epoch begins; None if items have none.
     """
 
     def __init__(
-        self, flow: Any, number: int, config: StageConfig, limit: int, start: Checkpoint | None
+        self,
+        make_job: Callable[..., Job],
+        number: int,
+        config: StageConfig,
+        counter: FailureCounter,
+        limit: int,
+        start: Checkpoint | None,
     ) -> None:
-        self._flow, self._number, self.config = flow, number, config
-        self._limit = limit
+        self._make_job, self.config, self.counter, self._limit = make_job, config, counter, limit
         # If the inbox was full, further items come only when it has so many items or fewer: the
         # source is then woken more rarely.
         self._low, self._is_full = (limit // 2 if number == 1 else limit - 1), False
@@ -172,14 +245,14 @@ class Stage:
                     self._hold(self._list, self._newest)
                 continue
             self.free -= 1
-            job = Job(self._flow, self._number, config, item, before, after, self._skipped)
+            job = self._make_job(item, before, after, self._skipped)
             self._skipped = 0
             if config.in_order:
                 self.held.append(job)
             self._run(job, ready)
 
     def _run(self, job: Job, ready: list[Job]) -> None:
-        job.ready_ns = self._flow.now_ns
+        job.ready_ns = job.flow.now_ns
         self.working[job] = None
         ready.append(job)
 
@@ -187,7 +260,7 @@ class Stage:
         """Hold a result that no op has made, until it is passed on. A new list begins."""
         self._list = []
         self.free -= 1
-        job = Job(self._flow, self._number, self.config, is_done=True)
+        job = self._make_job(is_done=True)
         job.outputs.append((output, after))
         self.held.append(job)
 
@@ -207,7 +280,7 @@ class Stage:
 
     def finish(self, job: Job) -> None:
         """Receive a job that has no further result."""
-        del self.working[job]
+        self.stop(job)
         job.is_done, job.item = True, None
         if not self.config.in_order and not job.outputs:
             self.free += 1
@@ -248,18 +321,13 @@ class Stage:
         following.is_fed = False
         return True
 
-    def measure(self, elapsed_ns: int, waited_ns: int) -> None:
-        """Add a period in which the stage was in its present state.
+    def stop(self, job: Job) -> None:
+        """Receive a job that has ended, or cannot continue."""
+        self.meter.busy_ns += job.flow.now_ns - job.ready_ns
+        del self.working[job]
 
-        Args:
-            elapsed_ns: Length of the period.
-            waited_ns: For how much of the period the consumer waited.
-        """
-        meter, most = self.meter, self.config.concurrency  # items on their way do not count
-        working = min(len(self.working), most)
-        waiting = min(self.config.capacity - self.free, most) - working
-        blocked = waiting if self.held and self.held[0].outputs else 0
-        meter.working_ns += working * elapsed_ns
-        meter.blocked_ns += blocked * elapsed_ns
-        meter.behind_ns += (waiting - blocked) * elapsed_ns
-        meter.limiting_ns += (working + waiting - blocked) * waited_ns
+    def measure(self) -> None:
+        """Add the time until now in which the present jobs were in work."""
+        for job in self.working:
+            self.meter.busy_ns += job.flow.now_ns - job.ready_ns
+            job.ready_ns = job.flow.now_ns

@@ -1,10 +1,7 @@
 """The statistics of a pipeline, as a frozen snapshot: how they print, and what they show.
 
-The verdict says what limits a pipeline and what to change, by rules over the statistics.
-Only the time in which the consumer waited is judged. During that time, each worker of the stage
-that limits had an item, and those of the stages before and after it did not. So the stage with the
-largest share is named. Stages whose share is nearly as large are named with it, since a slightly
-different run must not name another stage.
+The verdict names the busiest stage, and those that are nearly as busy, since a slightly different
+run must not name another stage.
 """
 
 import dataclasses
@@ -23,13 +20,6 @@ MARGIN = 0.1
 class PipelineStageStats:
     """The statistics of the source or of one stage, in one epoch.
 
-    A stage counts as ``concurrency`` workers, one for each item that may be in work at once, even
-    if it shares fewer threads with other stages. At each moment a worker is busy, or it waits for
-    one of three things: an item, space in the queue after the stage, or the results of an earlier
-    item. The four shares (``busy_share``, ``input_wait_share``, ``output_wait_share`` and
-    ``order_wait_share``) are means over all workers and over the time of the epoch, and add up to
-    1.
-
     Attributes:
         name: "the source", "stage 'decode'" or "aggregate(32)".
         kind: What runs the op: "source", "aggregate", "thread", "coroutine", "process", "executor"
@@ -42,16 +32,9 @@ class PipelineStageStats:
             worker process it is measured there; on the user's executor it includes the time until
             the call begins. For a copy to a device, it is the time to start the copy, which
             continues after that. 0 for aggregates.
-        busy_share: Share of the time in which a worker had an item in work, including the time
-            until a thread, the loop or a process began with it; 0 to 1.
-        input_wait_share: Share of the time in which a worker was free, and there was no item for
-            it.
-        output_wait_share: Share of the time in which results waited for space in the queue after
-            the stage.
-        order_wait_share: Share of the time in which results waited for those of an earlier item
-            (``output_order="input"``).
-        limit_share: Share of the consumer's waiting time in which a worker was busy or waited for
-            an earlier item; 0 to 1. The verdict compares these shares of all stages.
+        busy_share: Share of the epoch's time in which an item was in work, including the time until
+            a thread, the loop or a process began with it; 0 to 1. A stage counts as ``concurrency``
+            workers, even if it shares fewer threads with others, and this is their mean.
     """
 
     name: str
@@ -62,10 +45,6 @@ class PipelineStageStats:
     failures: int = 0
     op_mean_s: float = 0.0
     busy_share: float = 0.0
-    input_wait_share: float = 1.0
-    output_wait_share: float = 0.0
-    order_wait_share: float = 0.0
-    limit_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +88,7 @@ class PipelineStats:
 
     def __str__(self) -> str:
         """Return a table and the verdict."""
-        rows = [_TITLES, *map(_row, self.stages)]
+        rows = [[*_TITLES], *map(_row, self.stages)]
         width = max(len(row[0]) for row in rows)
         lines = [_COLUMNS.format(*row, width=width) for row in rows]
         return "\n".join([f"shmloader pipeline: {self._headline}", "", *lines, "", self.verdict])
@@ -133,18 +112,15 @@ class PipelineStats:
         )
 
 
-_TITLES = [
-    "stage", "at once", "in", "out", "failed", "mean", "busy", "no input", "output full", "behind"
-]  # fmt: skip
-_COLUMNS = "  {:<{width}}  {:>7}  {:>9}  {:>9}  {:>6}  {:>7}  {:>4}  {:>8}  {:>11}  {:>6}"
+_TITLES = ("stage", "at once", "in", "out", "failed", "mean", "busy")
+_COLUMNS = "  {:<{width}}  {:>7}  {:>9}  {:>9}  {:>6}  {:>7}  {:>4}"
 
 
 def _row(stage: PipelineStageStats) -> list[str]:
     """Return the stage's row of the table."""
-    name, _, *counts, mean_s, busy, no_input, full, behind, _ = dataclasses.astuple(stage)
-    shares = [f"{share:.0%}" for share in (busy, no_input, full, behind)]
+    name, _, *counts, mean_s, busy = dataclasses.astuple(stage)
     numbers = [f"{count:,}" for count in counts]
-    return [name.removeprefix("stage "), *numbers, seconds(mean_s), *shares]
+    return [name.removeprefix("stage "), *numbers, seconds(mean_s), f"{busy:.0%}"]
 
 
 def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
@@ -157,13 +133,13 @@ def _judge(stats: PipelineStats) -> tuple[tuple[str, ...], str]:
             "has nothing to gain from a faster pipeline."
         )
     stages = [stage for stage in stats.stages if stage.kind != "aggregate"]
-    least = max(stage.limit_share for stage in stages) - MARGIN
-    first, *others = (stage for stage in stages if stage.limit_share > least)
+    least = max(stage.busy_share for stage in stages) - MARGIN
+    first, *others = (stage for stage in stages if stage.busy_share > least)
     names = tuple(stage.name for stage in (first, *others))
     if others:
         text = "limit about equally. Making only one of them faster gains little."
     else:
-        text = f"limits, busy {min(1.0, first.limit_share):.0%} of that time. "
+        text = f"limits, busy {first.busy_share:.0%} of the time. "
         text += _REMEDIES.get(first.kind, _REMEDY).format(first.concurrency)
     waited = f"The consumer waited {stats.wait_share:.0%} of the time for items;"
     return names, f"{waited} {' and '.join(names)} {text}"
@@ -190,8 +166,6 @@ def snapshot(flow: Flow, state: str) -> PipelineStats:
     flow.measure()
     elapsed_ns, stages = max(1, flow.now_ns - flow.first_ns), []
     for stage, meter in flow.measured:
-        times_ns = (meter.working_ns, meter.blocked_ns, meter.behind_ns)
-        busy, blocked, behind = (one / (stage.concurrency * elapsed_ns) for one in times_ns)
         items_in = 0 if stage.kind == "source" else meter.in_count
         measured = PipelineStageStats(
             stage.title,
@@ -201,11 +175,7 @@ def snapshot(flow: Flow, state: str) -> PipelineStats:
             meter.out_count,
             meter.failed_count,
             meter.op_ns / _NS / max(1, items_in or meter.out_count),
-            busy,
-            max(0.0, 1.0 - busy - blocked - behind),
-            blocked,
-            behind,
-            meter.limiting_ns / (stage.concurrency * max(1, flow.waited_ns)),
+            min(1.0, meter.busy_ns / (stage.concurrency * elapsed_ns)),
         )
         stages.append(measured)
     return PipelineStats(

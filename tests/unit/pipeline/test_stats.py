@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import queue
-import re
 import threading
 import time
 
@@ -59,13 +58,7 @@ def test_each_stage_counts_what_goes_in_and_out_fails_and_is_left_out():
     assert [stage.failures for stage in stats.stages] == [0, 0, 4, 0, 0, 0]
     assert (stats.items, stats.state) == (4, "ended")
     assert stats.elapsed_s >= stats.wait_s > 0
-    for stage in stats.stages:
-        shares = (
-            stage.busy_share, stage.input_wait_share, stage.output_wait_share,
-            stage.order_wait_share,
-        )  # fmt: skip
-        assert all(0 <= share <= 1.000001 for share in shares)
-        assert sum(shares) == pytest.approx(1, abs=1e-6)
+    assert all(0 <= stage.busy_share <= 1 for stage in stats.stages)
 
 
 def test_the_time_in_an_op_is_that_of_the_op():
@@ -137,7 +130,7 @@ def test_a_stage_that_is_stuck_shows_while_it_is():
         gate.open()
     assert stats.state == "running"
     assert stats.stages[2].busy_share > 0.5
-    assert stats.stages[1].output_wait_share > 0.5
+    assert stats.stages[1].busy_share < 0.5
 
 
 def test_a_table_a_line_and_html():
@@ -160,7 +153,7 @@ def test_a_table_a_line_and_html():
 
 def stage(name, share, **changes):
     kind = "source" if name == "the source" else "thread"
-    made = PipelineStageStats(name, kind, 1, op_mean_s=0.01, limit_share=share)
+    made = PipelineStageStats(name, kind, 1, op_mean_s=0.01, busy_share=share)
     return dataclasses.replace(made, **changes)
 
 
@@ -215,10 +208,7 @@ def text_of_timeout(pipeline, timeout_s=0.01):
     return text
 
 
-DURATION = r"[\d.]+ (s|ms|µs)"
-
-
-def test_the_stage_that_has_items_in_work_is_named_and_those_that_wait():
+def test_the_stage_that_has_items_in_work_is_named():
     gate = Gate()
 
     def decode(item):
@@ -237,8 +227,7 @@ def test_the_stage_that_has_items_in_work_is_named_and_those_that_wait():
         text = text_of_timeout(pipeline)
         gate.open()
         assert pipeline.get_item(SOON_S) == 3
-    assert re.search(rf"stage 'decode' \(2 items, for up to {DURATION}\)\.", text), text
-    assert text.endswith("aggregate(4), stage 'add'."), text
+    assert text.endswith(" In work: stage 'decode' (2 items)."), text
 
 
 def test_a_source_that_yields_nothing_is_named():
@@ -246,8 +235,7 @@ def test_a_source_that_yields_nothing_is_named():
     with chain(iter(inbox.get, None), abs).auto_stop() as pipeline:
         text = text_of_timeout(pipeline)
         inbox.put(None)
-    assert re.search(rf"In work: the source \(1 item, for up to {DURATION}\)\.", text), text
-    assert text.endswith(" Idle: stage 'abs'.")
+    assert text.endswith(" In work: the source (1 item).")
 
 
 def test_a_process_that_has_an_item_is_named():
