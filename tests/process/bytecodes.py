@@ -110,6 +110,8 @@ def _lock_steps(code: types.CodeType) -> frozenset[int]:
             ending = instructions[place : place + 3 + names[3:].index("CALL") + 1]
             if all(step.argval is None for step in ending[:3]):
                 steps.update(step.offset for step in ending)
+                if place and instructions[place - 1].opname == "SWAP":  # with the value to return
+                    steps.add(instructions[place - 1].offset)
     return frozenset(steps)
 
 
