@@ -1,7 +1,6 @@
 """``shmloader bench``: runs a loader, and shows where its time goes."""
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import time
@@ -18,9 +17,6 @@ from shmloader.interruptions import probe
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
 from shmloader.pools.cores import usable_cores
-
-# Levels of nested containers that are searched for a tensor; a container may contain itself.
-_DEEPEST = 8
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -104,14 +100,10 @@ def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[No
 
 def _samples_of(batch: Any, batch_size: int) -> int:
     """Return the number of samples of a batch, as its first value shows it, or the batch size."""
-    with contextlib.suppress(Exception):  # the batch may be any object
-        for _ in range(_DEEPEST):
-            if isinstance(batch, list | tuple):
-                batch = batch[0]
-            elif isinstance(batch, dict):
-                batch = next(iter(batch.values()))
-        return int(batch.shape[0])
-    return batch_size
+    while isinstance(batch, list | tuple | dict) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    shape = probe(batch, "shape")
+    return int(shape[0]) if shape else batch_size
 
 
 def _print_rounds(rounds: Sequence[Sequence[LoaderStats]]) -> None:
