@@ -5,18 +5,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 from shmloader.cli.target import UsageError, close, make_loader, on_torch
-from shmloader.grammar import described_type
-from shmloader.insight.record import Record, Statistics
-from shmloader.insight.stats import LoaderStats, Machine
-from shmloader.insight.verdict import snapshot
+from shmloader.grammar import counted, described_type, seconds
 from shmloader.interruptions import probe
 from shmloader.loader.dataloader import DataLoader
 from shmloader.loader.sharded import ShardedDataLoader
-from shmloader.pools.cores import usable_cores
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -27,9 +22,9 @@ def bench(options: argparse.Namespace) -> None:
         KeyboardInterrupt: After a Ctrl-C. The measurements so far are printed before.
     """
     if options.vs is None:
-        print(_run(make_loader(options.target), options))
+        print(_run(make_loader(options.target), options)[1])
         return
-    rounds: list[list[LoaderStats]] = []
+    rounds, text = list[list[float]](), ""
     try:
         while len(rounds) < options.rounds:
             loader = make_loader(options.target)
@@ -41,61 +36,62 @@ def bench(options: argparse.Namespace) -> None:
             # New loaders with the same samples, each of which is the first one in turn.
             turn = -1 if len(rounds) % 2 else 1
             both = [loader, on_torch(loader)][::turn]
-            rounds.append([_run(one, options) for one in both][::turn])
+            runs = [_run(one, options) for one in both][::turn]
+            rounds.append([rate for rate, _ in runs])
+            text = runs[0][1]
     finally:
         if rounds:
-            print(f"{rounds[-1][0]}\n")
+            print(f"{text}\n")
             _print_rounds(rounds)
 
 
-def _run(loader: Any, options: argparse.Namespace) -> LoaderStats:
-    """Take batches, and return the statistics. They are printed before a Ctrl-C leaves this."""
-    record, taken = Statistics(), 0
-    batches = _batches(loader, record, options.step_ms / 1e3)
+def _run(loader: Any, options: argparse.Namespace) -> tuple[float, str]:
+    """Take batches, with a training step after each.
 
-    def read() -> LoaderStats:
+    Returns how many came a second, without the first one of each epoch, and a text, which is
+    printed before a Ctrl-C leaves this.
+    """
+    taken = samples = steady = 0
+    start_s = before_s = time.monotonic()
+    steady_s, batch_size, batches = 0.0, probe(loader, "batch_size") or 1, _batches(loader)
+
+    def describe() -> str:
         if isinstance(loader, DataLoader):
-            return loader.stats("total")
-        return snapshot(record.total(), record.epochs, Machine(usable_cores(Path("/"))))
+            return str(loader.stats("total"))  # while the workers live, whose memory is measured
+        took_s = max(1e-9, before_s - start_s)
+        known = f"{counted(taken, 'batch', 'batches')}, {counted(samples, 'sample')}"
+        return f"{known} in {seconds(took_s)}: {samples / took_s:,.0f} samples/s"
 
     try:
-        for _ in itertools.islice(batches, options.batches):
-            taken += 1
-        return read()  # while the workers live, so that their memory can be measured
+        for is_first, batch in itertools.islice(batches, options.batches):
+            samples, taken = samples + _samples_of(batch, batch_size), taken + 1
+            time.sleep(options.step_ms / 1e3)
+            now_s = time.monotonic()
+            if not is_first:
+                steady, steady_s = steady + 1, steady_s + now_s - before_s
+            before_s = now_s
+        if not taken:
+            raise UsageError("the loader returns no batch")
+        return max(1e-9, steady / max(1e-9, steady_s)), describe()
     except KeyboardInterrupt:
-        print(f"interrupted after {taken} of {options.batches} batches\n{read()}")
+        print(f"interrupted after {taken} of {options.batches} batches\n{describe()}")
         raise
     finally:
         batches.close()
         close(loader)
 
 
-def _batches(loader: Any, statistics: Statistics, step_s: float) -> Generator[None]:
-    """Take batches of any iterable, epoch after epoch, with a training step after each.
+def _batches(loader: Any) -> Generator[tuple[bool, Any]]:
+    """Yield batches, epoch after epoch, and whether each is the first one of its epoch.
 
     Ends only if the loader cannot be iterated again, such as a generator.
-
-    Raises:
-        UsageError: If the first epoch has no batch.
     """
-    batch_size, is_empty = probe(loader, "batch_size") or 1, False
-    while not is_empty:
-        record = Record(statistics.epochs + 1, "other", probe(loader, "num_workers", 0))
-        statistics.begin(record, _batches)  # each epoch ends the one before
-        iterator = iter(loader)
-        record.begin()
-        began_ns, is_empty = time.monotonic_ns(), True
-        for batch in iterator:
-            samples = _samples_of(batch, batch_size)
-            record.add(began_ns, time.monotonic_ns(), 0, None, samples, 0)
-            is_empty = False
-            del batch
-            time.sleep(step_s)
-            yield
-            began_ns = time.monotonic_ns()
-        record.add(began_ns, time.monotonic_ns(), 0, None, "end", 0)
-    if statistics.epochs == 1:
-        raise UsageError("the loader returns no batch")
+    is_first = False
+    while not is_first:
+        is_first = True
+        for batch in loader:
+            yield is_first, batch
+            is_first = False
 
 
 def _samples_of(batch: Any, batch_size: int) -> int:
@@ -106,15 +102,9 @@ def _samples_of(batch: Any, batch_size: int) -> int:
     return int(shape[0]) if shape else batch_size
 
 
-def _print_rounds(rounds: Sequence[Sequence[LoaderStats]]) -> None:
+def _print_rounds(rounds: Sequence[Sequence[float]]) -> None:
     """Print medians over the rounds, with their ranges, and the ratio of ours to torch's."""
-
-    def rate(stats: LoaderStats) -> float:
-        # The first batch of each epoch counts as start-up, which the table above shows.
-        steady_s = max(1e-9, stats.elapsed_s - stats.wait.startup_s)
-        return max(1e-9, (stats.batches - stats.epochs) / steady_s)
-
-    ours, torchs = ([rate(stats) for stats in column] for column in zip(*rounds, strict=True))
+    ours, torchs = zip(*rounds, strict=True)
     ratios = [one / other for one, other in zip(ours, torchs, strict=True)]
     print(f"  batches/s: median (range) of {len(rounds)} rounds in turns, in one process")
     for name, values in {"shmloader": ours, "torch": torchs, "ratio": ratios}.items():

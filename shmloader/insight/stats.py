@@ -169,7 +169,7 @@ class Finding(enum.StrEnum):
     NOTHING_TO_GAIN = "nothing to gain"
     START_UP = "start-up"
     SAMPLER = "slow sampler"
-    UNKNOWN = "errors, or another loader"
+    UNKNOWN = "errors"
     COPYING = "pinning or device copy"
     SLOTS_HELD = "slots held by the consumer"
     DELIVERY = "delivering"
@@ -186,8 +186,8 @@ class LoaderStats:
         epoch: Number of the epoch; None for all epochs together.
         epochs: Number of epochs begun, for all epochs together; otherwise 1, or 0 before the first.
         is_over: Whether the epoch has ended or was given up.
-        kind: What loads: "processes", "threads", "executor", "in-process" or, in ``shmloader
-            bench``, "other" (a loader that is not ours); "" before the first epoch.
+        kind: What loads: "processes", "threads", "executor" or "in-process"; "" before the first
+            epoch.
         num_workers: Number of workers.
         persistent_workers: Whether the workers persist after an epoch.
         batches: Number of batches delivered.

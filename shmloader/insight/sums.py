@@ -9,7 +9,6 @@ batch, if they are not among the times. The times and what else is known are
 * for a batch that the consumer's thread loaded, the fields of
   :class:`~shmloader.insight.measurements.WorkTimes`, but with the time in the stage after collate
   as ``encode_ns``, and the name of that stage;
-* for another loader's batch, None, and the number of its samples;
 * for a call without a batch, None, and where the next batch was: the name of a part of its way
   (:data:`~shmloader.insight.stats.PARTS`).
 """
@@ -157,13 +156,10 @@ class Sums:
         self.set_most(next=max(waits, default=0))
         added["waited"] += sum(call[1] - call[0] for call in calls)
         self.last_ns = calls[-1][1] if calls else self.last_ns
-        for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
+        for asked_ns, received_ns, draw_ns, times, about, _ in calls:
             if times is None:
-                part = about if isinstance(about, str) else "other"
-                added["wait", part] += received_ns - asked_ns - draw_ns
+                added["wait", about] += received_ns - asked_ns - draw_ns
                 added["wait", "draw"] += draw_ns
-                if part != about:
-                    added.update(batches=1, samples=about, nbytes=nbytes)
         if is_local:
             self._add_local(calls)
             return

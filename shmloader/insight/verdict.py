@@ -65,8 +65,7 @@ _TEXTS = {
         "cheaper, for example by drawing many indices at once."
     ),
     Finding.UNKNOWN: (
-        "; mostly an error was raised in place of a batch (skip bad samples by on_error=), or the "
-        "loader is not one of shmloader's."
+        "; mostly an error was raised in place of a batch: skip bad samples by on_error=."
     ),
     Finding.COPYING: (
         "; mostly the next batch was being pinned or copied to the device: use device=, smaller "

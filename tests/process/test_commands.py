@@ -125,8 +125,7 @@ def test_bench_prints_the_table_and_the_verdict(capsys) -> None:
 def test_bench_measures_loaders_of_others_and_what_ends(capsys, make, count) -> None:
     assert run("bench", f"loaders_of_mine:{make}", "--batches", count) == 0
     said = capsys.readouterr().out
-    assert "other, 0 workers" in said
-    assert "3 batches, 12 samples" in said
+    assert said.startswith("3 batches, 12 samples in ")
 
 
 def test_a_terminal_without_these_letters_gets_others(monkeypatch) -> None:

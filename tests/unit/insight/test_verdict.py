@@ -70,7 +70,6 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "end": (stats_of(end=3, fetch=1), Finding.START_UP, "persistent_workers=True"),
     "sampler": (stats_of(draw=4, fetch=1), Finding.SAMPLER, "drawing many indices at once"),
     "errors": (stats_of(other=4, fetch=1), Finding.UNKNOWN, "on_error="),
-    "another": (stats_of(kind="other", other=5), Finding.UNKNOWN, "not one of shmloader's"),
     "no workers": (
         stats_of(kind="in-process", workers=0, fetch=4, collate=1),
         Finding.TOO_FEW_WORKERS,
