@@ -20,8 +20,7 @@ import torch
 
 from shmloader import DataLoader, PipelineBuilder, ShardedDataLoader, WorkerDiedError
 from shmloader.device.backend import Backend
-from shmloader.device.device import DeviceStage
-from shmloader.device.page_locks import PageLocks
+from shmloader.device.device import DeviceStage, PageLocks
 from shmloader.memory.arena import Arena
 from shmloader.pools.slot_memory import SlotMemory
 from tests.late import LateDevice

@@ -10,7 +10,7 @@ import torch
 import shmloader
 from shmloader.device import backend
 from shmloader.device.backend import Backend, CudaDriver, open_driver, parse_device
-from shmloader.device.page_locks import PageLocks
+from shmloader.device.device import PageLocks
 from shmloader.memory.arena import Arena
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
