@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from shmloader.installing import InstallReport, install, installed, uninstall
     from shmloader.loader.dataloader import CachedBatches, DataLoader
     from shmloader.loader.sharded import ShardedDataLoader
-    from shmloader.memory.collate import empty
+    from shmloader.memory.writer import empty
     from shmloader.pipeline.builder import PipelineBuilder, PipelineDataLoader
     from shmloader.pipeline.pipeline import Pipeline
     from shmloader.pipeline.stats import PipelineStats
@@ -112,7 +112,7 @@ _HOMES = {
     "PipelineDataLoader": "pipeline.builder",
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
-    "empty": "memory.collate",
+    "empty": "memory.writer",
     "install": "installing",
     "installed": "installing",
     "sample_rng": "batch.sample_rng",

@@ -20,14 +20,12 @@ from shmloader.memory.flat import (
     BARE,
     DICT,
     LIST,
-    STREAM_BYTES,
     FlatLayout,
     FlatPacker,
-    copy_rows,
     field_tensor,
 )
 from shmloader.memory.segment import address_of
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import STREAM_BYTES, SlotWriter, copy_rows
 from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.sampling.steps import is_sharded
 from shmloader.shared.containers import SharedList

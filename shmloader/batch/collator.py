@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from shmloader.batch.explain import explain_collate_error
-from shmloader.memory.collate import is_plain
 from shmloader.memory.flat import FlatPacker
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.process_state import end_if_forked
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from shmloader.batch.fetch import FetchConfig, Load, MapFetcher
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.stream import StreamFetcher
-from shmloader.memory.collate import is_plain
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, is_plain
 
 
 class BatchMaker:

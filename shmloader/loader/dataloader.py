@@ -48,8 +48,8 @@ from shmloader.loader.options import (
     read_options,
 )
 from shmloader.loader.resumable import ResumableLoader
-from shmloader.memory.collate import is_plain
 from shmloader.memory.limits import free_memory, is_supported
+from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.sampling.checks import whole_number

@@ -27,7 +27,7 @@ from shmloader.faults import FAULTS
 from shmloader.insight.record import Record
 from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.loader.config import LoaderConfig, LoaderParts
-from shmloader.memory.collate import is_plain
+from shmloader.memory.writer import is_plain
 from shmloader.messages import Unsaved
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rng import changed, global_rng_state, kept, set_global_rng_state

@@ -6,17 +6,13 @@ stacks the fields straight into the slot and describes them by a :class:`FlatLay
 :class:`FlatReader` builds the batch in the main process. Where samples turn out to be irregular,
 :meth:`FlatPacker.pack` returns None. The batch is then collated by torch, whose errors are the ones
 that the user sees, and pickled (:mod:`shmloader.memory.pickled`), as all other batches are.
-
-A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
-through the caches reads each line before it is overwritten, and evicts the samples. Streaming
-stores (:mod:`_streaming`, a few lines of C) halve that traffic.
 """
 
 import functools
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,20 +20,7 @@ import torch
 
 from shmloader.faults import FAULTS
 from shmloader.memory.arena import Slot, align
-from shmloader.memory.writer import SlotWriter
-
-_copy_rows: Callable[[int, list[int], int], None] | None
-try:
-    from shmloader.memory._streaming import copy_rows as _copy_rows
-except ImportError:  # installed without a compiler
-    _copy_rows = None
-
-#: Fields of at least this many bytes are written with streaming stores. Between the size of a
-#: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
-STREAM_BYTES = 8 << 20
-
-# With shorter rows, checking each tensor costs more than streaming saves.
-_ROW_BYTES = 16 << 10
+from shmloader.memory.writer import SlotWriter, stack_into
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -212,40 +195,6 @@ def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
         if numbers.ndim == 1 and numbers.dtype.kind in _NUMBER_KINDS[kind]:
             return (_NUMBER_DTYPES[numbers.dtype], ()), numbers
     raise ValueError
-
-
-def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
-
-    ``out`` is a contiguous tensor of the result's shape. Raises what torch.stack raises.
-    """
-    may_stream = out.nbytes >= STREAM_BYTES and all(_is_row_of(out, tensor) for tensor in tensors)
-    if not (may_stream and copy_rows([tensor.data_ptr() for tensor in tensors], out)):
-        torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
-
-
-def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether stacking the tensor only copies its bytes."""
-    return (
-        type(tensor) is _Tensor
-        and tensor.dtype == out.dtype
-        and tensor.shape == out.shape[1:]
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
-    """Copy the rows at these addresses to a large tensor with streaming stores.
-
-    Returns False, and does nothing, for small rows, and without the compiled part.
-    """
-    row_bytes = out.nbytes // len(addresses)
-    if _copy_rows is None or row_bytes < _ROW_BYTES or 0 in addresses:
-        return False
-    _copy_rows(out.data_ptr(), addresses, row_bytes)
-    return True
 
 
 def field_tensor(slot: Slot, field: Field) -> torch.Tensor:

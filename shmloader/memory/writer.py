@@ -1,4 +1,15 @@
-"""Hands out the bytes of a task's slot in the worker, from the front to the back.
+"""Hands out the bytes of a task's slot in the worker, and has torch collate into them.
+
+In a worker, the function for tensors in torch's own ``default_collate_fn_map`` is replaced by one
+that allocates its output in the slot. So every call of ``default_collate`` writes to the slot,
+even a call in the user's own collate function. A collate function written by hand allocates its
+output with :func:`empty`. Some libraries (PyTorch Geometric) allocate torch's shared memory, as
+torch does in a worker, with the private ``UntypedStorage._new_shared``: that is served from the
+slot as well, since their batch would be copied there otherwise.
+
+A large batch is not in the caches any more when the main process, or a GPU, reads it. Writing it
+through the caches reads each line before it is overwritten, and evicts the samples. Streaming
+stores (:mod:`_streaming`, a few lines of C) halve that traffic.
 
 Assumes one task at a time. If user code still holds memory of the slot when the batch is made, the
 reference count of the task's arrays shows that, and that memory becomes private to this process
@@ -11,15 +22,34 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
 from shmloader.memory.limits import MemoryAdmission
+from shmloader.process_state import PROCESS
+
+_copy_rows: Callable[[int, list[int], int], None] | None
+try:
+    from shmloader.memory._streaming import copy_rows as _copy_rows
+except ImportError:  # installed without a compiler
+    _copy_rows = None
+
+#: Fields of at least this many bytes are written with streaming stores. Between the size of a
+#: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
+STREAM_BYTES = 8 << 20
+
+# With shorter rows, checking each tensor costs more than streaming saves.
+_ROW_BYTES = 16 << 10
+
+_torch_collate_tensor_fn = torch_collate.collate_tensor_fn
+_torch_new_shared: Any = torch.UntypedStorage._new_shared
 
 # References to an array when only the writer holds it: its list, and the argument of getrefcount.
 _OWN_REFERENCES = 2
@@ -188,3 +218,131 @@ class SlotWriter:
             if offset >= 0 and offset + nbytes <= min(self.used_bytes, len(array)):
                 return offset
         return None
+
+
+def stack_into(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Do ``torch.stack(tensors, 0, out=out)``, bypassing the caches where that is faster.
+
+    ``out`` is a contiguous tensor of the result's shape. Raises what torch.stack raises.
+    """
+    may_stream = out.nbytes >= STREAM_BYTES and all(_is_row_of(out, tensor) for tensor in tensors)
+    if not (may_stream and copy_rows([tensor.data_ptr() for tensor in tensors], out)):
+        torch.stack(tensors, 0, out=out)  # type: ignore[arg-type]
+
+
+def _is_row_of(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether stacking the tensor only copies its bytes."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype == out.dtype
+        and tensor.shape == out.shape[1:]
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
+    """Copy the rows at these addresses to a large tensor with streaming stores.
+
+    Returns False, and does nothing, for small rows, and without the compiled part.
+    """
+    row_bytes = out.nbytes // len(addresses)
+    if _copy_rows is None or row_bytes < _ROW_BYTES or 0 in addresses:
+        return False
+    _copy_rows(out.data_ptr(), addresses, row_bytes)
+    return True
+
+
+def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialized tensor for a collate function to write its result into.
+
+    In a collate function in a worker process (or, with ``batch_size=None``, in a dataset whose
+    items are batches), the tensor lies in the shared memory that the batch travels in, so that the
+    data is not copied again. Anywhere else, and on threads that such a function starts, this is
+    ``torch.empty(shape, dtype=dtype)``.
+
+    Args:
+        shape: Size of each dimension; an int for one dimension.
+        dtype: Dtype of the elements; None for torch's default dtype.
+
+    Returns:
+        A contiguous CPU tensor with a storage of its own.
+
+    Raises:
+        SharedMemoryError: If the tensor does not fit the shared memory of one batch, or there is
+            not enough memory.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    writer = _present_writer()
+    if writer is None:
+        return torch.empty(sizes, dtype=dtype)
+    return writer.empty(sizes, dtype or torch.get_default_dtype())
+
+
+def _present_writer() -> SlotWriter | None:
+    """Return the writer if the caller may get memory of the slot now."""
+    writer: SlotWriter | None = PROCESS.slot_writer
+    return writer if writer is not None and writer.may_allocate else None
+
+
+def _collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Stack tensors as torch's own function does in a worker, but into the slot."""
+    first = batch[0]
+    is_plain = type(first) is torch.Tensor and first.layout is torch.strided and first.is_cpu
+    if not is_plain or first.is_nested or first.is_quantized:
+        # By torch, but not into a file in /dev/shm, as it does in a worker.
+        info, torch_worker._worker_info = torch_worker._worker_info, None
+        try:
+            collated: torch.Tensor
+            collated = _torch_collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+            return collated
+        finally:
+            torch_worker._worker_info = info
+    # A result that does not fit goes to private memory, since it may only be an intermediate one.
+    # But if there is no memory, the writer raises: there would be none elsewhere either.
+    shape, writer = (len(batch), *first.shape), _present_writer()
+    if writer is None or not writer.fits(shape, first.dtype):
+        out = torch.empty(shape, dtype=first.dtype, device="cpu")
+    else:
+        out = writer.empty(shape, first.dtype)
+    try:
+        stack_into(batch, out)
+    except RuntimeError as error:
+        # With an output that cannot be resized, torch.stack does not name the unequal shapes.
+        if "resize" in str(error):
+            return torch.stack(batch, 0)
+        raise
+    return out
+
+
+def _new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
+    """Return a storage of ``size`` bytes for a collate function: in the slot, if it fits there."""
+    writer = _present_writer()
+    is_ours = kind is torch.UntypedStorage and torch.device(device).type == "cpu" and size > 0
+    if not is_ours or writer is None:
+        return _torch_new_shared(size, device=device)
+    if not writer.fits((size,), torch.uint8):
+        return torch.UntypedStorage(size)
+    return writer.empty((size,), torch.uint8).untyped_storage()
+
+
+def install(writer: SlotWriter) -> None:
+    """Make torch's collate functions in this worker process write to the slot of ``writer``."""
+    PROCESS.slot_writer = writer
+    torch.UntypedStorage._new_shared = classmethod(_new_shared)  # type: ignore[assignment,method-assign]
+    collate_map = torch_collate.default_collate_fn_map
+    if collate_map.get(torch.Tensor) is _torch_collate_tensor_fn:
+        collate_map[torch.Tensor] = _collate_tensor_fn
+
+
+def is_plain(collate_fn: object) -> bool:
+    """Whether a function collates tensors, arrays and numbers as torch's own does.
+
+    It does not if the user has changed ``default_collate_fn_map``.
+    """
+    if collate_fn is not torch_collate.default_collate:
+        return False
+    ours = (torch_collate.__name__, __name__)
+    functions = torch_collate.default_collate_fn_map.values()
+    return all(getattr(function, "__module__", None) in ours for function in functions)

@@ -41,9 +41,8 @@ from shmloader.batch.portable_payload import (
 )
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.interruptions import Caught, attempt
-from shmloader.memory.collate import install
 from shmloader.memory.pickled import PartialStorage
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, install
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.objects import make_answer
 from shmloader.pools.worker_dataset import introduce
@@ -195,7 +194,7 @@ class _PrivateMemory:
     may_allocate = True
 
     def fits(self, *_: object) -> bool:
-        """Return True. Called by the functions of :mod:`shmloader.memory.collate`."""
+        """Return True. Called by the functions of :mod:`shmloader.memory.writer`."""
         return True
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

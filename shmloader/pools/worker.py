@@ -38,7 +38,7 @@ from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.host import peer_of
-from shmloader.memory.collate import install
+from shmloader.memory.writer import install
 from shmloader.messages import (
     INLINE_BYTES,
     NO_EPOCH,

@@ -27,8 +27,7 @@ from shmloader.batch.failures import OnError, RemoteError, SampleReport, add_not
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import SampleWatch
-from shmloader.memory.collate import is_plain
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.messages import Unsaved
 from shmloader.sampling.hooks import set_dataset_epoch
 from shmloader.sampling.rng import global_rng_state, set_global_rng_state

@@ -13,11 +13,10 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from shmloader.batch.collator import Collator, Timer
-from shmloader.memory import collate
 from shmloader.memory.arena import Arena, Lease, Slot
 from shmloader.memory.flat import COPY_OUT_BYTES, FlatLayout, FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader, pickle_batch, write_batch
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, install
 from shmloader.process_state import PROCESS
 
 MIB = 1 << 20
@@ -76,7 +75,7 @@ def installed(writer: SlotWriter) -> Iterator[None]:
     """Make this process a worker as far as collate sees it."""
     before = dict(torch_collate.default_collate_fn_map)
     try:
-        collate.install(writer)
+        install(writer)
         yield
     finally:
         PROCESS.slot_writer = None

@@ -5,9 +5,8 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.batch.collator import Collator, Timer
-from shmloader.memory.collate import empty
 from shmloader.memory.flat import FlatLayout
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.writer import SlotWriter, empty
 from tests.unit.memory.support import installed, is_in, open_bench
 
 

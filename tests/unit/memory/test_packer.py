@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.memory import flat as packer_module
+from shmloader.memory import writer as writer_module
 from shmloader.memory.arena import Arena
-from shmloader.memory.flat import FlatLayout, FlatPacker, FlatReader, stack_into
-from shmloader.memory.writer import SlotWriter
+from shmloader.memory.flat import FlatLayout, FlatPacker, FlatReader
+from shmloader.memory.writer import SlotWriter, stack_into
 from tests.parity.compare import assert_same
 from tests.unit.memory.support import (
     LARGE,
@@ -322,12 +322,12 @@ def tensors_of(dtype: torch.dtype, count: int, length: int) -> list[torch.Tensor
 @pytest.fixture(params=["as it is", "always streaming", "without the compiled part"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "always streaming":
-        if packer_module._copy_rows is None:
+        if writer_module._copy_rows is None:
             pytest.skip("installed without a compiler")
-        monkeypatch.setattr(packer_module, "STREAM_BYTES", 0)
-        monkeypatch.setattr(packer_module, "_ROW_BYTES", 0)
+        monkeypatch.setattr(writer_module, "STREAM_BYTES", 0)
+        monkeypatch.setattr(writer_module, "_ROW_BYTES", 0)
     elif request.param == "without the compiled part":
-        monkeypatch.setattr(packer_module, "_copy_rows", None)
+        monkeypatch.setattr(writer_module, "_copy_rows", None)
     return request.param
 
 
@@ -371,10 +371,10 @@ def test_tensors_that_are_not_alike_come_out_as_torch_has_them(way: str, kind: s
 def test_large_batches_are_streamed_where_the_compiled_part_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if packer_module._copy_rows is None:
+    if writer_module._copy_rows is None:
         pytest.skip("installed without a compiler")
     asked = []
-    monkeypatch.setattr(packer_module, "_copy_rows", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(writer_module, "_copy_rows", lambda *arguments: asked.append(arguments))
     row = torch.zeros(1 << 20, dtype=torch.uint8)
     small = torch.empty(4, 1 << 20, dtype=torch.uint8)
     stack_into([row] * 4, small)
