@@ -53,7 +53,7 @@ from shmloader.insight.measurements import read_file
 from shmloader.interruptions import Caught, attempt, is_interruption
 from shmloader.memory.pickled import PICKLE_ERRORS
 from shmloader.process_state import PROCESS
-from shmloader.sampling.ranks import find_ranks
+from shmloader.sampling.arguments import resolve_ranks
 from shmloader.shared.sharing import share
 from shmloader.threads import BackgroundThread
 
@@ -394,7 +394,7 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
             "build should be a function that makes the dataset, "
             f"but got {described_type(build)}: share_on_host(lambda: dataset) or share(dataset)"
         )
-    rank, world_size = find_ranks()
+    rank, world_size = resolve_ranks()
     ranks = ranks_of_host(world_size)
     if ranks == 1 or threading.get_ident() in PROCESS.builds_on_host:
         return share(build(), writable)

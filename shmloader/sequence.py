@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal
 
 from shmloader.loader.dataloader import DataLoader
-from shmloader.sampling.checks import flag, whole_number
+from shmloader.sampling.arguments import flag, whole_number
 
 __all__ = ["batch", "concatenate", "cycle", "gather", "prefetch", "smap"]
 

@@ -10,7 +10,6 @@ cannot be pickled.
 ``failures`` carries exceptions and failed samples to the main process.
 ``dataset_state`` saves the states of datasets, of which checkpoints are made (``checkpoint``).
 
-``payload`` carries the dataset and the functions to a worker, and ``portable_payload`` to a process
-of an executor.
+``payload`` carries the dataset and the functions to a worker, or to a process of an executor.
 ``content_hash`` tells whether two processes have the same samples or the same dataset.
 """

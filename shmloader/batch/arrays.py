@@ -26,8 +26,7 @@ from shmloader.memory.flat import (
 )
 from shmloader.memory.segment import address_of
 from shmloader.memory.writer import STREAM_BYTES, SlotWriter, copy_rows
-from shmloader.sampling.indices import IndexArray, as_list
-from shmloader.sampling.steps import is_sharded
+from shmloader.sampling.indices import IndexArray, as_list, is_sharded
 from shmloader.shared.containers import SharedList
 
 _ARRAYS = (np.ndarray, np.memmap, torch.Tensor)
@@ -42,6 +41,9 @@ _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 }
+
+# Numbers of dimensions of arrays whose samples may be images or volumes.
+_WITH_CHANNELS = (5, 6)
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -117,19 +119,16 @@ def may_be_columns(dataset: Any) -> bool:
 def find_columns(dataset: Any) -> Columns | None:
     """Return the arrays of a dataset that consists only of arrays; None for any other.
 
-    Args:
-        dataset: A ``TensorDataset``, an array, a memory map, a tensor, a ``StackDataset`` of these,
-            or a ``Subset`` of one of these; anything else has no columns.
-
-    Returns:
-        The columns. Also None where torch's collate does not make one array of the rows: for texts,
-        for tensors that require gradients, and for arrays of foreign byte order.
+    These are a ``TensorDataset``, an array, a memory map, a tensor, a ``StackDataset`` of these, or
+    a ``Subset`` of one of these. None also where torch's collate does not make one array of the
+    rows: for texts, tensors that require gradients, and arrays of foreign byte order.
     """
     kind = type(dataset)
     if kind in _ARRAYS:
         column = _column_of(dataset)
         return None if column is None else Columns(BARE, (), (column,), len(dataset))
-    if kind is ConcatDataset or _parts_of(dataset) is None or not _is_unpatched(dataset):
+    has_own = "__getitems__" in getattr(dataset, "__dict__", ())
+    if kind is ConcatDataset or _parts_of(dataset) is None or has_own:
         return None
     if kind is Subset:
         return _subset(dataset)
@@ -148,14 +147,6 @@ def find_columns(dataset: Any) -> Columns | None:
     )
 
 
-def _is_unpatched(dataset: Any) -> bool:
-    """Whether the methods that load samples are still torch's own."""
-    methods = (getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__"))
-    return "__getitems__" not in vars(dataset) and all(
-        getattr(method, "__module__", "torch.").startswith("torch.") for method in methods if method
-    )
-
-
 def _column_of(rows: Any) -> Column | None:
     """Return the rows of an array; None if torch makes something else of a batch of them."""
     if isinstance(rows, np.ndarray):
@@ -169,18 +160,16 @@ def _column_of(rows: Any) -> Column | None:
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:
-    """Return a tensor over an array's memory; None if torch does not make a tensor of each row.
-
-    torch warns of read-only memory. The tensor is only read, so the warning is avoided.
-    """
+    """Return a tensor over an array's memory; None if torch does not make a tensor of each row."""
     is_known = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0
     if not is_known or any(stride < 0 for stride in array.strides):
         return None
     plain = array.view(np.ndarray)
     if array.size and not array.flags.writeable:
+        # torch warns of read-only memory. This array over the same memory is only read.
         low, nbytes = address_of(array)
         memory: Any = (ctypes.c_char * nbytes).from_address(low)
-        memory.keep = array  # keeps the array alive while there is a view of the memory
+        memory.keep = array
         first = array.__array_interface__["data"][0] - low
         plain = np.ndarray(array.shape, array.dtype, memory, first, array.strides)
     try:
@@ -223,46 +212,6 @@ def _mapping_of(indices: Any, length: int) -> Any:
 # Gathering --------------------------------------------------------------------------------
 
 
-class RowGatherer:
-    """Gathers batches of one dataset. Without a writer, several threads may use it at once.
-
-    The result is what torch's ``default_collate`` makes of the rows one by one.
-
-    Attributes:
-        length: Number of samples.
-
-    Args:
-        columns: The dataset.
-        writer: In a worker process, the writer of its slots, where batches are gathered; None to
-            gather into new tensors.
-    """
-
-    def __init__(self, columns: Columns, writer: SlotWriter | None = None) -> None:
-        self._columns, self._writer, self.length = columns, writer, columns.length
-        self._packer = None if writer is None else FlatPacker(writer)
-        self._kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows, _ in columns.fields]
-        self._layout = FlatLayout(columns.container, columns.keys, ())
-
-    def gather(self, indices: "_Array | range") -> Any:
-        """Return a batch; with a writer, its layout.
-
-        Args:
-            indices: Indices of its samples, at least one, each from 0 to the length less 1.
-
-        Raises:
-            SharedMemoryError: If the batch does not fit the slot.
-        """
-        container, keys, fields, _ = self._columns
-        if self._packer is None or self._writer is None:
-            return self._layout.contain([_gather(one, indices, None) for one in fields])
-        layout = self._packer.reserve(container, keys, len(indices), list(self._kinds))
-        for column, field in zip(fields, layout.fields, strict=True):
-            _gather(column, indices, field_tensor(self._writer.slot, field))
-            if FAULTS is not None:
-                FAULTS.reach("worker.write")
-        return layout
-
-
 def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None) -> torch.Tensor:
     """Return the rows of these samples, in ``out`` or else in a new tensor."""
     source, mapping = column
@@ -283,10 +232,11 @@ def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None)
 
 
 class Arrays:
-    """The arrays of a dataset, which the user may replace.
+    """The arrays of a dataset, of which batches are gathered.
 
-    A replacement shows in the next batch, as with torch. The indices of a subset are read when an
-    epoch begins. Without a writer, several threads may use this object at the same time.
+    A batch is what torch's ``default_collate`` makes of the rows one by one. If the user replaces
+    an array, the next batch has the new one, as with torch. The indices of a subset are read when
+    an epoch begins. Without a writer, several threads may use this object at the same time.
 
     Args:
         dataset: The dataset. Its samples are collated by torch's own ``default_collate``.
@@ -296,33 +246,51 @@ class Arrays:
 
     def __init__(self, dataset: Any, writer: SlotWriter | None = None) -> None:
         self._dataset, self._writer = dataset, writer
+        self._packer = None if writer is None else FlatPacker(writer)
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Forget what was found in the dataset."""
-        self._known: tuple[list[Any], RowGatherer | None] = [], None
+        self._known: tuple[list[Any], Columns | None] = [], None
 
-    def find_gatherer(self) -> RowGatherer | None:
-        """Return a gatherer for the dataset's present arrays; None if it is not only arrays.
+    def find(self) -> Columns | None:
+        """Return the dataset's present arrays; None if it is not only arrays.
 
-        Also returns None under any mode of torch's, since it may affect collate, as another default
-        device does.
+        Also None under any mode of torch's, since it may affect collate, as a default device does.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return None
         sources = _sources_of(self._dataset)
-        known, gatherer = self._known
+        known, columns = self._known
         if len(sources) != len(known) or any(map(operator.is_not, sources, known)):
-            columns, writer = find_columns(self._dataset), self._writer
-            gatherer = None
+            columns = find_columns(self._dataset)
             # Of images in channels-last order torch makes batches in that order, except in workers.
-            if columns is not None and all(
-                writer is not None or rows.is_contiguous() or rows.ndim not in (5, 6)
-                for rows, _ in columns.fields
-            ):
-                gatherer = RowGatherer(columns, writer)
-            self._known = sources, gatherer
-        return gatherer
+            if columns is not None and self._writer is None:
+                rows = [column.rows for column in columns.fields]
+                if any(one.ndim in _WITH_CHANNELS and not one.is_contiguous() for one in rows):
+                    columns = None
+            self._known = sources, columns
+        return columns
+
+    def gather(self, columns: Columns, indices: "_Array | range") -> Any:
+        """Return a batch of what :meth:`find` returned; with a writer, its layout.
+
+        ``indices`` are at least one, each from 0 to the length less 1.
+
+        Raises:
+            SharedMemoryError: If the batch does not fit the slot.
+        """
+        container, keys, fields, _ = columns
+        if self._packer is None or self._writer is None:
+            batch = [_gather(one, indices, None) for one in fields]
+            return FlatLayout(container, keys, ()).contain(batch)
+        kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows, _ in fields]
+        layout = self._packer.reserve(container, keys, len(indices), kinds)
+        for column, field in zip(fields, layout.fields, strict=True):
+            _gather(column, indices, field_tensor(self._writer.slot, field))
+            if FAULTS is not None:
+                FAULTS.reach("worker.write")
+        return layout
 
 
 def _sources_of(dataset: Any) -> list[Any]:
@@ -339,12 +307,6 @@ class ArrayFetcher:
 
     It gathers a batch if all its indices are integers from 0 up to the length. With any other
     index, such as a negative one, the other fetcher gives the same result as torch.
-
-    Args:
-        arrays: The arrays of the dataset.
-        plain: The other fetcher, which loads sample by sample.
-        timer: Counts the samples of gathered batches.
-        may_shard: Whether the indices may be a list of index lists, one for each shard.
     """
 
     def __init__(self, arrays: Arrays, plain: Any, timer: Timer, *, may_shard: bool) -> None:
@@ -353,19 +315,17 @@ class ArrayFetcher:
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of these indices, or a list of the shards' batches."""
-        gatherer = self._arrays.find_gatherer()
-        if gatherer is None:
-            return self._plain.fetch(as_list(indices))
-        if self._may_shard and is_sharded(indices):
-            return [self._fetch_one(gatherer, shard) for shard in indices]
-        return self._fetch_one(gatherer, indices)
+        columns = self._arrays.find()
+        if columns is not None and self._may_shard and is_sharded(indices):
+            return [self._fetch_one(columns, shard) for shard in indices]
+        return self._fetch_one(columns, indices)
 
-    def _fetch_one(self, gatherer: RowGatherer, indices: Any) -> Any:
-        valid = _valid_indices(indices, gatherer.length)
-        if valid is None:
+    def _fetch_one(self, columns: Columns | None, indices: Any) -> Any:
+        valid = None if columns is None else _valid_indices(indices, columns.length)
+        if columns is None or valid is None:
             return self._plain.fetch(as_list(indices))
         self._timer.sample_count += len(valid)
-        return gatherer.gather(valid)
+        return self._arrays.gather(columns, valid)
 
 
 def _valid_indices(indices: Sequence[Any], length: int) -> Any:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _now_ns = time.monotonic_ns
 
+_UNBEGUN = inspect.CORO_CREATED
+
 # How deep in a batch bytes are counted.
 _DEPTH = 8
 
@@ -47,10 +49,10 @@ class Timer:
         self.collate_ns = self.sample_count = 0
 
     def read(self) -> tuple[int, int, int, int, int]:
-        """Return the times of the batch. Called when the batch has been encoded.
+        """Return the times of the batch, once it has been encoded: the fields of ``WorkTimes``.
 
-        They are the fields of :class:`~shmloader.insight.measurements.WorkTimes`: times in
-        nanoseconds, and the number of samples. A plain tuple is made and pickled faster.
+        A plain tuple is made and pickled faster than a
+        :class:`~shmloader.insight.measurements.WorkTimes`.
         """
         ended_ns = _now_ns()
         began_ns, fetched_ns, collate_ns = self.began_ns, self.fetched_ns, self.collate_ns
@@ -79,7 +81,7 @@ class Collator:
         takes_list: Whether the function's argument is a list of samples rather than one sample.
         writer: In a worker process, the writer of its slots; else None.
         rng: The samples' random number generators, which are seeded for collating; None without a
-            seed. They are not for a batch that is packed, since packing draws no random numbers.
+            seed.
     """
 
     def __init__(
@@ -104,7 +106,6 @@ class Collator:
             indices: The samples' indices; None for those of an iterable dataset.
 
         Raises:
-            TypeError: If the samples are coroutines that were not awaited.
             BaseException: What the collate function raises, with a note if it is about the samples.
         """
         timer, writer = self._timer, self._writer
@@ -147,12 +148,11 @@ class Collator:
 
 def _close_coroutines(samples: Any) -> bool:
     """Close samples that are coroutines, and were not begun; return whether there are any."""
-    has_any = False
-    for sample in samples if isinstance(samples, list) else [samples]:
-        if (
-            inspect.iscoroutine(sample)
-            and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED
-        ):
-            sample.close()  # else Python warns that it was never awaited
-            has_any = True
-    return has_any
+    found = [
+        sample
+        for sample in (samples if isinstance(samples, list) else [samples])
+        if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == _UNBEGUN
+    ]
+    for sample in found:
+        sample.close()  # else Python warns that it was never awaited
+    return bool(found)

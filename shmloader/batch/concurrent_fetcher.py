@@ -1,16 +1,14 @@
 """Loads several samples of a batch at once inside one worker (``fetch_concurrency=``).
 
-Runs wherever samples are loaded: in a worker process, in a worker thread, or in the main process.
 The caller makes a context for each sample, in order, in which generators are seeded. Helper threads
 then call ``dataset[index]`` in these contexts. If that returns coroutines, they are awaited
 together, on an event loop that has a thread of its own and is kept for the dataset; the samples of
 later batches are asked for there.
 
 Guarantees:
-    * At most k samples are loaded at once, and all that were begun are done when ``load`` returns.
-      If the caller is interrupted, for instance by a KeyboardInterrupt, that is raised without
-      waiting for samples on threads. Coroutines are cancelled first.
-    * After a sample has failed, no further sample is begun, unless the caller wants all.
+    * At most k samples are loaded at once, and all are done when ``load`` returns. If the caller is
+      interrupted, for instance by a KeyboardInterrupt, that is raised without waiting for samples
+      on threads. Coroutines are cancelled first.
     * A helper thread that waits refers only to the queue, so it keeps no batch alive.
 """
 
@@ -37,14 +35,7 @@ _JOIN_S = 1.0
 
 
 class SampleResult:
-    """The result of loading one sample.
-
-    Attributes:
-        index: The sample's index.
-        context: The context in which it was loaded.
-        value: The sample.
-        error: The exception that loading it raised; None if it did not raise.
-    """
+    """The result of loading one sample in a context: its value, or the error that was raised."""
 
     def __init__(self, index: Any, context: contextvars.Context) -> None:
         self.index, self.context = index, context
@@ -59,21 +50,19 @@ class SampleResult:
 
 
 class _Batch:
-    """The samples of one call of ``load``, which threads or tasks share.
+    """The samples of one call of ``load``, which ``share_count`` threads or tasks share."""
 
-    Attributes:
-        over: Set when all samples are done.
-    """
-
-    def __init__(self, get: Get, results: list[SampleResult], *, wants_all: bool) -> None:
-        self._get: Get | None = get
-        self._waiting, self._wants_all = collections.deque(results), wants_all
-        self._count, self._done = len(results), itertools.count(1)
+    def __init__(self, get: Get, results: list[SampleResult], concurrency: int) -> None:
+        self._get, self._waiting = get, collections.deque(results)
+        self.share_count = min(concurrency, len(results))
+        self._ended = itertools.count(1)
         self.over = Latch()
 
     def drop(self) -> None:
         """Begin no further sample."""
-        self._get = None
+        while (result := self._next()) is not None:
+            if inspect.iscoroutine(result.value):
+                result.value.close()  # else Python warns that it was never awaited
 
     def _next(self) -> SampleResult | None:
         try:
@@ -81,41 +70,34 @@ class _Batch:
         except IndexError:
             return None
 
-    def _end(self, result: SampleResult) -> None:
-        if result.error is not None and not self._wants_all:
-            self.drop()
-        if next(self._done) == self._count:
+    def _end(self) -> None:
+        if next(self._ended) == self.share_count:
             self.over.set()
 
     def work(self) -> None:
         """Load one sample after the other, until none is left. Called on several threads."""
         pid = os.getpid()
         while (result := self._next()) is not None:
-            if (get := self._get) is not None:
-                try:
-                    result.value = result.context.run(get, result.index)
-                except BaseException as error:  # noqa: BLE001 - it is the result
-                    end_if_forked(pid)  # with the status of this exception
-                    result.error = error
-                end_if_forked(pid)
-            self._end(result)
+            try:
+                result.value = result.context.run(self._get, result.index)
+            except BaseException as error:  # noqa: BLE001 - it is the result
+                end_if_forked(pid)  # with the status of this exception
+                result.error = error
+            end_if_forked(pid)
+        self._end()
 
     async def await_samples(self) -> None:
         """Await one sample after the other, until none is left. Several tasks run it."""
         loop = asyncio.get_running_loop()
         while (result := self._next()) is not None:
-            if (get := self._get) is not None:
-                await loop.create_task(self._await(get, result), context=result.context)
-            elif inspect.iscoroutine(result.value):
-                result.value.close()  # else Python warns that it was never awaited
-            self._end(result)
+            await loop.create_task(self._await(result), context=result.context)
+        self._end()
 
-    @staticmethod
-    async def _await(get: Get, result: SampleResult) -> None:
+    async def _await(self, result: SampleResult) -> None:
         sample, result.value = result.value, None
         try:
             if sample is None:
-                sample = get(result.index)
+                sample = self._get(result.index)
             result.value = await sample if inspect.iscoroutine(sample) else sample
         except BaseException as error:  # noqa: BLE001 - it is the result
             result.error = error
@@ -157,11 +139,12 @@ class _LoopThread(BackgroundThread):
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def begin_tasks(self, batch: _Batch, count: int) -> None:
-        """Await the samples of a batch in ``count`` tasks."""
+    def begin_tasks(self, batch: _Batch) -> None:
+        """Await the samples of a batch in tasks."""
 
         def begin() -> None:
-            self._tasks = [self._loop.create_task(batch.await_samples()) for _ in range(count)]
+            samples = [batch.await_samples() for _ in range(batch.share_count)]
+            self._tasks = [*map(self._loop.create_task, samples)]
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -175,11 +158,7 @@ class _LoopThread(BackgroundThread):
 
 
 class ConcurrentFetcher:
-    """Loads several samples at once. One thread at a time uses it.
-
-    Args:
-        concurrency: The largest number of samples that are loaded at once.
-    """
+    """Loads several samples at once, at most ``concurrency``. One thread at a time uses it."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency, self._pid = concurrency, os.getpid()
@@ -189,24 +168,14 @@ class ConcurrentFetcher:
         self._loop: _LoopThread | None = None
 
     def load(
-        self,
-        get: Get,
-        indices: Iterable[Any],
-        begins: Iterable[Callable[[], None]] = (),
-        *,
-        wants_all: bool,
+        self, get: Get, indices: Iterable[Any], begins: Iterable[Callable[[], None]] = ()
     ) -> list[SampleResult]:
-        """Load samples.
+        """Load samples, and return their results in order.
 
         Args:
             get: Returns the sample of an index, or a coroutine for it. Called from several threads.
             indices: Indices of the samples.
             begins: Called for each sample, in order, in the sample's context.
-            wants_all: Whether the other samples are loaded if one fails.
-
-        Returns:
-            The samples' results, in order. Without ``wants_all``, samples that were not begun when
-            the first one failed have neither value nor error.
         """
         results = []
         for index in indices:
@@ -216,26 +185,26 @@ class ConcurrentFetcher:
             results.append(SampleResult(index, context))
         left = results
         if self._loop is None and results:
-            self._run(_Batch(get, results, wants_all=wants_all), len(results))
+            self._run(_Batch(get, results, self._concurrency))
             left = [result for result in results if inspect.iscoroutine(result.value)]
             if left:
                 self._loop = _LoopThread()
                 self._loop.start()
         if left:
-            self._run(_Batch(get, left, wants_all=wants_all), len(left))
+            self._run(_Batch(get, left, self._concurrency))
         return results
 
-    def _run(self, batch: _Batch, count: int) -> None:
+    def _run(self, batch: _Batch) -> None:
         """Load a batch on helper threads, or on the event loop if there is one."""
-        loop, count = self._loop, min(self._concurrency, count)
+        loop = self._loop
         try:
             if loop is not None:
-                loop.begin_tasks(batch, count)
+                loop.begin_tasks(batch)
             else:
-                while len(self._helpers) < count:
+                while len(self._helpers) < batch.share_count:
                     self._helpers.append(_Helper(self._batches))
                     self._helpers[-1].start()
-                for _ in range(count):
+                for _ in range(batch.share_count):
                     self._batches.put(batch)
             batch.over.wait()
         except BaseException:  # for instance a KeyboardInterrupt

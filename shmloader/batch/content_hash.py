@@ -33,6 +33,7 @@ _EMPTY_CELL = types.CellType()
 # What marshal writes alike in every process, in a version that refers to no earlier object.
 _NUMBERS = {type(None), bool, int, float, complex}
 _TEXTS = {str, bytes}
+_PLAIN = _NUMBERS | _TEXTS
 _MARSHAL_VERSION = 2
 
 # Stands for a value that is a part of itself.
@@ -97,11 +98,12 @@ class ContentHash:
         return known[1]
 
     def _part(self, value: Any) -> Any:
-        """Return a short plain value, or the digest of any other value."""
+        """Return a short plain value or a tuple of these, or the digest of any other value."""
         kind = type(value)
         if kind in _TEXTS:
             return value if len(value) <= _SHORT else self.digest(value)
-        return value if kind in _NUMBERS else self.digest(value)
+        is_plain = kind is tuple and _PLAIN.issuperset(map(type, value))
+        return value if is_plain or kind in _NUMBERS else self.digest(value)
 
     def _hash(self, kind: object, parts: Iterable[Any], data: Any = b"") -> bytes:
         """Hash parts, and data: bytes or an array of bytes."""

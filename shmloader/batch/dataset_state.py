@@ -72,14 +72,7 @@ def load_dataset(dataset: Any, saved: Saved | None) -> None:
 def dump_state(saved: Saved, file: Any, *, by_value: bool = False) -> None:
     """Pickle a state into a file, to which the bytes of its long strings are written directly.
 
-    Args:
-        saved: The state.
-        file: Gets the pickle.
-        by_value: Whether the dataset was pickled by cloudpickle, so that its state may need that,
-            too.
-
-    Raises:
-        Exception: What pickling the user's state raises.
+    ``by_value`` says whether the dataset was pickled by cloudpickle, which its state may need, too.
     """
     pickler = cloudpickle.Pickler if by_value else pickle.Pickler
     pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(saved))
@@ -97,11 +90,7 @@ def dumps_state(saved: Saved, *, by_value: bool = False) -> bytes:
 
 
 def dump_in_main(saved: Saved) -> bytes:
-    """Pickle a state in the main process, for workers or for the dataset there.
-
-    Raises:
-        Exception: What pickling the user's state raises.
-    """
+    """Pickle a state in the main process, for workers or for the dataset there."""
     if main_is_importable():
         with contextlib.suppress(*PICKLE_ERRORS):
             return dumps_state(saved)

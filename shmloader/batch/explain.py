@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.batch.failures import add_note, describe_index, describe_indices
+from shmloader.batch.failures import add_note, describe_index
 from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
 from shmloader.grammar import with_article
 from shmloader.interruptions import Caught, Suppressed, attempt
@@ -59,13 +59,7 @@ _ATTRIBUTES = {
 
 
 def explain_collate_error(error: Exception, samples: Any, indices: Any) -> None:
-    """Add a note to an exception of collating that is about the samples.
-
-    Args:
-        error: What the collate function raised.
-        samples: What the dataset returned for the batch.
-        indices: The samples' indices; None for those of an iterable dataset.
-    """
+    """Add a note to an exception of collating that is about the samples."""
     is_known = type(error) in (RuntimeError, TypeError, ValueError)
     is_known = is_known and str(error).startswith(_COLLATE_ERRORS)
     if not isinstance(samples, list) or not (is_known or type(error) is KeyError):
@@ -98,21 +92,15 @@ def _find_uncollatable(parts: list[Any], path: str) -> tuple[str, list[Any]] | N
 
 
 def _describe(parts: list[Any], indices: Any) -> str:
-    """Return which samples have what: "a float32 Tensor of shape [3] for indices 0, 2; …"."""
-    is_known = isinstance(indices, Sequence) and len(indices) == len(parts)
-    keys: Sequence[Any] = range(len(parts))
-    if is_known and not all(index is None for index in indices):  # None: an iterable dataset
-        keys = indices
-    alike: dict[str, list[Any]] = {}
-    for part, key in zip(parts, keys, strict=True):
-        alike.setdefault(_kind_of(part), []).append(key)
-    shown = []
-    for kind, which in list(alike.items())[:_SHOWN]:
-        where = describe_indices(which)
-        if keys is not indices:
-            where = where.replace("index", "sample").replace("indices", "samples")
-        shown.append(f"{kind} for {where}")
-    return "; ".join(shown) + (f"; and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else "")
+    """Return what some samples have: "a float32 Tensor of shape [3] for index 0; …"."""
+    names = [f"sample {number}" for number in range(len(parts))]
+    # The indices of an iterable dataset are None.
+    if isinstance(indices, Sequence) and len(indices) == len(parts) and indices[0] is not None:
+        names = [f"index {describe_index(index)}" for index in indices]
+    kinds: dict[str, str] = {}
+    for part, name in zip(parts, names, strict=True):
+        kinds.setdefault(_kind_of(part), name)
+    return "; ".join(f"{kind} for {name}" for kind, name in list(kinds.items())[:_SHOWN])
 
 
 def _kind_of(part: Any) -> str:
@@ -132,12 +120,7 @@ def _kind_of(part: Any) -> str:
 
 
 class Unpicklable(NamedTuple):
-    """A part that cannot be pickled.
-
-    Attributes:
-        path: Where the part is, such as "dataset.transforms[2].client".
-        value: The part.
-    """
+    """A part that cannot be pickled, and its path, such as "dataset.transforms[2].client"."""
 
     path: str
     value: object
@@ -155,10 +138,7 @@ def find_unpicklable(
 ) -> Unpicklable | None:
     """Return the part that cannot be pickled; None if each of the objects can be.
 
-    Args:
-        objects: The objects that could not be pickled together.
-        names: What the user calls each of the objects.
-        pickle_part: Pickles a part as the objects were pickled.
+    ``names`` is what the user calls each of the objects, and ``pickle_part`` pickles as they were.
     """
     waiting = list(zip(names, objects, strict=False))
     seen = {id(value) for value in objects}
@@ -207,15 +187,15 @@ def explain_unpicklable(
 ) -> Exception:
     """Return the exception to raise for objects that cannot be pickled.
 
+    If ``error`` is an instance of a class in ``PICKLE_ERRORS``, it is a new exception of that
+    class, whose text begins with the text of ``error``. Otherwise it is ``error`` itself, with a
+    note.
+
     Args:
         error: What pickling raised.
         found: The part that cannot be pickled, if it was found.
         receiver: What the pickle was to be sent to, in words.
         remedy: What to do, as sentences.
-
-    Returns:
-        If ``error`` is an instance of a class in ``PICKLE_ERRORS``, a new exception of that class,
-        whose text begins with the text of ``error``. Otherwise ``error`` itself, with a note.
     """
     where = "A part of the dataset, or of a function given to the loader,"
     if found is not None:
@@ -234,12 +214,7 @@ def _type_name(value: object) -> str:
 
 
 def pickle_or_explain(batch: object, *, by_value: bool) -> tuple[bytes, OutOfBand]:
-    """Pickle a batch; see :func:`pickle_batch`.
-
-    Raises:
-        TypeError: If part of the batch cannot be pickled; names that part.
-        MemoryError: If there is no memory for that.
-    """
+    """Pickle a batch; raise a TypeError that names the part that cannot be pickled."""
     try:
         return pickle_batch(batch, by_value=by_value)
     except MemoryError:

@@ -111,10 +111,7 @@ class RemoteError:
         return replace(self, text=text)
 
     def rebuilt(self, note: str) -> Exception:
-        """Return an exception of the same class if that can be built from a text.
-
-        Otherwise it is a RuntimeError. Its text begins as torch's does, and ``note`` is added.
-        """
+        """Return an exception of the same class, else a RuntimeError, with torch's text."""
         text = f"Caught {self.kind} {self.where}.\nOriginal {self.text}"
         return _with_notes(self._build(text) or RuntimeError(text), note, *self.own_notes)
 
@@ -124,23 +121,16 @@ class RemoteError:
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
     def summarized(self, note: str) -> Exception:
-        """Return an exception of the same class with a short text, for a list of failures.
+        """Return an exception of the same class, else a RuntimeError, for a list of failures.
 
-        If the class cannot be built from a text, a RuntimeError is returned. The traceback is in
-        the exception's notes, so Python prints it where the exception is the cause of another one.
-
-        Args:
-            note: A note for the exception, which says what failed, such as a sample in a worker.
+        Its text is short. The traceback is in its notes, so Python prints it where it is the cause
+        of another one.
         """
         error = self._build(self.message) or RuntimeError(self.summary)
         return _with_notes(error, note, self.text.rstrip("\n"))
 
     def _build(self, text: str) -> Exception | None:
-        """Return an exception of the class with a text, built as torch builds it.
-
-        Returns None if the main process cannot load the class or must not raise it, or if the class
-        does not take the text.
-        """
+        """Return an exception of the class with a text, as torch builds it, or None."""
         if self.type_bytes is not None:
             with Suppressed(Exception):  # a module that only the worker has; the constructor
                 kind: Any = pickle.loads(self.type_bytes)

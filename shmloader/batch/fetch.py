@@ -30,7 +30,7 @@ from shmloader.grammar import described_type
 from shmloader.interruptions import Suppressed, is_interruption, probe
 from shmloader.messages import Unsaved
 from shmloader.process_state import end_if_forked
-from shmloader.sampling.steps import is_sharded
+from shmloader.sampling.indices import is_sharded
 
 _T = TypeVar("_T")
 
@@ -97,20 +97,8 @@ class MapFetcher:
     """Makes batches of a map-style dataset.
 
     A sample is bad if loading it raises an ``Exception``. Other exceptions of the dataset
-    (``SystemExit``, ``KeyboardInterrupt``) and those of the collate function are always raised.
-
-    Args:
-        config: How batches are fetched.
-        dataset: The dataset.
-        collate: Makes a batch of samples and their indices.
-        on_error: How bad samples are handled.
-        where: Where this runs, in words, for the texts of failures.
-        concurrent_fetcher: Loads several samples at once. With None, samples are loaded one after
-            the other.
-        rng: Seeds generators for each sample; None without a seed.
-        watch: Watches how long samples take; None if they may take any time.
-        load: Called for each sample, or list of samples, with a function that loads it and the
-            index. None to call that function directly.
+    (``SystemExit``, ``KeyboardInterrupt``) and those of the collate function are always raised. See
+    :class:`~shmloader.batch.maker.BatchMaker` for the arguments.
     """
 
     def __init__(
@@ -151,10 +139,7 @@ class MapFetcher:
         self._get = get
 
     def pop_report(self) -> SampleReport | None:
-        """Return the report on the samples since the last call, whether or not fetching raised.
-
-        Returns None if bad samples are neither skipped nor replaced.
-        """
+        """Return the report on the samples since the last call; None if bad samples are raised."""
         report = self._report
         if report is not None:
             self._report = SampleReport()
@@ -165,10 +150,7 @@ class MapFetcher:
         return save_dataset(self._dataset, keep)
 
     def fetch(self, index: Any) -> Any:
-        """Return a batch, or a list of the shards' batches.
-
-        Args:
-            index: An index list, one key without batching, or a list of the shards' index lists.
+        """Return the batch of an index list or one key, or a list of the shards' batches.
 
         Raises:
             EmptyBatchError: If all samples failed and were to be skipped. With ``keep_size``, also
@@ -234,7 +216,7 @@ class MapFetcher:
         report, add = self._report, samples.append
         fetcher = self._concurrent_fetcher
         if fetcher is not None:
-            keys = fetcher.load(get, keys, self._begins, wants_all=not self._is_strict)
+            keys = fetcher.load(get, keys, self._begins)
             get = SampleResult.get
         for key in keys:
             if report is not None:
@@ -263,10 +245,7 @@ class MapFetcher:
         return False
 
     def _replacement(self, index: Any, error: Any) -> Any:
-        """Record a bad sample, and return its replacement or ``_SKIPPED``.
-
-        Called while the sample's exception is being handled.
-        """
+        """Record a bad sample, whose error is being handled; return what replaces it."""
         assert self._report is not None
         self._report.add(BadSample.caught(index, self._where))
         if not callable(self._on_error):
@@ -282,9 +261,6 @@ class MapFetcher:
         """Return the samples without skipped ones, and their indices.
 
         With ``keep_size``, copies of the first good sample take the places of skipped ones.
-
-        Raises:
-            EmptyBatchError: If all samples were skipped.
         """
         good = [sample for sample in samples if sample is not _SKIPPED]
         if len(good) == len(samples):
@@ -308,11 +284,7 @@ def _copy(sample: Any) -> Any:
 
 
 def _getter(dataset: Any) -> Get:
-    """Return a function that loads the sample of an index.
-
-    It uses the dataset's ``__getitem__``, or ``__getitems__`` if the dataset has no
-    ``__getitem__``. (torch's base ``__getitem__`` only raises.)
-    """
+    """Return a function that loads the sample of an index, by ``__getitems__`` if need be."""
     own = getattr(type(dataset), "__getitem__", None)
     if (own is None or own is Dataset.__getitem__) and probe(dataset, "__getitems__"):
         return functools.partial(_get_one, dataset.__getitems__)
@@ -332,8 +304,7 @@ def _get_one(getitems: Get, index: Any) -> Any:
 def _list_getter(dataset: Any) -> Get | None:
     """Return a dataset's ``__getitems__``; None if it has none, or one that loads one by one.
 
-    The ``__getitems__`` of torch's ``Subset`` loads samples one by one if the dataset in the subset
-    has no ``__getitems__``.
+    That of torch's ``Subset`` does so if the dataset in the subset has none.
     """
     inner = dataset
     while type(inner) is Subset and "__getitems__" not in vars(inner):
@@ -344,8 +315,7 @@ def _list_getter(dataset: Any) -> Get | None:
 def map_style_stop(error: StopIteration) -> RuntimeError:
     """Return the RuntimeError that replaces a StopIteration of a map-style dataset.
 
-    torch's loader takes a StopIteration for the end of the epoch, and silently drops the other
-    batches.
+    torch's loader silently drops the other batches.
     """
     stop = RuntimeError(
         "a map-style dataset (or its collate_fn) raised StopIteration, which would silently end "
@@ -358,7 +328,6 @@ def map_style_stop(error: StopIteration) -> RuntimeError:
 def is_from_outside(error: BaseException) -> bool:
     """Whether an exception comes from outside the dataset, such as from a signal handler.
 
-    Always False in a worker process: a signal handler there is the dataset's own, such as an alarm
-    that ends a slow sample.
+    Always False in a worker process: a signal handler there is the dataset's own.
     """
     return get_worker_info() is None and is_interruption(error)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.arrays import ArrayFetcher, Arrays, is_plain_data
+from shmloader.batch.arrays import ArrayFetcher, Arrays
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import Keep
@@ -20,7 +20,7 @@ from shmloader.batch.fetch import FetchConfig, Load, MapFetcher
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.stream import StreamFetcher
-from shmloader.memory.writer import SlotWriter, is_plain
+from shmloader.memory.writer import SlotWriter
 
 
 class BatchMaker:
@@ -85,9 +85,6 @@ class BatchMaker:
                 sets_global=concurrent_fetcher is None and not config.is_threaded,
                 restores_global=restores_rngs,
             )
-            if not config.is_iterable and concurrent_fetcher is None:
-                rng.draws_nothing = not callable(on_error) and is_plain_data(dataset)
-                rng.skips_collate = rng.draws_nothing and is_plain(collate_fn)
         self.rng = rng
         collator = Collator(
             collate_fn, timer, takes_list=config.auto_collation, writer=writer, rng=rng
@@ -116,10 +113,6 @@ class BatchMaker:
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.
 
-        Args:
-            indices: The ticket's indices from the epoch's plan, with their position if the samples
-                have random number generators of their own.
-
         Raises:
             StopIteration: At the end of an iterable dataset.
             EmptyBatchError: If all samples failed and were to be skipped.
@@ -134,8 +127,5 @@ class BatchMaker:
         return batch
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that sets the position of a ticket's samples.
-
-        Its ``with`` block gets the plain indices.
-        """
+        """Return a context in which a ticket's samples have their position."""
         return contextlib.nullcontext(indices) if self.rng is None else self.rng.at(indices)

@@ -1,18 +1,21 @@
 """Carries the dataset and the functions to other processes: pickled once, loaded by each.
 
-Under fork nothing is pickled: the child has the objects. Under spawn and forkserver, torch pickles
-everything once for each worker, one after the other, through a pipe that each child reads when it
-is ready. Here the pickle lies in shared memory. Each worker gets a handle and some descriptors, and
-all of them load at the same time. Arrays and tensors lie beside the pickle, and workers map them
-copy-on-write: their memory is shared until a worker writes to it.
+Under fork nothing is pickled: the child has the objects. Otherwise the pickle lies in shared
+memory. Each worker gets a handle and some descriptors, and all of them load at the same time.
+Arrays and tensors lie beside the pickle, and workers map them copy-on-write: their memory is shared
+until a worker writes to it. :func:`shmloader.share_on_host` sends its objects to the other ranks of
+the host in the same way.
 
-A worker gets the handle when it is started. :func:`shmloader.share_on_host` sends its objects to
-the other ranks of the host in the same way, and the processes that the nursery forks reach it so.
+The processes of an executor may be on this machine or on others, and only bytes are sure to reach
+them. So a :class:`PortablePayload` is named by the digest of its contents. The processes of this
+machine open its segment through ``/proc``. A process that cannot open it raises
+:class:`MissingPayloadError`, gets the contents as bytes, and makes its own segment of them.
 """
 
 import contextlib
 import errno
 import functools
+import hashlib
 import multiprocessing.context
 import os
 import pickle
@@ -22,14 +25,16 @@ from collections.abc import Iterator
 from multiprocessing import reduction
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from shmloader.errors import SharedMemoryError
 from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, reduce_data
 from shmloader.memory.segment import (
     BULK_BYTES,
+    TOKEN_BYTES,
     BufferTable,
     SealedSegment,
     Segment,
@@ -73,8 +78,7 @@ class _Descriptor:
 class Recorder:
     """Stands for the child that multiprocessing pickles for, and keeps the child's descriptors.
 
-    A lock, queue or tensor that is shared with the workers pickles to a descriptor. Here it pickles
-    to an index into the list of descriptors, which is the same for every worker.
+    Here a lock, queue or tensor that is shared with the workers pickles to an index into them.
     """
 
     DupFd = _Descriptor
@@ -119,11 +123,7 @@ def main_is_importable() -> bool:
 
 @contextlib.contextmanager
 def unimportable_main_hidden() -> Iterator[None]:
-    """Keep children started in this block from importing a ``__main__`` that is not a file.
-
-    With ``python < program``, multiprocessing tells children to import the file "<stdin>", which
-    they cannot find.
-    """
+    """Keep children started in this block from importing a ``__main__`` such as "<stdin>"."""
     main: Any = sys.modules.get("__main__")
     if main_is_importable() or not hasattr(main, "__file__"):
         yield
@@ -209,19 +209,7 @@ def unseal(segment: Segment, spans: tuple[int, int, int]) -> Any:
 
 
 class Payload:
-    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it.
-
-    Attributes:
-        by_value: Whether cloudpickle was used; a worker's batches and states may need it, too.
-
-    Args:
-        objects: What the workers get.
-
-    Raises:
-        TypeError, AttributeError, pickle.PicklingError: If neither can pickle the objects. The
-            exception is cloudpickle's, which can pickle all that standard pickle can.
-        Exception: What the objects' own methods raise.
-    """
+    """The objects that all workers of a pool get, pickled in shared memory. Its owner closes it."""
 
     def __init__(self, objects: object) -> None:
         recorder = Recorder()
@@ -241,10 +229,7 @@ class Payload:
         return _received, (self._handle, [*map(reduction.DupFd, self._descriptors)])
 
     def messages(self) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield the messages, with their descriptors, for a process that is already running.
-
-        It receives them with :func:`receive_payload`.
-        """
+        """Yield the messages, with their descriptors, for :func:`receive_payload`."""
         for at in range(0, max(1, len(self._descriptors)), _MESSAGE_DESCRIPTORS):
             end = at + _MESSAGE_DESCRIPTORS
             is_last = end >= len(self._descriptors)
@@ -273,26 +258,18 @@ class ForkedPayload:
         return self._objects
 
     def close(self) -> None:
-        """Do nothing, since there is nothing to close."""
+        """Do nothing."""
 
 
 class ReceivedPayload:
-    """A payload in a worker.
-
-    Attributes:
-        by_value: Whether cloudpickle was used; set by :meth:`load`.
-    """
+    """A payload in a worker. ``by_value`` is set by :meth:`load`."""
 
     def __init__(self, handle: bytes, descriptors: list[int]) -> None:
         self._handle, self._descriptors = handle, descriptors
         self.by_value = False
 
     def load(self) -> Any:
-        """Unpickle the objects. Called once.
-
-        Raises:
-            Exception: What unpickling the user's objects raises.
-        """
+        """Unpickle the objects. Called once. Raises what the user's objects raise."""
         PROCESS.received = self._descriptors
         segment, spans, self.by_value = pickle.loads(self._handle)
         return unseal(segment, spans)
@@ -310,8 +287,6 @@ def _received(handle: bytes, descriptors: list[Any]) -> ReceivedPayload:
 
 def receive_payload(channel: socket.socket) -> ReceivedPayload:
     """Wait for a payload that is sent by :meth:`Payload.send`.
-
-    Called in a worker, in the nursery, and in a rank that gets an object from ``share_on_host``.
 
     Raises:
         OSError: If this process has too few descriptors left.
@@ -333,3 +308,79 @@ def receive_payload(channel: socket.socket) -> ReceivedPayload:
         text = f"process {os.getpid()} has too few file descriptors for what the dataset shares"
         raise OSError(errno.EMFILE, f"{text}; raise `ulimit -n`")
     return payload
+
+
+# Payloads for an executor's processes -------------------------------------------------------
+
+
+class MissingPayloadError(Exception):
+    """A process cannot open a payload's segment, and got no contents. Never reaches the user."""
+
+
+class PayloadHandle(NamedTuple):
+    """Names a payload in each task. It takes some hundred bytes.
+
+    Attributes:
+        digest: Digest of the contents.
+        segment: A pickled handle of the segment, for processes of the same machine.
+        spans: Where the table of buffers and the pickle lie in the segment.
+        by_value: Whether cloudpickle was used; batches may need it, too.
+    """
+
+    digest: bytes
+    segment: bytes
+    spans: tuple[int, int, int]
+    by_value: bool
+
+
+class PortablePayload:
+    """Objects pickled for any process. Its owner closes it; each task carries its ``handle``."""
+
+    def __init__(self, objects: object) -> None:
+        self._segment, spans, by_value = seal(objects, None)
+        self.nbytes = self._segment.nbytes
+        self._path = f"/proc/self/fd/{self._segment.file.fileno()}"
+        with Path(self._path).open("rb") as file:
+            file.seek(TOKEN_BYTES)
+            digest = hashlib.file_digest(file, "blake2b").digest()
+        self.handle = PayloadHandle(digest, pickle.dumps(self._segment), spans, by_value)
+
+    def contents(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a copy of the segment's bytes, which can be sent to another machine."""
+        return np.fromfile(self._path, np.uint8)
+
+    def close(self) -> None:
+        """Close the segment. May be called again. Processes that have mapped it keep it."""
+        self._segment.close()
+
+
+def load_portable(handle: PayloadHandle, contents: Any = None) -> Any:
+    """Unpickle the objects of a payload, as new copies.
+
+    Raises:
+        MissingPayloadError: If no contents were sent, and the segment cannot be opened.
+        Exception: What unpickling the user's objects raises.
+    """
+    try:
+        segment: Segment = (
+            pickle.loads(handle.segment) if contents is None else Segment.of_contents(contents)
+        )
+    except (SharedMemoryError, OSError) as error:
+        if contents is not None:
+            raise
+        raise MissingPayloadError from error
+    with explained_missing():
+        return unseal(segment, handle.spans)
+
+
+@contextlib.contextmanager
+def explained_missing() -> Iterator[None]:
+    """Add a note that files and modules have to exist where an executor's processes run."""
+    try:
+        yield
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        error.add_note(
+            f"With executor=, this has to exist on each machine that makes batches, for "
+            f"{sys.executable}."
+        )
+        raise

@@ -1,25 +1,14 @@
 """Seeds random number generators for workers, and for each sample, with ``seed=``.
 
-A sample's random numbers depend only on the loader's seed, the epoch and the sample's position.
-This module runs where samples are loaded: in a worker process, in a worker thread, or in the main
-process.
+A sample's random numbers depend only on the loader's seed, the epoch and the sample's position,
+which comes with the ticket (:class:`~shmloader.sampling.indices.PositionedIndices`). All seeds come
+from one hash, BLAKE2b, of five decimal numbers: the use, the loader's seed, the epoch, and two more
+(see :class:`Use`). So a seed does not depend on the number of workers, or on when, where and how
+often a sample is loaded.
 
-::
-
-    PositionedIndices(indices, epoch, first) ──▶ SampleRng.at() ──▶ indices ──▶ the fetcher
-                                                                                │ dataset[i]
-                                          a digest of (seed, epoch, position) ◀─┘
-                                            │ seeds random, numpy.random and torch for each sample
-                                            └ seeds sample_rng(), where that is called
-
-All seeds come from one hash, BLAKE2b, of five decimal numbers: the use, the loader's seed, the
-epoch, and two more (see :class:`Use`). So a seed does not depend on the number of workers, or on
-when, where and how often a sample is loaded.
-
-A sample that runs the user's code takes 9 µs more (``benchmarks/seed_cost.py``), since the three
-generators have states of 624 words that depend on the seed, and none tells when it is used. With
-``thread_pool=True`` or ``fetch_concurrency``, where they are not seeded, it takes 1 µs. Samples of
-datasets that run no code of the user's (``is_plain_data``) are not seeded.
+A sample takes 9 µs more (``benchmarks/seed_cost.py``), since the three generators have states of
+624 words that depend on the seed, and none tells when it is used. With ``thread_pool=True`` or
+``fetch_concurrency``, where they are not seeded, it takes 1 µs.
 
 Guarantees:
     * The random numbers that one sample draws do not affect those of another.
@@ -28,8 +17,7 @@ Guarantees:
       the global generators, if it has seeded them.
 
 Assumes:
-    * Where the global generators are seeded, one thread at a time uses them. Worker threads share
-      them, so only :func:`sample_rng` is reproducible there.
+    * Where the global generators are seeded, one thread at a time uses them.
 """
 
 import contextlib
@@ -104,11 +92,7 @@ def base_seed(seed: int, epoch: int) -> int:
 def seed_worker(base_seed: int, worker_id: int) -> int:
     """Seed ``random``, ``torch`` and ``numpy.random`` of this process, as torch does in a worker.
 
-    ``random`` and ``torch`` get the sum of both numbers. ``numpy.random`` gets four words that
-    torch mixes from the two, so that it does not draw the same numbers.
-
-    Returns:
-        The worker's seed, as ``get_worker_info().seed`` shows it.
+    Returns the worker's seed, as ``get_worker_info().seed`` shows it.
     """
     seed = base_seed + worker_id
     random.seed(seed)
@@ -141,13 +125,7 @@ def _seed_globals(digest: bytes) -> None:
 
 
 class _Current:
-    """The sample that is being loaded, or the batch that is being collated.
-
-    Attributes:
-        digest: The part of the digest that seeds its generator.
-        numbers: The two numbers that complete the digest.
-        rng: The generator; None until it is asked for.
-    """
+    """The sample that is being loaded, or the batch that is being collated."""
 
     __slots__ = ("digest", "numbers", "rng")
 
@@ -197,8 +175,6 @@ class SampleRng:
     """Seeds the generators of the samples that one fetcher loads. One thread at a time uses it.
 
     Attributes:
-        draws_nothing: Whether loading samples runs no code of the user's, so none needs a seed.
-        skips_collate: Whether collating runs no such code either.
         position: Number of the next sample of an iterable dataset, in the epoch and in this
             worker's stream, from 0. It is set from outside when the dataset is resumed.
 
@@ -208,9 +184,9 @@ class SampleRng:
         epoch: Number of the epoch that begins, if it is known before the first ticket.
         is_iterable: Whether the dataset is iterable.
         sets_global: Whether the generators of ``random``, ``numpy.random`` and torch are seeded,
-            too. False in threads, and where several samples are loaded at once.
+            too.
         restores_global: Whether these generators are restored after each batch that has seeded
-            them. True in the main process, where the user uses them, too.
+            them.
     """
 
     def __init__(
@@ -231,7 +207,6 @@ class SampleRng:
         self._sets_global, self._restores_global = sets_global, restores_global
         # The states of the process's own generators, while a sample's seed has replaced them.
         self._own: GlobalState | None = None
-        self.draws_nothing = self.skips_collate = False
         self.position = 0
         self._positioned = PositionedIndices(None, 0, 0)
         # How many samples of the ticket were begun, and how many of these before the batch in work.
@@ -239,10 +214,7 @@ class SampleRng:
 
     @contextlib.contextmanager
     def at(self, positioned: PositionedIndices) -> Iterator[Any]:
-        """Set the position of the samples that are loaded in a block.
-
-        The block gets the plain indices.
-        """
+        """Set the position of the samples that are loaded in a block, which gets the indices."""
         self._positioned = positioned
         if positioned.epoch != self._epoch:
             self._begin_epoch(positioned.epoch)
@@ -269,11 +241,10 @@ class SampleRng:
         return get(index)
 
     def begin_sample(self) -> None:
-        """Seed for the next sample of the ticket, unless it draws nothing."""
+        """Seed for the next sample of the ticket."""
         number = self._count
         self._count += 1
-        if not self.draws_nothing:
-            self._set(Use.SAMPLE, *self._positioned.key(number))
+        self._set(Use.SAMPLE, *self._positioned.key(number))
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""
@@ -298,7 +269,7 @@ class SampleRng:
         """Seed for collating the samples that were begun since the last batch."""
         if self._is_iterable:
             self._set(Use.STREAM_COLLATE, self._worker_id, self.position - self._count)
-        elif not self.skips_collate:
+        else:
             self._set(Use.COLLATE, *self._positioned.key(self._batch_start))
 
     def end_batch(self) -> None:

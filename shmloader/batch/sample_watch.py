@@ -1,18 +1,15 @@
 """Watches how long samples take (``sample_timeout=``), where they are loaded.
 
 Code that hangs cannot be interrupted from outside, so the worker whose sample takes too long is
-replaced. A :class:`SampleWatch` publishes the number of the sample in work and its deadline. The
-engine reads both. After the deadline it ends the worker (a thread is left behind instead), and a
-new worker loads the batch again. The engine sends the new worker the numbers of the samples that
-hung, and the new watch raises ``SampleTimeoutError`` in their places. So ``on_error`` handles this
-error like any other error of a sample.
+replaced. A :class:`SampleWatch` publishes the number of the sample in work and its deadline. After
+the deadline, the engine ends the worker (a thread is left behind instead), and a new worker loads
+the batch again. There, the watch raises ``SampleTimeoutError`` in place of the samples that hung,
+which ``on_error`` handles like any other error of a sample.
 
 Samples of a batch are numbered from 0 in the order in which they are asked for. The samples of one
 call of ``__getitems__`` have one number, and their limit is that of one sample times the number of
 indices. In the batches that a resumed stream reads again, samples have the numbers -2, -3 and so
 on.
-
-A watch costs about 2 µs a sample, and exists only where ``sample_timeout`` is given.
 """
 
 import inspect
@@ -56,21 +53,16 @@ class SampleWatch:
         self._next, self._step, self._pid = 0, 1, os.getpid()
 
     def begin(self, hung: Mapping[int, str] | None = None, *, is_replay: bool = False) -> None:
-        """Begin a batch, or the batches that a resumed stream reads again.
+        """Begin a batch, or the batches that a resumed stream reads again (``is_replay``).
 
-        Args:
-            hung: The samples that hung before: for each number, a text that says what the sample's
-                worker was doing.
-            is_replay: Whether batches that were delivered before are read again.
+        ``hung`` says of each sample that hung before what its worker was doing, by the sample's
+        number.
         """
         self._hung, self._pid = hung or {}, os.getpid()
         self._next, self._step = (_FIRST_REPLAYED, -1) if is_replay else (0, 1)
 
     def begin_sample(self) -> None:
-        """Number a sample that is loaded at the same time as others.
-
-        Called in the sample's context.
-        """
+        """Number a sample that is loaded at the same time as others, in that sample's context."""
         _NUMBER.set(self._next_number())
 
     def load(self, get: Callable[[Any], Any], index: Any, count: int = 1, what: str = "") -> Any:

@@ -1,16 +1,14 @@
 """Fetches the samples of a batch of an iterable dataset, and saves and resumes the stream.
 
 A stream is resumed exactly if its samples depend only on its own state and on the process's global
-random generators. These are set to their states at the stream's beginning, so that an order that is
-drawn in ``__iter__`` is drawn again. Batches that were delivered since the newest state are read
-again and discarded. That is exact only if the dataset yields the same samples again, which cannot
-be known beforehand. So the loader's state keeps a checksum over the fingerprints of the delivered
-batches, and a resumed dataset is compared with it.
+random generators, which are set to their states at the stream's beginning. Batches that were
+delivered since the newest state are read again and discarded. Whether the dataset yields the same
+samples again cannot be known beforehand. So the loader's state keeps a checksum over the
+fingerprints of the delivered batches, and a resumed dataset is compared with it.
 
 A fingerprint is a checksum of up to four samples of a batch, the first and the last among them, and
-of both ends of their tensors, arrays and texts. A missing or repeated sample shifts the
-samples of all later batches, so a difference remains unnoticed only if the samples are alike in all
-of these.
+of both ends of their tensors, arrays and texts. A missing or repeated sample shifts the samples of
+all later batches.
 """
 
 import functools
@@ -43,13 +41,6 @@ class StreamFetcher:
 
     It calls ``iter(dataset)`` when it is made. If the samples have random number generators whose
     epoch is not known by then, it calls that before the first sample.
-
-    Args:
-        config: How batches are fetched.
-        dataset: The dataset.
-        collate: Makes a batch of samples.
-        rng: Seeds generators for ``iter(dataset)`` and for each sample; None without a seed.
-        watch: Watches how long samples take; None if they may take any time.
 
     Attributes:
         iterator: The iterator of its samples; None until ``iter(dataset)`` was called.
@@ -166,11 +157,7 @@ class StreamFetcher:
     # States ---------------------------------------------------------------------------------
 
     def save(self, keep: Keep[_T]) -> _T | Unsaved | None:
-        """Return the state of the iterator, else that of the dataset; None if there is neither.
-
-        Args:
-            keep: Copies or pickles the state.
-        """
+        """Return the state of the iterator, else that of the dataset, or None."""
         of: Literal["iterator", "dataset"] = "iterator"
         thing, position = self.iterator, 0 if self._rng is None else self._rng.position
         if not has_own_state(thing):
@@ -182,11 +169,8 @@ class StreamFetcher:
     def replay(self, checkpoint: Checkpoint, indices: Any, *, only_reads: bool) -> None:
         """Read again, and discard, the batches that the stream has delivered since its snapshot.
 
-        Args:
-            checkpoint: Where the stream is resumed, from its snapshot.
-            indices: A ticket's indices, of which only the number counts.
-            only_reads: Whether batches are not collated, since collating draws no random numbers
-                and keeps no state.
+        ``only_reads`` says that batches are not collated, which draws no random numbers. Of a
+        ticket's ``indices`` only the number counts.
 
         Raises:
             ValueError: If the stream ends too early, or yields other samples than before.

@@ -8,8 +8,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler,
 
 from shmloader.integrations import check_loader, rebuild
 from shmloader.loader.dataloader import DataLoader
-from shmloader.sampling.ranks import divides_for_ranks
-from shmloader.sampling.seeded_samplers import SeededRandomSampler, SeededSequentialSampler
+from shmloader.sampling.arguments import divides_for_ranks
+from shmloader.sampling.loader_samplers import SeededRandomSampler, SeededSequentialSampler
 
 
 def prepare_data_loader(loader: DataLoader[Any]) -> DataLoader[Any]:

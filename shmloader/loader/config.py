@@ -19,8 +19,8 @@ from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
 from shmloader.insight.record import Statistics
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
+from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import DatasetEpoch
-from shmloader.sampling.ranks import Ranks
 
 if TYPE_CHECKING:  # imported where they are used: most loaders have none of these
     from shmloader.device.device import Destination

@@ -52,9 +52,8 @@ from shmloader.memory.limits import free_memory, is_supported
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
-from shmloader.sampling.checks import whole_number
-from shmloader.sampling.ranks import is_cut_for_ranks, rank_of
-from shmloader.sampling.rollover import carries_over
+from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
+from shmloader.sampling.loader_samplers import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
 

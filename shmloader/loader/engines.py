@@ -11,7 +11,7 @@ from typing import Any
 
 from shmloader.batch.arrays import Arrays
 from shmloader.batch.explain import explain_unpicklable, find_unpicklable
-from shmloader.batch.portable_payload import PortablePayload
+from shmloader.batch.payload import PortablePayload
 from shmloader.device.backend import current_index
 from shmloader.device.device import DevicesStage, DeviceStage
 from shmloader.device.stage import PinStage, Stage

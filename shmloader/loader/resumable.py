@@ -29,17 +29,18 @@ from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.hooks import has_state_methods, told_datasets, told_of_epochs
-from shmloader.sampling.plan import EpochPlan
-from shmloader.sampling.progress import EpochCounter
-from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
-from shmloader.sampling.rollover import RolloverBatchSampler, carries_over
-from shmloader.sampling.sampler_order import SamplerOrder
-from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.seeded_samplers import (
+from shmloader.sampling.loader_samplers import (
+    RolloverBatchSampler,
     SeededRandomSampler,
     SeededSampler,
     SeededSequentialSampler,
+    carries_over,
 )
+from shmloader.sampling.plan import EpochPlan
+from shmloader.sampling.progress import EpochCounter
+from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_state
+from shmloader.sampling.sampler_order import SamplerOrder
+from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -215,7 +216,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
             self._sample_seed,
             length=length,
             items=sampler if length is None else None,
-            is_positioned=True,
             counter=self._counter if has_own and sampler is not self.sampler else None,
             **more,
         )

@@ -25,13 +25,12 @@ from shmloader.loader.options import (
     check_last_batch,
     is_map_style,
 )
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
+from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
-from shmloader.sampling.ranks import Ranks, divides_for_ranks
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.seeded_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.steps import LastBatch
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -27,7 +27,7 @@ from shmloader.pipeline.config import (
     name_of,
 )
 from shmloader.pipeline.pipeline import Pipeline, PipelineIterator
-from shmloader.sampling.checks import flag, whole_number
+from shmloader.sampling.arguments import flag, whole_number
 
 # The default of `num_threads` is at most this.
 _MAX_THREADS = 32

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmloader.batch.failures import RemoteError
-from shmloader.batch.portable_payload import PortablePayload
+from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.interruptions import Caught, Wakeup, attempt
 from shmloader.pools import Events, SentTicket

@@ -33,7 +33,7 @@ from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
-from shmloader.batch.portable_payload import (
+from shmloader.batch.payload import (
     MissingPayloadError,
     PayloadHandle,
     explained_missing,

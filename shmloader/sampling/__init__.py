@@ -17,20 +17,18 @@ only on the arguments and the epoch's number, not on the random number generator
 
 Other modules make the loader's own order of samples. In ``plan``, :class:`EpochPlan` holds the
 epoch and the position in it, which ``progress`` counts. ``seeded_order`` and ``sampler_order``
-yield the index batches. ``steps`` cuts an order into batches and finds what is left over, and
-``rollover`` carries that into the next epoch. ``sampler_state`` saves what the order of a sampler
-depends on, and checks that it yields the same again. ``seeded_samplers`` shows a seeded order to
-frameworks that read a loader's samplers.
+yield the index batches. ``steps`` cuts an order into batches, and carries over what is left.
+``sampler_state`` saves what the order of a sampler depends on, and checks that it yields the same
+again. ``loader_samplers`` has the samplers that frameworks find in a loader.
 """
 
-from shmloader.sampling.bucket import BucketBatchSampler
 from shmloader.sampling.samplers import (
-    DistributedWeightedSampler,
+    BucketBatchSampler,
     FilterSampler,
     IntervalSampler,
     SplitSampler,
 )
-from shmloader.sampling.sharded import ShardedSampler
+from shmloader.sampling.sharded import DistributedWeightedSampler, ShardedSampler
 
 __all__ = [
     "BucketBatchSampler",

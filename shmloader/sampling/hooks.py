@@ -1,14 +1,8 @@
 """Optional methods of users' datasets and samplers: states of their own, and epochs' numbers.
 
-**States.** torch's loader asks no object for its state. Asking must therefore never break an epoch:
-a state that cannot be taken becomes an :class:`~shmloader.messages.Unsaved`, which the loader's
+torch's loader asks no object for its state. Asking must therefore never break an epoch: a state
+that cannot be taken becomes an :class:`~shmloader.messages.Unsaved`, which the loader's
 ``state_dict()`` raises.
-
-**Epochs.** torch's loader passes datasets no numbers of epochs, and its users call
-``dataset.set_epoch()`` themselves, which workers that persist do not see. So a loader tells the
-dataset in its own process when an epoch begins, before workers get a copy, and sends the number to
-workers that have theirs already. A number that the user has set in the dataset is kept, unless
-``set_epoch()`` of the loader was called as well.
 """
 
 import contextlib
@@ -54,15 +48,9 @@ def has_state_methods(thing: object) -> bool:
 
 
 def ask_state(thing: Any, remedy: str, keep: Callable[[Any], _T] = copy.deepcopy) -> _T | Unsaved:
-    """Ask an object for its state.
+    """Return an object's state, copied or pickled by ``keep``; ``Unsaved`` if that fails.
 
-    Args:
-        thing: An object that has state methods.
-        remedy: A sentence that says what the user can do if the state cannot be taken.
-        keep: Copies or pickles the state.
-
-    Returns:
-        What ``keep`` returned; ``Unsaved`` if the state cannot be taken, copied or pickled.
+    ``remedy`` is a sentence that says what the user can do then.
     """
     if probe(thing, "shmloader_asks_for_a_name_that_nothing_has") is not None:
         cause = "it has an attribute of any name, so its state_dict() may be no method for this"
@@ -135,6 +123,10 @@ def told_datasets(dataset: object) -> list[Any]:
 class DatasetEpoch:
     """Decides which number the dataset of one loader is told. Used on the user's thread.
 
+    A loader tells the dataset in its own process when an epoch begins, before workers get a copy,
+    and sends the number to workers that have theirs already. A number that the user has set in the
+    dataset is kept, unless ``set_epoch()`` of the loader was called as well.
+
     Attributes:
         told: The number that the dataset was told for the newest epoch; None if it was told none.
         is_named: Whether ``set_epoch()`` of the loader was called. Then the loader's numbers count.
@@ -150,13 +142,7 @@ class DatasetEpoch:
         self._left: object = None
 
     def begin(self, dataset: object, epoch: int, *, has_workers: bool) -> None:
-        """Tell the dataset the number of an epoch that begins, unless the user sets its numbers.
-
-        Args:
-            dataset: The loader's dataset.
-            epoch: Number of the epoch.
-            has_workers: Whether workers have copies of the dataset already.
-        """
+        """Tell the dataset the number of an epoch that begins, unless the user sets its numbers."""
         self.told = None
         told = told_datasets(dataset)
         if not told:

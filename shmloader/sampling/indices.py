@@ -1,24 +1,20 @@
 """Indices: as a list or an array, permuted, and with or without their positions in the epoch.
 
-Arrays. torch makes a shuffled epoch as a tensor, turns it into a list and cuts that into batches.
-If the dataset is an array, the list is not needed, and it takes more time than the batch: 25 ms for
-a million indices. So :func:`array_batches` cuts the same permutation without a list. It draws from
-the same random number generators as torch's samplers, at the same moments.
+Arrays. If the dataset is an array, :func:`array_batches` cuts torch's permutation without a list,
+which would take more time than the batch: 25 ms for a million indices. It draws from the same
+random number generators as torch's samplers, at the same moments.
 
-Permutations. A shuffled order has random access and takes little memory. Up to 262,144 numbers are
-sorted by random keys. With more numbers, each position is computed when it is needed: a keyed
-function permutes the numbers below a power of two, and is applied again to results outside of the
-range (cycle walking). So with a hundred million samples, a rank computes only the positions of its
-own batches. Every process computes the same order, whatever its version of NumPy or torch.
+Permutations. Up to 262,144 numbers are sorted by random keys. With more numbers, each position is
+computed when it is needed: a keyed function permutes the numbers below a power of two, and is
+applied again to results outside of the range (cycle walking). So with a hundred million samples, a
+rank computes only the positions of its own batches. Every process computes the same order.
 
 Positions. The random number generators of samples depend on the samples' positions in the epoch. So
-a loader with a seed passes :class:`PositionedIndices` to the engine instead of plain indices. They
-travel with the ticket and are unpacked where the samples are loaded. A ticket that is loaded again,
-or by another worker, therefore draws the same random numbers.
+a loader with a seed passes :class:`PositionedIndices` to the engine, which travel with the ticket.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -77,14 +73,8 @@ def is_drawn(items: Iterator[Any]) -> bool:
 def array_batches(index_sampler: Any, drawing: Iterator[Any]) -> Iterator[Any] | None:
     """Return an iterator of an epoch's index batches as ranges or :class:`IndexArray`.
 
-    Args:
-        index_sampler: The sampler that a loader draws from.
-        drawing: An iterator of it.
-
-    Returns:
-        None unless the sampler is torch's own batch sampler, over torch's own sequential sampler,
-        or over torch's own random sampler, without replacement and drawing on the CPU; and None if
-        something was drawn already, as toolkits do to resume.
+    Returns None unless nothing was drawn yet, and the sampler is torch's own batch sampler over its
+    sequential sampler, or over its random sampler without replacement on the CPU.
     """
     if type(index_sampler) is not BatchSampler or is_drawn(drawing):
         return None
@@ -138,8 +128,7 @@ class PositionedIndices(NamedTuple):
         epoch: Number of the loader's epoch.
         first: Position of the first sample in the epoch; with ``is_whole``, the number of the batch
             among those of all ranks, since the batches before it have unknown sizes.
-        is_whole: Whether the loader does not make the batches: the ticket is a batch of the user's
-            batch sampler, or a single index of a loader that does not batch.
+        is_whole: Whether the ticket is a batch of the user's batch sampler, or a single index.
     """
 
     indices: Any
@@ -148,17 +137,48 @@ class PositionedIndices(NamedTuple):
     is_whole: bool = False
 
     def key(self, number: int) -> tuple[int, int]:
-        """Return the position in the epoch of one of the ticket's samples.
-
-        Args:
-            number: Number of the sample in the ticket, counted through all its batches.
-        """
+        """Return the position in the epoch of the sample of this number in the ticket."""
         return (self.first, number) if self.is_whole else (self.first + number, 0)
 
 
 def without_position(indices: object) -> object:
     """Return the indices of a ticket, with or without positions, as the sampler yielded them."""
     return as_list(indices.indices if isinstance(indices, PositionedIndices) else indices)
+
+
+# Steps of users' batch samplers ----------------------------------------------------------
+
+
+def is_sharded(step: object) -> bool:
+    """Whether a step is a list of index lists, judged by its first element."""
+    if not isinstance(step, list | tuple) or not step:
+        return False
+    return isinstance(step[0], list | tuple)
+
+
+def sample_count(step: Any) -> int:
+    """Return the number of samples of a step: a batch, or a list of the shards' batches."""
+    return sum(map(len, step)) if is_sharded(step) else len(step)
+
+
+def wrong_step(step: Any, number: int, device_count: int) -> ValueError | None:
+    """Return the error if a step of the user's batch sampler cannot be loaded as it is."""
+    shards = step if is_sharded(step) else [step]
+    is_wrong = any(isinstance(each, Sized) and not len(each) for each in shards)
+    if is_sharded(step):
+        is_wrong |= any(is_sharded(each) or not isinstance(each, Sized) for each in shards)
+        is_wrong |= 0 < device_count < len(step)
+    else:
+        is_wrong |= device_count > 0
+    if not is_wrong:
+        return None
+    wanted = "a list of indices, or of lists of indices"
+    if device_count:
+        wanted = f"a list of at most {device_count} lists of indices, one for each device"
+    return ValueError(
+        f"step {number} of the batch sampler should be {wanted}, none of them empty, but is "
+        f"{step!r}"
+    )
 
 
 # Permutations -----------------------------------------------------------------------------

@@ -36,16 +36,12 @@ _log = logging.getLogger("shmloader")
 class EpochPlan:
     """The epochs of one loader, one after the other. Used on the user's thread.
 
-    Args:
-        order: The order, which yields the index batches of an epoch.
-        counter: The counter that numbers the epochs; None for a new counter.
-
     Attributes:
         order: The order of the next epoch, which the loader sets.
         newest: The order of the newest epoch; that of the next one before the first.
         counter: The counter that numbers the epochs; it has the progress of the newest one.
-        is_continued: Whether the base seed of the newest epoch, if torch draws one, was drawn
-            before its state was saved, or is not drawn in the run that was resumed.
+        is_continued: Whether the base seed of the newest epoch was drawn before its state was
+            saved, or is not drawn in the run that was resumed.
         is_elsewhere: Whether the process's global generators have been set to the states of the run
             that is resumed, while an epoch begins.
         resumed: The loaded state with which the next epoch begins; None if there is none.
@@ -163,8 +159,7 @@ class EpochPlan:
     def beginning(self) -> Iterator[None]:
         """Begin an epoch in the block with the global generators of the run that is resumed.
 
-        They are set only for a state between two epochs, whose next epoch was still to be drawn,
-        and not if they have these states anyway. Then they go on as in that run.
+        They are set only for a state between two epochs, whose next epoch was still to be drawn.
         """
         sampler = {} if self.resumed is None else self.resumed["sampler"]
         saved = sampler.get("global_generators")
@@ -186,12 +181,7 @@ class EpochPlan:
             self.counter.next = resumed["epoch"]
 
     def draw(self, drawing: Iterator[Any], *, as_arrays: bool = False) -> Iterator[Any]:
-        """Return an iterator of the index batches of the epoch that has begun.
-
-        Args:
-            drawing: An iterator of ``newest.index_sampler``.
-            as_arrays: Whether index batches may be ranges or arrays instead of lists.
-        """
+        """Return an iterator of the index batches of the epoch that has begun; see the orders."""
         indices = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
         if self.is_elsewhere and isinstance(indices, EpochDraw):
             indices.draw_first()  # while the generators have the states for it
@@ -227,11 +217,7 @@ class EpochPlan:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next epoch continue from a state.
-
-        Raises:
-            ValueError: If the state does not fit the order.
-        """
+        """Make the next epoch continue from a state; raise ValueError if it does not fit."""
         self.order.check_progress(state)
         with self.counter.telling():
             self.state.restore(state["sampler"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Self
 
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.arguments import whole_number
 
 #: Runs of numbers, each from its first number to before its second, in order and apart.
 Runs = tuple[tuple[int, int], ...]
@@ -27,11 +27,6 @@ class Progress:
             counts the items of all ranks.
         is_plain: Whether the position says it all: no later ticket is, or was, done.
         is_ended: Whether the user has seen the epoch's end.
-
-    Args:
-        position: Where the epoch continues; 0 for a new epoch.
-        ahead: Runs of later numbers that are done already, and are not drawn again.
-        unit: See above.
     """
 
     __slots__ = ("_before", "ahead", "is_ended", "is_plain", "position", "start", "unit")
@@ -43,11 +38,7 @@ class Progress:
         self.is_plain, self.is_ended = not ahead, False
 
     def done(self, seq: int) -> None:
-        """Note that a ticket is done.
-
-        Args:
-            seq: Number of the ticket among those that this run has drawn in the epoch, from 0.
-        """
+        """Note that the ticket with this ``seq``, which this run has drawn, is done."""
         first = self._number(seq)
         end = first + self.unit
         runs = []
@@ -119,17 +110,12 @@ _BEGINNING = functools.partial(SimpleNamespace, is_closed=False)
 class EpochCounter:
     """Numbers the epochs of one loader. The loader shares it with the samplers that it made.
 
-    Used on the user's thread.
-
     Attributes:
         newest: Number of the newest epoch; None before the first.
         next: Number of the epoch that the next ``iter()`` begins.
         is_named: Whether ``set_epoch`` has set ``next`` since the newest epoch began.
         progress: How far the newest epoch has come.
         iterator: Function that returns the newest epoch's iterator, or None if it is gone.
-
-    Args:
-        first: Number of the first epoch.
     """
 
     # A program may keep very many loaders.
@@ -157,10 +143,7 @@ class EpochCounter:
 
     @property
     def of_samplers(self) -> int:
-        """Number of the epoch that the loader's samplers yield.
-
-        A number set by ``set_epoch`` takes precedence over that of the epoch that is iterated.
-        """
+        """Number of the epoch that the loader's samplers yield; one that was set comes first."""
         iterated = self.iterated
         return self.next if iterated is None or self.is_named else iterated
 
@@ -195,20 +178,10 @@ class EpochCounter:
         return self.of_samplers if self._passes is None else next(self._passes)
 
     def name(self, epoch: object) -> None:
-        """Set the number of the next epoch.
-
-        Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is negative.
-        """
+        """Set the number of the next epoch; raise an error if it is no whole number."""
         self.next, self.is_named = whole_number(epoch, "epoch", minimum=0), True
 
     def begin(self, epoch: int, progress: Progress) -> None:
-        """Begin an epoch. Its iterator is set when there is one.
-
-        Args:
-            epoch: Number of the epoch.
-            progress: How far the epoch has come.
-        """
+        """Begin an epoch. Its iterator is set when there is one."""
         self.newest, self.next, self.is_named, self.progress = epoch, epoch + 1, False, progress
         self.iterator = _BEGINNING

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -87,13 +87,10 @@ _TWISTER_BYTES = 625 * 4
 class _NumpyState:
     """The state that ``numpy.random`` has when this object is made.
 
-    ``numpy.random.get_state()`` and ``set_state()`` take 100 µs together, since numpy makes a
-    Python object of each of the 624 words. So the memory of the bit generator is copied instead.
-
-    numpy makes normal numbers in pairs, and keeps the second of a pair outside the bit generator.
-    Only two functions tell whether one is kept: ``get_state()``, and
-    :func:`numpy.random.standard_normal`, which then returns it and leaves the bit generator as it
-    is.
+    ``get_state()`` and ``set_state()`` take 100 µs together, so the memory of the bit generator is
+    copied instead. numpy makes normal numbers in pairs, and keeps the second of a pair elsewhere.
+    Only ``get_state()`` tells whether one is kept, and ``standard_normal``, which then returns it
+    and leaves the bit generator as it is.
     """
 
     __slots__ = ("_full", "_source", "_words")
@@ -129,14 +126,8 @@ def dump_generator(generator: torch.Generator) -> str:
 
 
 def load_generator(generator: torch.Generator, text: str) -> None:
-    """Set a generator's state to what :func:`dump_generator` returned.
-
-    Raises:
-        ValueError: If the text is not the state of such a generator.
-    """
-    outcome = attempt(_load_generator, generator, text)
-    if isinstance(outcome, Caught):
-        raise _damaged(outcome.error) from outcome.error
+    """Set a generator's state to what :func:`dump_generator` returned, or raise ValueError."""
+    _read(_load_generator, generator, text)
 
 
 def _load_generator(generator: torch.Generator, text: str) -> None:
@@ -144,8 +135,11 @@ def _load_generator(generator: torch.Generator, text: str) -> None:
     generator.set_state(torch.from_numpy(state.copy()))
 
 
-def _damaged(error: Exception) -> ValueError:
-    return ValueError(f"the state is damaged: a generator's state cannot be read: {error}")
+def _read(function: Callable[..., None], *args: Any) -> None:
+    outcome = attempt(function, *args)
+    if isinstance(outcome, Caught):
+        text = f"the state is damaged: a generator's state cannot be read: {outcome.error}"
+        raise ValueError(text) from outcome.error
 
 
 #: Names of the process's global generators: torch's for the CPU, ``numpy.random`` and ``random``.
@@ -181,14 +175,8 @@ def _plain(number: Any) -> int | float:
 
 
 def set_global_rng_state(state: dict[str, Any]) -> None:
-    """Set the global generators to what :func:`global_rng_state` returned.
-
-    Raises:
-        ValueError: If a state cannot be read.
-    """
-    outcome = attempt(_set_global_rng_state, state)
-    if isinstance(outcome, Caught):
-        raise _damaged(outcome.error) from outcome.error
+    """Set the global generators to states; raise ValueError if one cannot be read."""
+    _read(_set_global_rng_state, state)
 
 
 def _set_global_rng_state(state: dict[str, Any]) -> None:
@@ -215,10 +203,6 @@ def with_global_rng_state(state: dict[str, Any]) -> Iterator[None]:
 
 
 def changed(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of the global generators that are not in these earlier states.
-
-    Args:
-        before: What :func:`global_rng_state` returned earlier.
-    """
+    """Return the states of the global generators that are not in these earlier states."""
     now = global_rng_state()
     return {name: now[name] for name in now if now[name] != before.get(name)}

@@ -13,7 +13,6 @@ Guarantees:
 
 import contextlib
 import copy
-import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -32,10 +31,10 @@ from torch.utils.data import (
 
 from shmloader.interruptions import probe
 from shmloader.messages import Unsaved
+from shmloader.sampling.arguments import is_cut_for_ranks
 from shmloader.sampling.hooks import ask_state, has_own_state
 from shmloader.sampling.indices import as_list
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.ranks import is_cut_for_ranks
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
     dump_generator,
@@ -43,8 +42,8 @@ from shmloader.sampling.rng import (
     load_generator,
     with_global_rng_state,
 )
-from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.samplers import EpochSampler
+from shmloader.sampling.steps import CarryOver
 
 # These draw from torch's global generator if they have no generator of their own.
 _DRAWING = {SubsetRandomSampler, WeightedRandomSampler}
@@ -61,6 +60,11 @@ _encode = json.JSONEncoder().encode
 
 # Never changed.
 _NOTHING: dict[Any, Any] = {}
+
+_REMEDY = (
+    "Correct its state_dict(), or set state_dict = None in its class: the sampler is then iterated "
+    "again from the epoch's beginning when the loader is resumed"
+)
 
 
 def chain(index_sampler: object) -> list[Any]:
@@ -89,7 +93,8 @@ def is_known(sampler: object) -> bool:
 
 def size_of_batches(index_sampler: object) -> int | None:
     """Return the batch size of torch's or our batch samplers; None for any other."""
-    return getattr(index_sampler, "batch_size", None) if is_known(index_sampler) else None
+    has_size = type(index_sampler) is BatchSampler or is_known(index_sampler)
+    return getattr(index_sampler, "batch_size", None) if has_size else None
 
 
 # States ----------------------------------------------------------------------------------
@@ -100,64 +105,56 @@ class SamplerState:
 
     Args:
         index_sampler: A sampler or a batch sampler; None for an order without one.
-        carry_over: The samples that the next epoch begins with; None if epochs carry nothing over.
+        carry_over: The samples that the next epoch begins with.
         generator: The loader's generator, from which torch draws the base seed of the workers for
-            each epoch.
+            each epoch; None if it is not used.
 
     Attributes:
         global_generators: Names of the process's generators that an epoch may draw from.
         draws_seed: Whether an epoch draws a seed from torch's generator, and nothing else.
-        stateful: The sampler in the chain that has a state of its own, or None.
     """
 
     def __init__(
         self,
         index_sampler: object,
-        carry_over: CarryOver | None = None,
-        generator: torch.Generator | None = None,
+        carry_over: CarryOver,
+        generator: torch.Generator | None,
     ) -> None:
         self._carry_over = carry_over
-        self._is_known = True
-        self.stateful: Any = None
-        generators = [] if generator is None else [generator]
+        samplers = chain(index_sampler)
+        unknown = [sampler for sampler in samplers if not is_known(sampler)]
+        # The sampler that has a state of its own.
+        self._stateful = next(filter(has_own_state, unknown), None)
+        others = [sampler for sampler in samplers if type(sampler) not in _TORCHS]
+        self._counting = [one for one in others if callable(probe(one, "set_epoch"))]
+        # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+        # generators that depend only on that sampler's seed and epoch.
+        sets_generators = any(isinstance(one, EpochSampler) for one in others)
+        generators, drawing = [generator], []
+        for sampler in samplers:
+            own = probe(sampler, "generator")
+            generators.append(own)
+            if own is None and not sets_generators and not unknown:
+                drawing.append(sampler)
+        are_generators = [one for one in generators if isinstance(one, torch.Generator)]
+        self._generators = list(dict.fromkeys(are_generators))
         # These draw one seed from torch's global generator, and everything else from that seed.
-        self._seeding: list[RandomSampler] = []
-        self._counting: list[Any] = []
-        draws = sets_generators = False
-        for sampler in chain(index_sampler):
-            if type(sampler) in _TORCHS:
-                own = getattr(sampler, "generator", None)
-            else:
-                # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
-                # generators that depend only on that sampler's seed and epoch.
-                sets_generators = sets_generators or isinstance(sampler, EpochSampler)
-                own = probe(sampler, "generator")
-                if callable(probe(sampler, "set_epoch")):
-                    self._counting.append(sampler)
-                if not is_known(sampler):
-                    self._is_known = False
-                    if self.stateful is None and has_own_state(sampler):
-                        self.stateful = sampler
-            if own is None:
-                if type(sampler) is RandomSampler and not sets_generators:
-                    self._seeding.append(sampler)
-                draws = draws or (type(sampler) in _DRAWING and not sets_generators)
-            elif isinstance(own, torch.Generator):
-                generators.append(own)
-        self._generators = list(dict.fromkeys(generators)) if generators else generators
-        names: tuple[str, ...] = ("torch",) if draws else ()
-        if not self._is_known:  # it may draw from any, also one with a state
-            names, self._seeding = GLOBAL_GENERATORS, []
-        self.global_generators = names
+        self._seeding = [one for one in drawing if type(one) is RandomSampler]
         self.draws_seed = bool(self._seeding)
+        self.global_generators: tuple[str, ...] = ()
+        if unknown:  # they may draw from any
+            self.global_generators = GLOBAL_GENERATORS
+        elif any(type(one) in _DRAWING for one in drawing):
+            self.global_generators = ("torch",)
+        self._is_known = not unknown
 
     def dump(self, *, has_started: bool) -> dict[str, Any]:
         """Return the state, as plain values.
 
         Args:
-            has_started: Whether an epoch begins now, by :meth:`begin`. Otherwise the states of the
-                process's global generators are left out, since they may change before an epoch
-                begins.
+            has_started: Whether an epoch begins now, within :meth:`drawing`. Otherwise the states
+                of the process's global generators are left out, since they may change before an
+                epoch begins.
         """
         state: dict[str, Any] = {"has_started": has_started}
         if self._generators:
@@ -165,14 +162,10 @@ class SamplerState:
         if self._counting:
             epochs = [probe(sampler, "epoch") for sampler in self._counting]
             state["epochs"] = [epoch if isinstance(epoch, int) else None for epoch in epochs]
-        if self._carry_over is not None:
+        if self._carry_over.samples:
             state["carry_over"] = list(self._carry_over.samples)
-        if self.stateful is not None:
-            own: object = ask_state(
-                self.stateful,
-                "Correct its state_dict(), or set state_dict = None in its class: the sampler is "
-                "then iterated again from the epoch's beginning when the loader is resumed",
-            )
+        if self._stateful is not None:
+            own: object = ask_state(self._stateful, _REMEDY)
             state["unsaved" if isinstance(own, Unsaved) else "state"] = own
         if has_started and self._seeding:
             state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
@@ -180,27 +173,28 @@ class SamplerState:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
 
-    def begin(self, state: dict[str, Any], drawing: Iterator[Any]) -> Iterator[Any]:
-        """Begin to draw the epoch of a state that was just taken.
+    @contextlib.contextmanager
+    def drawing(self, state: dict[str, Any], *, is_resumed: bool) -> Iterator[None]:
+        """Let an epoch draw its first batch from a state, in the block.
 
         Args:
-            state: The state.
-            drawing: Yields the epoch's batches, and has not begun.
+            state: The state, with ``has_started``.
+            is_resumed: Whether the state was loaded. Then the generators are set to it, but after
+                the block, the global ones have the process's own states again.
         """
-        if "seed" not in state:
-            return drawing
-        try:
-            self._seed(state["seed"])
-            return itertools.chain(list(itertools.islice(drawing, 1)), drawing)
-        finally:
-            self._seed(None)
+        with contextlib.ExitStack() as stack:
+            if is_resumed:
+                self.restore_generators(state)
+                saved = state.get("global_generators", {})
+                stack.enter_context(with_global_rng_state(saved))
+            seed = state.get("seed")
+            for sampler in self._seeding:
+                sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
+                stack.callback(setattr, sampler, "generator", None)
+            yield
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the next epoch begin as in the state, except for what is restored when it is drawn.
-
-        Raises:
-            ValueError: If the state does not fit, or cannot be read.
-        """
+        """Make the next epoch begin as in the state; raise ValueError if it does not fit."""
         count = len(state.get("generators", ()))
         if count != len(self._generators) and self._is_known:
             raise ValueError(
@@ -210,14 +204,13 @@ class SamplerState:
             )
         self.restore_generators(state)
         self.restore_epochs(state)
-        if self._carry_over is not None:
-            self._carry_over.replace(state.get("carry_over", ()))
+        self._carry_over.replace(state.get("carry_over", ()))
 
     def restore_own(self, state: dict[str, Any]) -> bool:
         """Load the sampler's own state; return whether there is one."""
-        if self.stateful is None or "state" not in state:
+        if self._stateful is None or "state" not in state:
             return False
-        self.stateful.load_state_dict(copy.deepcopy(state["state"]))
+        self._stateful.load_state_dict(copy.deepcopy(state["state"]))
         return True
 
     def restore_generators(self, state: dict[str, Any]) -> None:
@@ -230,25 +223,6 @@ class SamplerState:
         for sampler, epoch in zip(self._counting, state.get("epochs", ()), strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
-
-    @contextlib.contextmanager
-    def drawing(self, state: dict[str, Any]) -> Iterator[None]:
-        """Set the generators to their states at the epoch's first index, for a ``with`` block.
-
-        After the block, the global generators have the process's own states again.
-        """
-        self.restore_generators(state)
-        with with_global_rng_state(state.get("global_generators", {})):
-            try:
-                self._seed(state.get("seed"))
-                yield
-            finally:
-                self._seed(None)
-
-    def _seed(self, seed: int | None) -> None:
-        """Let RandomSamplers begin with a seed; None for one that they draw themselves."""
-        for sampler in self._seeding:
-            sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
 
 #: Entry of the state of an epoch from which other code has drawn batches first.
@@ -264,20 +238,24 @@ DRAWN_ELSEWHERE = {
 class DrawnEpoch:
     """What a state needs of an epoch that is drawn from a sampler. It outlives the iterator.
 
-    Args:
-        progress: The epoch's progress.
-        saved: The state that the epoch continues from; None for a new epoch.
-
     Attributes:
-        progress, saved: The arguments.
+        number: Number of the epoch.
+        progress: The epoch's progress.
+        saved: The state that the epoch continues from; empty for a new epoch.
         state: What the epoch's order depends on, once it has begun.
         undrawn: The iterator that draws the epoch, until it has begun.
     """
 
-    __slots__ = ("_items", "progress", "saved", "state", "undrawn")
+    __slots__ = ("_items", "number", "progress", "saved", "state", "undrawn")
 
-    def __init__(self, progress: Progress, saved: dict[str, Any] | None = None) -> None:
-        self.progress, self.saved = progress, saved or _NOTHING
+    def __init__(
+        self,
+        number: int = 0,
+        progress: Progress | None = None,
+        saved: dict[str, Any] | None = None,
+    ) -> None:
+        self.number, self.saved = number, saved or _NOTHING
+        self.progress = Progress() if progress is None else progress
         self.state = _NOTHING
         self.undrawn: Any = None
         # The items from the last one before the position on, by the position after them.
@@ -308,14 +286,11 @@ class DrawnEpoch:
         return {**self.state, "last_checksum": check}
 
     def check_passed(self, last: object, kind: str) -> None:
-        """Check that a sampler yields what it yielded in the run whose state was loaded.
+        """Raise ValueError if a sampler yields another batch before the position than it did.
 
         Args:
             last: The last of what was delivered before, as it is drawn now.
             kind: What yields it, for the message.
-
-        Raises:
-            ValueError: If it differs.
         """
         expected = self.saved.get("last_checksum")
         if expected is not None and _checksum(last) not in (None, expected):
@@ -325,6 +300,42 @@ class DrawnEpoch:
                 "order must be the same whenever it is iterated for the same epoch: seed it, or "
                 "give it a generator=, a set_epoch(), or state_dict() and load_state_dict()"
             )
+
+
+class Order:
+    """The part that the two orders of a loader have in common. Used on the user's thread.
+
+    Args:
+        sampler: What is drawn: a sampler or a batch sampler; None if the order is computed.
+        carry_over: The samples that the next epoch begins with; None for none.
+
+    Attributes:
+        carry_over: The samples that the next epoch begins with.
+    """
+
+    index_sampler: Any
+
+    def __init__(self, sampler: Any, carry_over: CarryOver | None) -> None:
+        self._sampler = sampler
+        self.carry_over = CarryOver() if carry_over is None else carry_over
+        self._epoch = DrawnEpoch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a running epoch: a copy begins its own."""
+        own = {"_epoch": DrawnEpoch(), "carry_over": self.carry_over.copy()}
+        return {**self.__dict__, **own}
+
+    def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
+        """Set the epoch that is iterated next, which continues at the progress's position."""
+        self._epoch = DrawnEpoch(number, progress, saved)
+
+    def commit(self) -> None:
+        """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
+        self.carry_over.commit(self._epoch.progress, self.index_sampler)
+
+    def state(self, generator: torch.Generator | None = None) -> SamplerState:
+        """Return an object that takes and restores states of the next epoch."""
+        return SamplerState(self._sampler, self.carry_over, generator)
 
 
 def _checksum(indices: object) -> int | None:

@@ -10,46 +10,41 @@ import torch
 from torch.utils.data import Sampler
 
 from shmloader.interruptions import probe
+from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.hooks import epoch_of, set_epoch_of
-from shmloader.sampling.indices import PositionedIndices
+from shmloader.sampling.indices import PositionedIndices, sample_count, wrong_step
 from shmloader.sampling.progress import EpochCounter, Progress
-from shmloader.sampling.ranks import Ranks
 from shmloader.sampling.rng import RngState
-from shmloader.sampling.rollover import CarryOver
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
     DrawnEpoch,
+    Order,
     SamplerState,
     describe,
     size_of_batches,
 )
 from shmloader.sampling.steps import (
+    CarryOver,
     Cut,
+    DatasetOrder,
     DrawnSteps,
     LastBatch,
-    Order,
     OrderSteps,
     Steps,
-    check_step,
     iterate,
     restart_if_exhausted,
-    sample_count,
     too_few,
 )
 
 
-class SeededOrder(Sampler[list[Any]]):
-    """Yields the steps of one rank: index lists, or lists of index lists.
-
-    ``iter()`` begins the epoch :attr:`epoch`.
+class SeededOrder(Order, Sampler[PositionedIndices]):
+    """Yields the steps of one rank: index lists, or lists of index lists, with their positions.
 
     The position in an epoch counts the steps of all ranks together; if each step is a whole item of
     the user's sampler, it counts the items of all ranks, so that the epoch continues on any number
     of ranks.
 
     Attributes:
-        epoch: Number of the epoch that is iterated next.
-        carry_over: What the next epoch begins with.
         known_epochs: The epochs that the user's sampler may have without other code having set one:
             those that the loader has set, and the next one, if the sampler counts by itself.
 
@@ -68,11 +63,8 @@ class SeededOrder(Sampler[list[Any]]):
         items: The user's sampler or batch sampler if that yields the order; otherwise None.
         device_count: If not 0, each step of the batch sampler must be a list of at most this many
             index lists.
-        may_shard: Whether the batch sampler may yield lists of index lists. Its steps are then
-            checked. Otherwise they are passed on unchanged.
-        is_positioned: Whether each step is wrapped in :class:`PositionedIndices`.
-        ranks: The rank and the world size that replace those of ``cut``, if they may be found only
-            later; otherwise None.
+        may_shard: Whether the batch sampler may yield lists of index lists, which are then checked.
+        ranks: Finds the rank and the world size later, in place of those of ``cut``.
         carry_over: What the next epoch begins with; None for nothing.
         counter: Counter of the loader's epochs, if ``items`` may draw from the samplers that the
             loader made. Each further pass of such a sampler then has the order of a further epoch.
@@ -91,42 +83,29 @@ class SeededOrder(Sampler[list[Any]]):
         items: Iterable[Any] | None = None,
         device_count: int = 0,
         may_shard: bool = True,
-        is_positioned: bool = False,
         ranks: Ranks | None = None,
         carry_over: CarryOver | None = None,
         counter: EpochCounter | None = None,
     ) -> None:
-        self.epoch = 0
+        super().__init__(items, carry_over)
         self._batch_size, self._num_shards = batch_size, num_shards
         self._cut, self._ranks = cut, ranks
         self._last_batch, self._seed = last_batch, seed
-        self._length, self._shuffle, self._items = length, shuffle, items
+        self._length, self._shuffle = length, shuffle
         self._device_count, self._may_shard = device_count, may_shard
-        self._is_positioned, self._counter = is_positioned, counter
-        self.carry_over = CarryOver() if carry_over is None else carry_over
+        self._counter = counter
         self.known_epochs: tuple[int | None, ...] = (epoch_of(items),)
         # The epoch that other code had set there before the newest epoch was set.
         self._named: int | None = None
-        self._forget_epoch()
-
-    def _forget_epoch(self) -> None:
-        self._epoch = DrawnEpoch(Progress())
         self._steps: Steps | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a running epoch: a copy begins its own."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, carry_over=self.carry_over.copy())
-        other._forget_epoch()
-        return other.__dict__
+        return {**super().__getstate__(), "_steps": None}
 
     @property
     def cut(self) -> Cut:
-        """The rank's share of the global order.
-
-        Raises:
-            ValueError: If the ranks are not known yet.
-        """
+        """The rank's share of the global order. Raises ValueError while the ranks are not known."""
         return self._cut if self._ranks is None else Cut(self._cut.share, *self._ranks.find())
 
     @property
@@ -149,7 +128,7 @@ class SeededOrder(Sampler[list[Any]]):
     @property
     def takes_batches(self) -> bool:
         """Whether each step is an item of the user's sampler or batch sampler."""
-        return self._batch_size is None and self._items is not None
+        return self._batch_size is None and self._sampler is not None
 
     @property
     def may_give_lists(self) -> bool:
@@ -162,23 +141,17 @@ class SeededOrder(Sampler[list[Any]]):
         return 1 if self.takes_batches else self.cut.global_count
 
     def _item_count(self) -> int:
-        length = self._items if self._length is None else self._length
-        count = length if isinstance(length, int) else len(length)  # type: ignore[arg-type]
+        length = self._sampler if self._length is None else self._length
+        count = length if isinstance(length, int) else len(length)
         return count + len(self.carry_over.samples)
 
     # Epochs ------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
-        """Set the epoch that is iterated next.
-
-        Args:
-            epoch: Number of the epoch.
-            progress: The epoch's progress. The epoch continues at its position.
-            saved: The state that it continues from; None for a new epoch.
-        """
-        self._forget_epoch()
-        self.epoch, self._epoch = epoch, DrawnEpoch(progress, saved)
-        self.known_epochs, self._named = (epoch_of(self._items),), None
+    def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
+        """Set the epoch that is iterated next; see :meth:`Order.begin`."""
+        super().begin(number, progress, saved)
+        self._steps = None
+        self.set_epoch(number)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the epoch, and return an iterator of its steps."""
@@ -186,7 +159,7 @@ class SeededOrder(Sampler[list[Any]]):
         if self._last_batch == "rollover":
             self.carry_over.begin(steps, self._size)
         # What belongs to this epoch, since another one may begin before it is drawn.
-        shape = functools.partial(self._shape, steps, self.epoch, self._epoch)
+        shape = functools.partial(self._shape, steps, self._epoch)
         return map(shape, self._epoch.progress.left_to_do(steps))
 
     def draw(
@@ -208,106 +181,79 @@ class SeededOrder(Sampler[list[Any]]):
         return drawing
 
     def steps_of(self, epoch: int, start: int = 0) -> OrderSteps:
-        """Return the steps of this rank in an epoch of the dataset's indices.
-
-        Args:
-            epoch: Number of the epoch.
-            start: Number of samples of all ranks before the first step that is returned.
-        """
+        """Return this rank's steps of an epoch, after ``start`` samples of all ranks."""
         carried = self.carry_over.samples
         length = self._item_count() - len(carried)
-        order = Order(length, self._seed, epoch, is_shuffled=self._shuffle, carried=carried)
+        order = DatasetOrder(length, self._seed, epoch, is_shuffled=self._shuffle, carried=carried)
         return OrderSteps(order, self.cut, self._last_batch, start)
 
     def _begin_steps(self) -> Steps:
-        items, epoch, drawn = self._items, self.epoch, self._epoch
+        items, drawn = self._sampler, self._epoch
         start = drawn.progress.position * self._size
         if items is None:
-            return self.steps_of(epoch, start)
+            return self.steps_of(drawn.number, start)
         return DrawnSteps(
-            functools.partial(self._begin_items, epoch),
+            functools.partial(self._begin_items, drawn.number),
             self.cut,
             self._last_batch,
             self.carry_over.samples,
             start=start,
-            rng_state=RngState(self._seed, epoch),
+            rng_state=RngState(self._seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
             **({"weigh": sample_count} if self._batch_size is None and self._may_shard else {}),
         )
 
     def _begin_items(self, epoch: int) -> Iterator[Any]:
-        """Begin an epoch of the user's sampler, and return its iterator.
-
-        Called when the first item of the epoch is drawn.
-        """
-        assert self._items is not None
+        """Begin an epoch of the user's sampler, when its first item is drawn."""
         self._named = self.named_epoch()  # set since iter(), for the next epoch
         state, saved = self.state(), self._epoch.saved
         state.restore_generators(saved)
         has_own = state.restore_own(saved)
         self.dump()  # before anything is drawn
         with contextlib.nullcontext() if self._counter is None else self._counter.telling():
-            set_epoch_of(self._items, epoch)
+            set_epoch_of(self._sampler, epoch)
         self.known_epochs = epoch, epoch + 1  # which it counts by itself
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        assert self._items is not None
-        items = iterate(self._items)
+        items = iterate(self._sampler)
         return items if self._counter is None else self._counter.count_passes(items)
 
-    def _shape(self, steps: Steps, epoch: int, drawn: DrawnEpoch, items: list[Any]) -> Any:
+    def _shape(self, steps: Steps, epoch: DrawnEpoch, items: list[Any]) -> PositionedIndices:
         """Return a ticket's indices."""
         cut, position = self.cut, steps.position - self.cut.global_count
         if steps.newest is not None:
-            drawn.add(steps.position // self._size, steps.newest)
+            epoch.add(steps.position // self._size, steps.newest)
         number = position // self._size
-        try:
-            step = self._form(items, number)
-        except BaseException:
-            steps.is_over = True  # what follows would be counted wrongly
-            raise
-        if not self._is_positioned:
-            return step
-        first = position + cut.rank * cut.share
-        return PositionedIndices(step, epoch, first, is_whole=self._batch_size is None)
-
-    def _form(self, items: list[Any], number: int) -> Any:
-        """Return the step that these items make. Steps are numbered from 0."""
-        size = self._batch_size
-        if size is None:
+        step: Any = items
+        if self._batch_size is None:
             (step,) = items
-            if self._may_shard:
-                check_step(step, number, self._device_count)
-            return step
-        if self._num_shards:
-            return [items[at : at + size] for at in range(0, len(items), size)]
-        return items
-
-    def commit(self) -> None:
-        """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        self.carry_over.commit(self._epoch.progress, self)
+            error = self._may_shard and wrong_step(step, number, self._device_count)
+            if error:
+                steps.is_over = True  # what follows would be counted wrongly
+                raise error
+        elif self._num_shards:
+            size = self._batch_size
+            step = [items[at : at + size] for at in range(0, len(items), size)]
+        first = position + cut.rank * cut.share
+        return PositionedIndices(step, epoch.number, first, is_whole=self._batch_size is None)
 
     # The epochs of the user's sampler ----------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - samplers are told when it begins
         """Ignore an epoch that other code set in the sampler before: the loader's was set later."""
-        self.known_epochs, self._named = (epoch_of(self._items),), None
+        self.known_epochs, self._named = (epoch_of(self._sampler),), None
 
     def named_epoch(self) -> int | None:
-        """Return the epoch that other code has set in the user's sampler; None if it set none.
-
-        A sampler that counts epochs by itself adds one when it is iterated. That epoch does not
-        count as set by other code.
-        """
-        now = epoch_of(self._items)
+        """Return the epoch that other code, not its own count, has set in the user's sampler."""
+        now = epoch_of(self._sampler)
         return self._named if now in (None, *self.known_epochs) else now
 
     # States ------------------------------------------------------------------------------
 
-    def state(self, _: torch.Generator | None = None) -> SamplerState:
-        """Return an object that takes and restores states of the next epoch."""
-        return SamplerState(self._items, self.carry_over)
+    def state(self, generator: torch.Generator | None = None) -> SamplerState:  # noqa: ARG002
+        """Return an object that takes and restores states; the loader's generator is not used."""
+        return super().state()
 
     def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
         """Return the state of the newest epoch, as plain values."""
@@ -315,27 +261,24 @@ class SeededOrder(Sampler[list[Any]]):
         if not epoch.state:
             own = {"state": epoch.saved["state"]} if "state" in epoch.saved else {}
             epoch.state = {**self.dump_next(generator), **own, "has_started": True}
-        return epoch.dump(self._items)
+        return epoch.dump(self._sampler)
 
     def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Return the state of the next epoch, as plain values."""
         return self.state(generator).dump(has_started=False)
 
     def facts(self) -> dict[str, Any]:
-        """Return the properties that a state and this loader must have in common.
-
-        They depend neither on the rank nor on how many ranks share a global step.
-        """
+        """Return what a state and this loader must have in common, on any number of ranks."""
         kind = "shuffled" if self._shuffle else "in order"
         batch: int | str = self.cut.global_count
         if self.takes_batches:  # which ranks take in turns, however many ranks there are
-            size, shards = size_of_batches(self._items), probe(self._items, "num_shards")
+            size, shards = size_of_batches(self._sampler), probe(self._sampler, "num_shards")
             batch = "any number of samples" if size is None else f"{size} samples"
             if isinstance(shards, int) and shards:
                 batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
-            "order": kind if self._items is None else describe(self._items),
+            "order": kind if self._sampler is None else describe(self._sampler),
             "last_batch": self._last_batch,
             "seed": self._seed,
         }
@@ -351,7 +294,7 @@ class SeededOrder(Sampler[list[Any]]):
                 "rank has a state of its own: load it on that rank of as many ranks, or save "
                 "states with in_order=True."
             )
-        if self._items is not None:
+        if self._sampler is not None:
             return  # checked when the user's sampler is drawn
         # The number of steps of the rank with the most, since the state may be another rank's.
         carried = len(state["sampler"].get("carry_over", ())) - len(self.carry_over.samples)
@@ -362,9 +305,8 @@ class SeededOrder(Sampler[list[Any]]):
     def dump_progress(self, *, in_order: bool) -> dict[str, Any]:
         """Return how far the newest epoch has come, as plain values for any number of ranks.
 
-        Args:
-            in_order: Whether steps are delivered in order. Otherwise, each of several ranks has
-                delivered other steps, and the values are those of this rank alone.
+        With ``in_order=False``, each of several ranks has delivered other steps, and the values are
+        those of this rank alone.
         """
         cut, state = self.cut, self._epoch.progress.dump()
         count = None if self._steps is None else self._steps.item_count

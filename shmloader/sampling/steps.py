@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.sampling.indices import IndexArray, Permutation
+from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import RngState
 
 #: What happens to items that do not fill the last global step: "keep" makes a shorter step of them,
@@ -66,19 +67,8 @@ class Cut:
         return self.step_count(item_count, last_batch) * self.share
 
 
-class Order:
-    """The indices of an epoch, with random access.
-
-    Attributes:
-        length: Number of indices, with the carried ones.
-        is_shuffled: The argument.
-
-    Args:
-        length: Number of the dataset's indices.
-        key: Seed and epoch, which determine a shuffled order.
-        is_shuffled: Whether the dataset's indices are shuffled.
-        carried: Indices that come first.
-    """
+class DatasetOrder:
+    """The indices of an epoch, with random access: the carried ones, and then the dataset's."""
 
     def __init__(
         self, length: int, *key: int, is_shuffled: bool, carried: Iterable[int] = ()
@@ -110,11 +100,6 @@ class Steps(Iterator[Any]):
         left_over: Items that do not fill a step, once the epoch is over.
         newest: The last item that was drawn, for any rank; None if the order is computed.
         item_count: Number of items in the epoch; None while it is not known.
-
-    Args:
-        cut: The rank's share of each global step.
-        last_batch: How the last global step is handled.
-        start: The ``position`` of the first step that is yielded.
     """
 
     def __init__(self, cut: Cut, last_batch: LastBatch, start: int) -> None:
@@ -147,7 +132,9 @@ class OrderSteps(Steps):
             before the first step is drawn.
     """
 
-    def __init__(self, order: Order, cut: Cut, last_batch: LastBatch, start: int = 0) -> None:
+    def __init__(
+        self, order: DatasetOrder, cut: Cut, last_batch: LastBatch, start: int = 0
+    ) -> None:
         super().__init__(cut, last_batch, start)
         self._order = order
         self._end = cut.step_count(order.length, last_batch) * cut.global_count
@@ -245,11 +232,7 @@ class DrawnSteps(Steps):
         return step
 
     def _pass_over(self) -> None:
-        """Draw the items before the first step that this object yields, and discard them.
-
-        Raises:
-            ValueError: If the sampler yields too few items for these steps.
-        """
+        """Draw and discard the items before the first step, or raise ValueError."""
         size = self._cut.global_count
         while self._to_pass:
             count = len(self._take(min(self._to_pass, size)))
@@ -281,35 +264,47 @@ class DrawnSteps(Steps):
         return taken
 
 
-def is_sharded(step: object) -> bool:
-    """Whether a step is a list of index lists, judged by its first element."""
-    if not isinstance(step, list | tuple) or not step:
+class CarryOver:
+    """The samples that the next epoch begins with. Used on the user's thread."""
+
+    def __init__(self, samples: Iterable[Any] = ()) -> None:
+        self.samples: list[Any] = list(samples)
+        self._steps: Steps | None = None
+        self._size = 1
+
+    def begin(self, steps: Steps, size: int) -> None:
+        """Begin an epoch whose steps begin with the samples, ``size`` items a batch."""
+        self._steps, self._size = steps, size
+
+    def replace(self, samples: Iterable[Any]) -> None:
+        """Make the next epoch begin with these samples, whatever the running one leaves over."""
+        self.samples, self._steps = list(samples), None
+
+    def commit(self, progress: Progress, batches: Sized) -> None:
+        """Take over what the running epoch leaves over, if the user is done with all its batches.
+
+        With ``on_error="skip"``, the last batches may not be delivered, and then only the epoch's
+        end counts. ``batches`` has the number of batches in the epoch, if it has a length.
+        """
+        steps = self._steps
+        is_done = steps is not None and progress.position * self._size >= steps.position
+        if steps is None or not (progress.is_ended or is_done):
+            return
+        if progress.is_ended or _is_all(progress.position, batches):
+            next(steps, None)  # without workers, the end has not been drawn yet
+        if steps.is_over:
+            self.replace(steps.left_over)
+
+    def copy(self) -> "CarryOver":
+        """Return a copy without the running epoch, which stays with the original."""
+        return CarryOver(self.samples)
+
+
+def _is_all(count: int, batches: Sized) -> bool:
+    try:
+        return count >= len(batches)
+    except (TypeError, NotImplementedError):  # the length is not known, or not yet
         return False
-    return isinstance(step[0], list | tuple)
-
-
-def sample_count(step: Any) -> int:
-    """Return the number of samples of a step: a batch, or a list of the shards' batches."""
-    return sum(map(len, step)) if is_sharded(step) else len(step)
-
-
-def check_step(step: Any, number: int, device_count: int) -> None:
-    """Raise ValueError where a step of the user's batch sampler cannot be loaded as it is."""
-    shards = step if is_sharded(step) else [step]
-    is_wrong = any(isinstance(each, Sized) and not len(each) for each in shards)
-    if is_sharded(step):
-        is_wrong |= any(is_sharded(each) or not isinstance(each, Sized) for each in shards)
-        is_wrong |= 0 < device_count < len(step)
-    else:
-        is_wrong |= device_count > 0
-    if is_wrong:
-        wanted = "a list of indices, or of lists of indices"
-        if device_count:
-            wanted = f"a list of at most {device_count} lists of indices, one for each device"
-        raise ValueError(
-            f"step {number} of the batch sampler should be {wanted}, none of them empty, but is "
-            f"{step!r}"
-        )
 
 
 # Users' samplers --------------------------------------------------------------------------
@@ -326,13 +321,7 @@ def only_next(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def iterate(sampler: Iterable[Any]) -> Iterator[Any]:
-    """Return an iterator of a user's sampler.
-
-    Raises:
-        RuntimeError: If ``iter()`` of the sampler raises StopIteration, which would silently end
-            the epoch.
-        BaseException: Any other exception of ``iter()``, unchanged.
-    """
+    """Return a sampler's iterator; a StopIteration, which would end the epoch, becomes an error."""
     try:
         return iter(sampler)
     except StopIteration as error:
@@ -343,11 +332,8 @@ def restart_if_exhausted(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Return a sampler's first iterator, or a new iterator if the first one is exhausted.
 
     A sampler that reads its state when it is iterated, such as torchdata's
-    StatefulDistributedSampler, may have been saved at the end of an epoch. Then its first iterator
-    yields nothing, and the next one yields the whole epoch.
-
-    Args:
-        begin: Function that returns a new iterator of the sampler.
+    StatefulDistributedSampler, may have been saved at the end of an epoch: its first iterator
+    yields nothing.
     """
     rest = only_next(begin())
     first = list(islice(rest, 1))
@@ -355,13 +341,7 @@ def restart_if_exhausted(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def too_few(position: int, count: int, source: str) -> ValueError:
-    """Return the error for a state whose position is beyond the epoch's end.
-
-    Args:
-        position: Number of batches after which the state was saved.
-        count: Number of batches that this loader's epoch has.
-        source: Kind of the object that yields the batches, such as "sampler".
-    """
+    """Return the error for a state whose position, in batches, is beyond the epoch's end."""
     return ValueError(
         f"the state does not fit this loader: it was saved after {position} batches of an epoch, "
         f"and the {source} of this loader yields only {count}. Give the sampler, dataset and "

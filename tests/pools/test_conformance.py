@@ -29,8 +29,7 @@ import torch
 from shmloader import ShardedDataLoader
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.payload import ForkedPayload
-from shmloader.batch.portable_payload import PortablePayload
+from shmloader.batch.payload import ForkedPayload, PortablePayload
 from shmloader.engine.engine import Engine
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError, LoaderTimeoutError

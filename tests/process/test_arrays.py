@@ -320,13 +320,13 @@ def test_a_loader_gives_torch_s_batches_and_uses_random_streams_as_torch(options
 @pytest.fixture
 def gathered(monkeypatch):
     counted = []
-    gather = arrays_module.RowGatherer.gather
+    gather = arrays_module.Arrays.gather
 
-    def counting(self: Any, indices: Any) -> Any:
+    def counting(self: Any, columns: Any, indices: Any) -> Any:
         counted.append(len(indices))
-        return gather(self, indices)
+        return gather(self, columns, indices)
 
-    monkeypatch.setattr(arrays_module.RowGatherer, "gather", counting)
+    monkeypatch.setattr(arrays_module.Arrays, "gather", counting)
     return counted
 
 

@@ -203,7 +203,7 @@ def test_samples_of_several_shapes_are_named(place, options):
     )
     assert (
         "In this batch, sample['image'] is a float32 Tensor of shape [4, 2] for index 0; "
-        "a float32 Tensor of shape [3, 2] for indices 1 to 3. Give them one type, dtype and shape "
+        "a float32 Tensor of shape [3, 2] for index 1. Give them one type, dtype and shape "
     ) in "".join(own_notes(error))
     text = str(error)
     if place == "in-process":
@@ -227,7 +227,7 @@ FOR_WORKERS: dict[str, tuple[list[Any], str, str]] = {
     "dtypes": (
         of_dtypes(torch.int64, torch.float32, torch.int64, torch.float32),
         CAST,
-        "sample[1]['x'] is an int64 Tensor of shape [2] for indices 0, 2; a float32 Tensor of",
+        "sample[1]['x'] is an int64 Tensor of shape [2] for index 0; a float32 Tensor of",
     ),
     "dtypes of arrays": (
         [np.zeros(2, np.uint8), *[np.zeros(2, np.float32)] * 3],
@@ -255,5 +255,5 @@ def test_what_only_workers_cannot_collate_is_named_after_torch_s_text(name):
 
 def test_shards_of_a_step_are_explained_too():
     error = raised_by(ShardedDataLoader(Calls(ragged, 8), batch_size=4, num_shards=2))
-    text = "of shape [4, 2] for index 0; a float32 Tensor of shape [3, 2] for indices 1 to 3. Give"
+    text = "of shape [4, 2] for index 0; a float32 Tensor of shape [3, 2] for index 1. Give"
     assert text in whole_text(error)

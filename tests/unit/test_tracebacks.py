@@ -9,7 +9,7 @@ from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.grammar import format_for_user, user_part
-from shmloader.sampling.checks import whole_number
+from shmloader.sampling.arguments import whole_number
 
 
 class Dataset:

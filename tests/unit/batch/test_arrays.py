@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from shmloader import share
-from shmloader.batch.arrays import Column, Columns, RowGatherer, is_plain_data
+from shmloader.batch.arrays import Arrays, Column, Columns, is_plain_data
 from shmloader.sampling.indices import IndexArray
 
 
@@ -87,4 +87,4 @@ def test_indices_that_cannot_be_written_are_gathered_without_a_warning(dtype, in
     received = pickle.loads(pickle.dumps(IndexArray(indices))).array
     assert not received.flags.writeable
     columns = Columns(0, (), (Column(rows),), 20)
-    assert torch.equal(RowGatherer(columns).gather(received), rows[indices])
+    assert torch.equal(Arrays(None).gather(columns, received), rows[indices])

@@ -61,7 +61,7 @@ class PngImage:
             "sample['ids'] is a list of length 2 for index 7; a list of length 3 for index 8",
         ),
         ([1, "a"], "sample is an int for index 7; a str for index 8"),
-        ([None, None], "sample is a NoneType for indices 7 to 8"),
+        ([None, None], "sample is a NoneType for index 7"),
         (
             [(np.zeros(2), 0), (0, 0)],
             "sample[0] is a float64 ndarray of shape [2] for index 7; an int for index 8",
@@ -70,7 +70,7 @@ class PngImage:
             [{1: 1}, {2: 2}],
             "sample is a dict with the keys [1] for index 7; a dict with the keys [2] for index 8",
         ),
-        ([(PngImage(), 0)] * 2, "sample[0] is a PngImage for indices 7 to 8"),
+        ([(PngImage(), 0)] * 2, "sample[0] is a PngImage for index 7"),
     ],
 )
 def test_the_place_in_the_samples_and_their_indices_are_named(samples, note):
@@ -85,11 +85,9 @@ def test_what_the_user_s_own_function_stacks_is_explained_too():
 
 
 def test_many_kinds_and_indices_are_not_all_listed():
-    assert note_of(zeros(*range(1, 200)), list(range(199))).endswith(
-        "[4] for index 3; and 195 more"
-    )
+    assert note_of(zeros(*range(1, 200)), list(range(199))).endswith("[4] for index 3")
     note = note_of(zeros(*[3, 4] * 100), list(range(200)))
-    assert "[3] for 100 indices: 0, 2, 4, 6, 8, 10, 12, 14, …; a float32" in note
+    assert note.endswith("[3] for index 0; a float32 Tensor of shape [4] for index 1")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.portable_payload import PortablePayload
+from shmloader.batch.payload import PortablePayload
 from shmloader.pools import executor_task
 from shmloader.pools.executor import ExecutorPool
 from shmloader.process_state import PROCESS

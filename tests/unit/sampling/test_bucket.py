@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.sampling.bucket import BucketBatchSampler
+from shmloader.sampling.samplers import BucketBatchSampler
 
 LENGTHS = st.lists(st.integers(0, 12), max_size=60)
 SIZES = st.integers(1, 7)

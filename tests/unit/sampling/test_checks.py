@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmloader.sampling.checks import flag, non_negatives, whole_number
+from shmloader.sampling.arguments import flag, non_negatives, whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3)])

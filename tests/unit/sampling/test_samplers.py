@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from shmloader.sampling.samplers import (
-    DistributedWeightedSampler,
     FilterSampler,
     IntervalSampler,
     SplitSampler,
 )
+from shmloader.sampling.sharded import DistributedWeightedSampler
 
 
 class Watched(list):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shmloader.sampling.indices import IndexArray, as_list
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.steps import Cut, Order, OrderSteps
+from shmloader.sampling.steps import Cut, DatasetOrder, OrderSteps
 
 
 @pytest.mark.parametrize("last_batch", ["pad", "keep", "discard", "rollover"])
@@ -21,7 +21,7 @@ def test_arrays_and_ranges_hold_the_indices_of_the_lists(
 ) -> None:
     found = []
     for as_arrays in (False, True):
-        order = Order(length, 7, 1, is_shuffled=shuffle, carried=carried)
+        order = DatasetOrder(length, 7, 1, is_shuffled=shuffle, carried=carried)
         steps = OrderSteps(order, Cut(4, rank, 2), last_batch)
         steps.as_arrays = as_arrays
         drawn = list(steps)
@@ -31,7 +31,7 @@ def test_arrays_and_ranges_hold_the_indices_of_the_lists(
 
 
 def test_an_order_without_shuffling_comes_as_ranges_until_it_wraps_around() -> None:
-    steps = OrderSteps(Order(10, is_shuffled=False), Cut(4), "pad")
+    steps = OrderSteps(DatasetOrder(10, is_shuffled=False), Cut(4), "pad")
     steps.as_arrays = True
     *full, last = steps
     assert full == [range(4), range(4, 8)]

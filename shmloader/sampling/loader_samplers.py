@@ -1,20 +1,28 @@
-"""The samplers that a loader with a seed has in place of torch's. They yield its order.
+"""The samplers that a loader has in place of torch's.
 
-The loader does not draw from them. They are for frameworks that read, wrap or iterate the samplers
-of a loader. Iterating them does not affect the loader.
+Those of a loader with a seed yield its order. The loader does not draw from them. They are for
+frameworks that read, wrap or iterate the samplers of a loader, which does not affect the loader.
+``RolloverBatchSampler`` is drawn from, unless there is a seed.
 """
 
 import copy
+import functools
 import warnings
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeGuard
 
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from shmloader.interruptions import probe
 from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.seeded_order import SeededOrder
-from shmloader.sampling.steps import Cut, Order, OrderSteps
+from shmloader.sampling.steps import CarryOver, Cut, DatasetOrder, DrawnSteps, OrderSteps, iterate
 
 # Lightning's two packages.
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -24,13 +32,7 @@ _BLOCK = 8192
 
 
 class SeededSampler(Sampler[int]):
-    """The base class: a sampler whose epochs are numbered as those of its loader.
-
-    Args:
-        data_source: The dataset; its length may grow.
-        seed: The loader's seed.
-        epochs: The counter that numbers the loader's epochs.
-    """
+    """The base class: a sampler whose epochs are numbered as those of its loader."""
 
     data_source: Sized
 
@@ -40,20 +42,11 @@ class SeededSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that is iterated next.
-
-        It is ``loader.epoch``, or the number that was passed to ``set_epoch`` since the loader's
-        newest epoch began.
-        """
+        """Number of the epoch that is iterated next: the loader's, or what was set since."""
         return self.epochs.of_samplers
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that is iterated next, here and by the next ``iter()`` of the loader.
-
-        Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is negative.
-        """
+        """Set the epoch that is iterated next, here and by the next ``iter()`` of the loader."""
         self.epochs.name(epoch)
 
 
@@ -64,7 +57,7 @@ class SeededRandomSampler(SeededSampler, RandomSampler):
         """Yield the indices of the epoch."""
         key = self.seed, self.epochs.begin_pass()
         for block in OrderSteps(
-            Order(len(self.data_source), *key, is_shuffled=True), Cut(_BLOCK), "keep"
+            DatasetOrder(len(self.data_source), *key, is_shuffled=True), Cut(_BLOCK), "keep"
         ):
             yield from block
 
@@ -77,15 +70,7 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
     """A rank's share of the order of a ``ShardedDataLoader``, with the samples that pad it.
 
     It is a subclass of torch's ``DistributedSampler``, so that frameworks do not divide it again.
-
-    Args:
-        dataset: The dataset.
-        seed: The loader's seed.
-        epochs: The counter that numbers the loader's epochs.
-        shuffle: Whether the order is shuffled.
-
-    Attributes:
-        order: The order, which the loader sets.
+    The loader sets ``order``.
     """
 
     order: SeededOrder
@@ -134,16 +119,58 @@ class SeededShardSampler(SeededSampler, DistributedSampler[Any]):  # type: ignor
         return self.order.sample_count()
 
 
+class RolloverBatchSampler(BatchSampler):
+    """torch's batch sampler without short batches: samples left over come first in the next epoch.
+
+    Attributes:
+        carry_over: The samples that the next epoch begins with.
+
+    Args:
+        sampler: Yields the indices.
+        batch_size: Length of each batch.
+        drop_last: False for the behaviour of torch's batch sampler: a short last batch, and nothing
+            is carried over. Frameworks need every sample for predictions, so they replace a
+            loader's batch sampler by one that is made with ``drop_last=False``.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler[Any] | Iterable[Any],
+        batch_size: int,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.carry_over = CarryOver()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a running epoch: a copy begins its own."""
+        return {**self.__dict__, "carry_over": self.carry_over.copy()}
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Return an iterator of full batches. The loader carries over what is left over."""
+        if not self.drop_last:
+            return super().__iter__()
+        draw = functools.partial(iterate, self.sampler)
+        return DrawnSteps(draw, Cut(self.batch_size), "rollover", self.carry_over.samples)
+
+    def __len__(self) -> int:
+        """Return the number of batches of the running epoch, or of the next one."""
+        if not self.drop_last:
+            return super().__len__()
+        count = len(self.sampler)  # type: ignore[arg-type]
+        return (count + len(self.carry_over.samples)) // self.batch_size
+
+
+def carries_over(batch_sampler: object) -> TypeGuard[RolloverBatchSampler]:
+    """Whether a batch sampler carries samples over to the next epoch."""
+    return isinstance(batch_sampler, RolloverBatchSampler) and batch_sampler.drop_last
+
+
 def leave_out_repeats(batch_sampler: Any) -> None:
     """Make the sharded loader with which Lightning predicts deliver each sample once.
 
-    For training, all ranks need equally many batches, so the order of a sharded loader is padded
-    with repeated samples. For predicting, Lightning builds another loader. Its batch sampler wraps
-    one over the padded order, so Lightning would predict the repeated samples twice. This function
-    leaves them out of that order.
-
-    Args:
-        batch_sampler: The batch sampler of the new loader, or None.
+    The order of a sharded loader is padded with repeated samples. For predicting, Lightning builds
+    another loader, whose batch sampler wraps one over this order.
     """
     if type(batch_sampler).__module__.partition(".")[0] not in _LIGHTNING:
         return

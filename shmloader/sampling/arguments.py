@@ -1,9 +1,10 @@
-"""The rank of this process and the number of ranks.
+"""Arguments of samplers and loaders: checked numbers, and the rank of this process.
 
-They are the user's arguments, else those of ``torch.distributed``, else those of the environment
-variables that ``torchrun`` and others set, else those of a Slurm job step (``srun``), else those of
-a single process. A sampler reads them when it is constructed, and a loader when its first epoch
-begins (:class:`Ranks`).
+Errors contain the argument's name and its value. The rank and the number of ranks are the user's
+arguments, else those of ``torch.distributed``, else those of the environment variables that
+``torchrun`` and others set, else those of a Slurm job step (``srun``), else those of a single
+process. A sampler reads them when it is constructed, and a loader when its first epoch begins
+(:class:`Ranks`).
 
 The number of Slurm's tasks is read from ``SLURM_STEP_NUM_TASKS``, which only ``srun`` sets.
 ``SLURM_NTASKS`` is also set in a batch script, and there ``SLURM_PROCID`` is 0 in each process that
@@ -11,14 +12,17 @@ the script starts without ``srun``.
 """
 
 import os
+import reprlib
 from collections.abc import Iterable
 from numbers import Integral
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
-from shmloader.interruptions import probe
-from shmloader.sampling.checks import whole_number
+from shmloader.interruptions import Caught, attempt, probe
 
 # Attributes of samplers with their rank and the number of ranks: torch's, ours, accelerate's.
 _NAMES = (
@@ -28,11 +32,91 @@ _NAMES = (
 )
 
 
-class EnvironmentVariableError(ValueError):
-    """Environment variables of the rank and the world size are wrong."""
+def whole_number(value: object, name: str, *, minimum: int, below: int | None = None) -> int:
+    """Check an integer argument and return it as an int.
+
+    Args:
+        value: The argument: an int or a numpy integer, but not a bool.
+        name: Name of the argument.
+        minimum: The smallest value allowed.
+        below: The value must be smaller than this; None for no bound.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is out of bounds.
+    """
+    got = f"but got {name}={value!r}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} should be an int, {got}")
+    number = int(value)
+    if number < minimum:
+        raise ValueError(f"{name} should be {minimum} or more, {got}")
+    if below is not None and number >= below:
+        raise ValueError(f"{name} should be below {below}, {got}")
+    return number
 
 
-def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def flag(value: object, name: str) -> bool:
+    """Check a bool argument and return it.
+
+    Raises:
+        TypeError: If it is not a bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} should be True or False, but got {name}={value!r}")
+    return value
+
+
+def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    """Check an argument that is a 1-d sequence of finite numbers, none of them negative.
+
+    Args:
+        values: The argument: a sequence, numpy array or tensor of ints or floats.
+        name: Name of the argument.
+
+    Returns:
+        A read-only copy, int64 if the values are ints that fit, else float64.
+
+    Raises:
+        TypeError: If the values are not numbers.
+        ValueError: If the values do not have one dimension, or one is negative, infinite or NaN.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        # numpy has no bfloat16.
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:  # such as rows of different lengths
+        raise _no_numbers(values, name) from error
+    if array.dtype.kind not in "iuf":
+        raise _no_numbers(values, name)
+    if array.ndim != 1:
+        raise ValueError(f"{name} should have one dimension, but got {name} of shape {array.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(
+            f"{name} should have no negative or infinite numbers and no NaN, "
+            f"but got {name}[{first}]={array[first]}"
+        )
+    is_int = array.dtype.kind in "iu" and not (array > np.iinfo(np.int64).max).any()
+    # astype() makes a copy even if the dtype stays the same.
+    checked = array.astype(np.int64) if is_int else array.astype(np.float64)
+    checked.flags.writeable = False
+    return checked
+
+
+def _no_numbers(values: object, name: str) -> TypeError:
+    return TypeError(
+        f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
+    )
+
+
+# Ranks -----------------------------------------------------------------------------------
+
+
+def resolve_ranks(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
     """Return the rank of this process and the world size.
 
     Args:
@@ -51,11 +135,9 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
             environment has only one variable of a pair, or values that are not such numbers.
     """
     if rank is None and world_size is None:
-        try:
-            return find_ranks()
-        except EnvironmentVariableError as error:
-            text = f"{error}; rank= and world_size= override the environment"
-            raise EnvironmentVariableError(text) from None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return _ranks_of_environment()
     if rank is None or world_size is None:
         raise ValueError(
             "rank and world_size should be given both or not at all, "
@@ -68,30 +150,11 @@ def resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return own, size
 
 
-def find_ranks() -> tuple[int, int]:
-    """Return what :func:`resolve_ranks` returns without arguments.
-
-    Raises:
-        ValueError: If the environment has only one variable of a pair, or values that are not such
-            numbers.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return _ranks_of_environment()
-
-
 class Ranks:
     """The rank of this process and the world size, which are resolved when the first epoch begins.
 
     A loader may be made before the processes of a run are launched. If the user gives no ranks,
     each call of :meth:`find` looks them up again until :meth:`resolve` is called.
-
-    Args:
-        rank: The user's argument; None to find it out.
-        world_size: The user's argument; None if ``rank`` is None, too.
-
-    Raises:
-        TypeError, ValueError: If the arguments are wrong.
     """
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
@@ -99,33 +162,25 @@ class Ranks:
         self._settled = resolve_ranks(rank, world_size) if is_given else None
 
     def find(self) -> tuple[int, int]:
-        """Return the rank and the world size.
-
-        Raises:
-            ValueError: If they are not resolved, and the environment variables are wrong.
-        """
-        return resolve_ranks(None, None) if self._settled is None else self._settled
+        """Return the rank and the world size; raise ValueError if the environment is wrong."""
+        return resolve_ranks() if self._settled is None else self._settled
 
     def resolve(self) -> None:
-        """Fix the ranks as they are now.
-
-        Raises:
-            ValueError: If they are not resolved, and the environment variables are wrong.
-        """
+        """Fix the ranks as they are now."""
         self._settled = self.find()
 
     @property
     def known(self) -> tuple[int, int] | None:
         """The rank and the world size; None while :meth:`find` raises ValueError."""
-        try:
-            return self.find()
-        except EnvironmentVariableError:
-            return None
+        found = attempt(self.find)
+        return None if isinstance(found, Caught) else found
 
 
 # The variables of the rank and of the number of ranks: torchrun's, and those of a Slurm job step.
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+_OVERRIDE = "; rank= and world_size= override the environment"
 
 
 def _ranks_of_environment() -> tuple[int, int]:
@@ -139,16 +194,16 @@ def _ranks_of_environment() -> tuple[int, int]:
 def _ranks_of_variables(rank_name: str, size_name: str) -> tuple[int, int]:
     own, size = os.environ.get(rank_name), os.environ.get(size_name)
     if own is None or size is None:
-        raise EnvironmentVariableError(
+        raise ValueError(
             f"environment variables {rank_name} and {size_name} should be set both or not at all, "
-            f"but got {rank_name}={own!r}, {size_name}={size!r}"
+            f"but got {rank_name}={own!r}, {size_name}={size!r}{_OVERRIDE}"
         )
     # int() alone would accept "1_0" and digits of any script.
     are_numbers = all(text.strip().isascii() and text.strip().isdecimal() for text in (own, size))
     if not are_numbers or int(own) >= int(size):
-        raise EnvironmentVariableError(
+        raise ValueError(
             f"environment variables {rank_name} and {size_name} should be whole numbers, the first "
-            f"below the second, but got {rank_name}={own!r}, {size_name}={size!r}"
+            f"below the second, but got {rank_name}={own!r}, {size_name}={size!r}{_OVERRIDE}"
         )
     return int(own), int(size)
 
