@@ -132,21 +132,6 @@ def test_in_process_the_error_is_the_users_own(case: str) -> None:
     assert raised == Failure(type(ERRORS[case](3)), str(ERRORS[case](3)))
 
 
-def only_failure(make: Callable[[], dict[str, Any]], **options: Any) -> Failure:
-    (failure,) = [step.value for step in run_ours(make, **options) if step.event == "error"]
-    return failure
-
-
-def test_the_text_tells_the_worker_and_its_traceback() -> None:
-    failure = only_failure(lambda: failing("a ValueError", batch_size=2, num_workers=2), epochs=1)
-    assert failure.text.startswith(
-        "Caught ValueError in DataLoader worker process 1.\n"
-        "Original Traceback (most recent call last):\n"
-    )
-    assert "in __getitem__" in failure.text
-    assert "ValueError: sample 3 is bad" in failure.text
-
-
 def test_an_error_that_one_string_cannot_rebuild_arrives_all_the_same() -> None:
     def make() -> dict[str, Any]:
         error = Failing(lambda n: TwoArgumentsError("first", n))

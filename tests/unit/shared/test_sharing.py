@@ -320,27 +320,6 @@ def test_an_array_of_any_kind_is_equal_and_read_only(name):
     assert again.strides == ours.strides
 
 
-def test_what_is_computed_of_a_shared_array_is_an_ordinary_one():
-    ours = shmloader.share(np.arange(6.0))
-    for result in (ours + 1, 1 + ours, ours * ours, np.concatenate([ours, ours]), -ours):
-        assert type(result) is np.ndarray
-    assert ours.sum() == 15
-    assert type(ours.sum()) is np.float64
-    assert ours.mean() == 2.5
-    out = np.empty(6)
-    assert np.multiply(ours, 2, out=out) is out
-    assert out.tolist() == [0, 2, 4, 6, 8, 10]
-    writable = shmloader.share(np.arange(3), writable=True)
-    same = writable
-    writable += 1
-    assert same is writable
-    assert same.tolist() == [1, 2, 3]
-    copied = ours.copy()
-    copied[0] = 9  # no longer shared
-    assert pickle.loads(ForkingPickler.dumps(copied)).tolist() == copied.tolist()
-    assert len(ForkingPickler.dumps(shmloader.share(np.zeros(10_000))[5:])) < 500
-
-
 def test_tensors_that_share_a_storage_still_do():
     whole = torch.arange(20.0)
     parts = shmloader.share({"head": whole[:5], "middle": whole[3:9].view(2, 3), "all": whole})
