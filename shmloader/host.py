@@ -124,8 +124,7 @@ def _token_of_group() -> str | None:
 def _launcher() -> int:
     """Return the pid of the process that launched this rank; 0 if it is not visible from here.
 
-    It is the parent, or the nearest ancestor that does not belong to the rank. A process of another
-    user, whose variables cannot be read, counts as belonging to the rank.
+    It is the nearest ancestor that does not belong to the rank.
     """
     ours, pid = _rank_variables("self"), os.getppid()
     while ours and pid > 1 and _rank_variables(pid) in (None, ours):
@@ -160,11 +159,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 class Roll:
-    """The ranks that have come to a meeting, and their processes. Its host keeps it.
-
-    Args:
-        rank: The rank that is the host.
-    """
+    """The ranks that have come to a meeting, and their processes. Its host keeps it."""
 
     def __init__(self, rank: int) -> None:
         self._pids = {rank: os.getpid()}
@@ -201,8 +196,7 @@ class Meeting:
     Args:
         topic: What the ranks meet for; it distinguishes the meetings of one run.
         rank: Number of this rank.
-        is_alone: Whether no other rank will come. The name is then random, so that no other process
-            finds it.
+        is_alone: Whether no other rank will come. The name is then random.
 
     Raises:
         OSError: If this system has no such sockets, or no descriptor is left.
@@ -239,11 +233,7 @@ class Meeting:
         PROCESS.meetings.add(self.socket)
 
     def _try_to_host(self) -> bool:
-        """Connect to the host, or become the host. Returns whether it is the host.
-
-        Raises:
-            BlockingIOError, ConnectionError: If neither is possible at this moment.
-        """
+        """Connect to the host, or become it. Returns whether it is. Raises to try again."""
         try:
             self.socket.connect(self.name)
         except ConnectionRefusedError:
@@ -258,11 +248,7 @@ class Meeting:
         return False
 
     def _try_to_be_admitted(self, rank: int, token: str | None) -> str:
-        """Wait until the host admits this rank. Returns why it does not; "" if it does.
-
-        Raises:
-            ConnectionError: If the host has ended, or has closed the meeting.
-        """
+        """Wait until the host admits this rank. Returns why it does not; "" if it does."""
         self.host_pid, user = peer_of(self.socket)
         if user != os.geteuid():
             raise PermissionError(
@@ -442,8 +428,7 @@ def _build(meeting: Meeting, build: Callable[[], _T], guests: int, *, writable: 
 def _make(build: Callable[[], _T], *, writable: bool) -> tuple[Payload, _T]:
     """Build the object, and pickle it for the other ranks.
 
-    Calls of ``share_on_host`` in ``build`` are not counted: only this rank makes them, and all
-    ranks must count the same calls.
+    Calls of ``share_on_host`` in ``build`` are not counted: only this rank makes them.
     """
     thread = threading.get_ident()
     PROCESS.builds_on_host.add(thread)
@@ -464,14 +449,7 @@ _OPEN_LATER = "Set it to None in build(), and create it when it is first used."
 
 
 class _Server(BackgroundThread):
-    """Admits the other ranks, and gives them the object. Runs until all have it.
-
-    Args:
-        meeting: The meeting that the ranks come to. The server closes it.
-        guests: How many other ranks will come at most.
-        payload: The object, or None, and the error, or None.
-        shared: The object, which owns descriptors of the payload.
-    """
+    """Admits the other ranks, and gives them the object. Runs until all have it."""
 
     def __init__(
         self, meeting: Meeting, guests: int, payload: Payload, shared: object = None
@@ -504,11 +482,7 @@ class _Server(BackgroundThread):
 
 
 def _receive(channel: socket.socket) -> ReceivedPayload:
-    """Receive what the host has built.
-
-    Raises:
-        ConnectionError, TimeoutError: If the host has ended or is stopped.
-    """
+    """Receive what the host has built. Raises to try again."""
     channel.settimeout(_REST_S)
     payload = receive_payload(channel)
     with contextlib.suppress(ConnectionError):  # the host may have ended, and is needed no more
@@ -517,11 +491,7 @@ def _receive(channel: socket.socket) -> ReceivedPayload:
 
 
 def _open(payload: ReceivedPayload, builder: int) -> Any:
-    """Return the object that the host has built.
-
-    Raises:
-        Exception: What the host raised, or what unpickling the object raises.
-    """
+    """Return the object that the host has built, or raise what it raised."""
     with PROCESS.opening:
         before = PROCESS.received
         try:

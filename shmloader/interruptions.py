@@ -110,15 +110,11 @@ class Suppressed:
 
 
 def uninterruptible(step: Callable[[], object], tries: int = 5) -> None:
-    """Run a closing step, and run it again if an exception interrupts it.
+    """Run a closing step, and run it again, up to ``tries`` times, if an exception interrupts it.
 
     Closing waits for processes and threads, and users who wait press Ctrl-C. What an interruption
-    left open would stay open, because a second ``close()`` does nothing.
-
-    Args:
-        step: A function that can be run again after an exception at any point. Its result is
-            dropped.
-        tries: How often it is run at most, which suffices for several interruptions.
+    left open would stay open, because a second ``close()`` does nothing. The step can be run again
+    after an exception at any point.
 
     Raises:
         BaseException: The first exception, after the step was completed or given up.

@@ -31,10 +31,6 @@ TASK, DONE, LAST, MORE = range(1, 5)
 TASK_HEAD = struct.Struct("=Bqqqqq")
 #: A plain batch: ``DONE``, seq, epoch, slot_id, used_bytes, and the five times.
 DONE_HEAD = struct.Struct("=B9q")
-#: Head of a slot for states: how many bytes of it have pages, or ``UNREAD``. The worker writes
-#: ``UNREAD`` with a state, and fills the slot again only once the main process has copied it out.
-STATE_HEAD = struct.Struct("=q")
-UNREAD = -1
 #: Stands for a ``dataset_epoch`` of None.
 NO_EPOCH = -1
 
@@ -47,23 +43,14 @@ class Spilled(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """Stands for what lies in a slot: a long answer, after its batch, or a dataset's state.
-
-    Attributes:
-        slot_id: The slot.
-        where: Where the pickle lies.
-    """
+    """Stands for the pickle of a long answer, after its batch, or of a state, in a slot."""
 
     slot_id: int
     where: Spilled
 
 
 class Unsaved(NamedTuple):
-    """Stands for a state that could not be taken or pickled.
-
-    Attributes:
-        text: What the loader's ``state_dict()`` raises: the cause, and what to do.
-    """
+    """Stands for a state that could not be taken: the text that ``state_dict()`` raises."""
 
     text: str
 
@@ -80,13 +67,11 @@ class Task(NamedTuple):
         slot_id: The slot, which belongs to the worker until it answers.
         touched_bytes: How many bytes from the slot's start have pages already.
         dataset_epoch: The number for the dataset's ``set_epoch()``; None for no call.
-        indices: What the sampler yielded, pickled: a list of keys, or one key without batching;
-            with its position in the epoch (``PositionedIndices``) if samples have random number
-            generators of their own. It is pickled by itself, because a key of the user's own class
-            may fail to unpickle.
-        has_hung: Whether samples of the batch have hung, and raise instead. ``indices`` then holds
-            a pair: the indices, and what the workers that were ended were doing, by the numbers of
-            the samples (:class:`~shmloader.batch.sample_watch.SampleWatch`).
+        indices: What the sampler yielded, pickled by itself, since a key of the user's own class
+            may fail to unpickle. With its position in the epoch if samples have random number
+            generators of their own.
+        has_hung: Whether ``indices`` is a pair: the indices, and what the workers that were ended
+            were doing, by the numbers of the samples that hung, which raise instead.
     """
 
     seq: int
@@ -99,11 +84,7 @@ class Task(NamedTuple):
 
 
 class StartEpoch(NamedTuple):
-    """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer.
-
-    Attributes:
-        dataset_epoch: See :class:`Task`.
-    """
+    """Main → worker: make a new fetcher (call ``iter(dataset)``), then answer."""
 
     dataset_epoch: int | None = None
 
@@ -111,9 +92,7 @@ class StartEpoch(NamedTuple):
 class ResumeStream(NamedTuple):
     """Main → worker, before its first task: resume the dataset, and receive tasks from now on.
 
-    Attributes:
-        checkpoint: A pickled :class:`~shmloader.batch.checkpoint.Checkpoint`; empty to begin at the
-            dataset's beginning.
+    The checkpoint is pickled; b"" stands for the dataset's beginning.
     """
 
     checkpoint: bytes
@@ -134,11 +113,10 @@ class Answered(NamedTuple):
         epoch: Number of the epoch within the iterator.
         slot_id: The task's slot.
         touched_bytes: How many bytes of the slot were written.
-        answer: An ``Answer`` of :mod:`shmloader.pools.answers`. The content of a batch is None,
-            since it lies in the slot.
-        layout: A pickled ``FlatLayout`` or ``PickledLayout`` of :mod:`shmloader.memory`; None if it
-            equals that of this worker's last batch. It is pickled by itself, because it may hold
-            keys that only the worker can unpickle.
+        answer: An ``Answer``. The content of a batch is None, since it lies in the slot.
+        layout: A pickled ``FlatLayout`` or ``PickledLayout``; None if it equals that of this
+            worker's last batch. It is pickled by itself, since only the worker may be able to
+            unpickle its keys.
     """
 
     seq: int
@@ -152,11 +130,7 @@ class Answered(NamedTuple):
 class StreamEnded(NamedTuple):
     """Worker → main: the worker's copy of an iterable dataset has no batch for this task.
 
-    Attributes:
-        seq: Number of the batch in its epoch.
-        epoch: Number of the epoch within the iterator.
-        beginning: The pickled :class:`~shmloader.batch.checkpoint.Checkpoint` with which the next
-            epoch begins, if workers are persistent.
+    ``beginning`` is the pickled checkpoint of the next epoch, if workers are persistent.
     """
 
     seq: int
@@ -167,9 +141,7 @@ class StreamEnded(NamedTuple):
 class EpochStarted(NamedTuple):
     """Worker → main: the answer to :class:`StartEpoch`. All earlier tasks are answered.
 
-    Attributes:
-        beginning: The pickled :class:`~shmloader.batch.checkpoint.Checkpoint` with which the epoch
-            begins; empty for the dataset's beginning.
+    ``beginning`` is the pickled checkpoint of the epoch; b"" is the dataset's beginning.
     """
 
     beginning: bytes
@@ -207,9 +179,7 @@ def pieces(data: bytes) -> Iterator[bytes]:
 def join(before: bytearray, data: bytes) -> bytes | None:
     """Return the message that a datagram completes; None if further pieces follow.
 
-    Args:
-        before: The pieces that have come from the same end, which are changed.
-        data: The datagram.
+    ``before`` has the pieces that have come from the same end, and is changed.
     """
     if data[0] not in (LAST, MORE):
         return data

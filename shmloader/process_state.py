@@ -126,10 +126,7 @@ class ProcessState:
             pipe.close_write()
 
     def leave_meetings(self) -> None:
-        """Close the meetings. Called in a forked child, which must not keep their names bound.
-
-        ``opening`` becomes a new lock: a thread that the child does not have may hold the old one.
-        """
+        """Close the meetings in a forked child, which must not keep their names bound."""
         self.opening = threading.RLock()
         for meeting in list(self.meetings):
             meeting.close()

@@ -72,33 +72,20 @@ class BackgroundThread:
         """Prepare, before the thread can be parked. Runs on it. Does nothing by default."""
 
     def close_what_it_uses(self) -> None:
-        """Close what the thread uses, after :meth:`leave_closing`. Does nothing by default.
-
-        Runs on the thread.
-        """
+        """Close what the thread uses, after :meth:`leave_closing`. Runs on the thread."""
 
     def depart(self) -> None:
-        """Finish, when the thread can no longer be parked. Does nothing by default.
-
-        Runs on the thread. Unlike :meth:`work`, it may wait for other background threads.
-        """
+        """Finish, when the thread can no longer be parked. May wait for our other threads."""
 
     def wake(self) -> None:
         """Make the thread reach its next pause soon. Does nothing by default."""
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: If the system refuses a further thread.
-        """
+        """Start the thread."""
         self._thread.start()
 
     def join(self, timeout_s: float | None) -> bool:
         """Wait for the thread's end, unless the calling thread must not wait.
-
-        Args:
-            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Returns:
             Whether the thread no longer uses anything: it has ended, was never started, or is
@@ -213,8 +200,7 @@ def all_parked() -> Iterator[None]:
 def may_wait() -> bool:
     """Return whether the calling thread may wait for one of our threads to end.
 
-    It may not if it is one of our threads itself, or if it is forking: the other thread may be
-    parked for that fork. Finalizers ask this, and the garbage collector may run one on any thread.
+    It may not if it is one itself, or if it is forking: the other may be parked for that fork.
     """
     return threading.get_ident() not in PROCESS.threads.unwilling
 

@@ -21,7 +21,6 @@ from shmloader.errors import LoaderTimeoutError
 from shmloader.grammar import counted, describe_worker
 from shmloader.pools import Pool, ReplaceablePool
 from shmloader.pools.answers import Death
-from shmloader.pools.forking import NO_GUARD_EXIT, NO_GUARD_TEXT
 from shmloader.pools.status_page import AtWork, Phase
 
 # The most time spent on asking workers for their stacks, once a batch is late.
@@ -83,8 +82,6 @@ def describe_death(
     """Say how a worker ended, what it was loading, and why it was not replaced."""
     if death.because:
         return death.because
-    if death.exit_code == NO_GUARD_EXIT:
-        return f"DataLoader worker (pid {death.pid}) exited unexpectedly. {NO_GUARD_TEXT}"
     work = "had no batch to load" if ticket is None else f"was loading {describe_ticket(ticket)}"
     text = f"{describe_end(death)}Worker {worker_id} {work}."
     if death.exit_code == -signal.SIGKILL:

@@ -7,10 +7,14 @@ The times of a batch, all by ``time.monotonic_ns()``, which is one clock for all
 """
 
 import dataclasses
+import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from shmloader.interruptions import Suppressed
 
 
 class WorkTimes(NamedTuple):
@@ -83,7 +87,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """What a worker and its predecessors with the same number have used.
+    """What a worker has used.
 
     Attributes:
         pid: Process id; None for a thread.
@@ -98,23 +102,28 @@ class Usage:
     pss_bytes: int | None = None
 
 
+#: After such a time, the workers' memory is measured once more at an end: milliseconds for each.
+LONG_NS = 5_000_000_000
+
+
 class Readings:
     """The usage of an iterator's workers: read while they live, remembered afterwards."""
 
     def __init__(self) -> None:
         self._latest: Sequence[Usage] = ()
         self._ask: Callable[[bool], Sequence[Usage] | None] | None = None
+        self._opened_ns = 0
 
     def open(self, ask: Callable[[bool], Sequence[Usage] | None]) -> None:
         """Read the usage with ``ask`` from now on, while the workers live.
 
         It returns None if the usage is not known any more. Given True, it measures memory as well.
         """
-        self._ask = ask
+        self._ask, self._opened_ns = ask, time.monotonic_ns()
 
     def close(self) -> None:
         """Read the usage a last time, before the workers end. May be called again."""
-        self.read(thoroughly=False)
+        self.read(thoroughly=time.monotonic_ns() - self._opened_ns > LONG_NS)
         self._ask = None
 
     def read(self, *, thoroughly: bool) -> Sequence[Usage]:
@@ -126,13 +135,24 @@ class Readings:
         return self._latest
 
 
-def stalled_ns(thread: str = "thread-self") -> int:
-    """Return the time in which a thread could have run but no core was free, since it began.
+def usage_of(task: int, *, is_thread: bool = False, thoroughly: bool = False) -> Usage:
+    """Return what a process or a thread has used.
 
-    It is 0 if the kernel does not report it, or the thread has ended.
+    Args:
+        task: The process id, or the system's id of a thread of this process.
+        is_thread: Whether it is a thread.
+        thoroughly: Whether to measure the memory, which takes milliseconds.
     """
-    fields = read_file(f"/proc/{thread}/schedstat").split()
-    return int(fields[1]) if fields else 0
+    cpu_ns, pss_bytes = 0, None
+    with Suppressed(OSError):  # it has ended
+        # The number of its clock, as clock_getcpuclockid(3) returns it.
+        cpu_ns = time.clock_gettime_ns((~task << 3) | (6 if is_thread else 2))
+    fields = read_file(f"/proc/{task}/schedstat").split()
+    if thoroughly:
+        found = re.search(r"^Pss: +(\d+) kB", read_file(f"/proc/{task}/smaps_rollup"), re.MULTILINE)
+        pss_bytes = None if found is None else int(found[1]) << 10
+    pid = None if is_thread else task
+    return Usage(pid, cpu_ns, int(fields[1]) if fields else 0, pss_bytes)
 
 
 def read_file(path: str | Path) -> str:

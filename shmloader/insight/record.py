@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shmloader.insight import measurements
 from shmloader.insight.measurements import Counts, Readings
 from shmloader.insight.sums import Call, Sums
 
@@ -76,7 +77,8 @@ class Record:
         """End the record: no batch follows. May be called again."""
         if not self.is_over:
             if self.kind != "in-process":
-                self._final = self._read()
+                is_long = time.monotonic_ns() - self.begin_ns > measurements.LONG_NS
+                self._final = self._read(thoroughly=is_long)
             self.is_over = True
             self.counts = self.readings = self.failed = None
 
@@ -92,8 +94,9 @@ class Record:
         sums.finish(self.begin_ns)
         sums.merge(self._read(thoroughly=True))
         if self._at_start is not None:
-            before = self._at_start.added.items()
-            sums.added.subtract({name: one for name, one in before if name in sums.added})
+            for name, before in self._at_start.added.items():
+                if name in sums.added:  # less than before is the time of a worker's replacement
+                    sums.added[name] = max(0, sums.added[name] - before)
         names = ("epoch", "kind", "num_workers", "persistent_workers", "is_over")
         sums.newest |= {name: getattr(self, name) for name in names}
         return sums

@@ -147,14 +147,7 @@ class LoaderConfig(SimpleNamespace):
         """Each slot's share of ``shm_size``; None without a maximum."""
         if self.shm_size is None:
             return None
-        count = self.most_window + self.lend_limit + self.state_slot_count
-        return slot_share(self.shm_size, count)
-
-    @property
-    def state_slot_count(self) -> int:
-        """Slots for states: states that are taken rarely may be large, and their pages stay."""
-        fetch = self.fetch
-        return self.most_workers if fetch.is_iterable and fetch.snapshot_every > 1 else 0
+        return slot_share(self.shm_size, self.most_window + self.lend_limit)
 
     def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
         """Return the watch that records in ``failures``; None if the first failure is raised."""

@@ -181,16 +181,14 @@ class Workers:
                 pool_of_host = self._parts.host_pool = host_pool.open_host_pool(
                     config.dataset,
                     config.worker_init_fn,
-                    config.most_workers,
+                    config.num_workers,
                     base_seed,
-                    None if self.adapter is None else config.num_workers,
                     rank=config.rank,
                     is_alone=config.host_ranks == 1,
                 )
-                if self.adapter is not None:
-                    # The rank that began the pool decides the maximum; the pool adapts the number.
-                    adapter = self.adapter = host_pool.SharedAdapter(pool_of_host)
-                    config = config.replace(num_workers=adapter.count, most_workers=adapter.most)
+                # Of automatic numbers, that of the rank that began the pool counts.
+                count = pool_of_host.worker_count
+                config = config.replace(num_workers=count, most_workers=count)
             tasks = _make_tasks(config)
             stack.callback(tasks.close)
             if is_shared:
@@ -248,7 +246,6 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     arena = Arena.create(
         config.slot_bytes,
         config.most_window + config.lend_limit,
-        config.state_slot_count,
     )
     return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
 

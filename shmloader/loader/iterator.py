@@ -368,7 +368,7 @@ class BatchIterator(_BaseDataLoaderIter):
         for _, checkpoint in delivery.datasets:
             self._parts.state_cost.add(checkpoint)
         if self._adapter is not None:
-            wanted = self._adapter.note(ended_ns, ended_ns - began_ns, busy_ns)
+            wanted = self._adapter.count_batch(ended_ns, ended_ns - began_ns, busy_ns)
             if wanted != self._wanted:
                 self._wanted = wanted
                 self._engine.want_workers(wanted)

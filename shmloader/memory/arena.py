@@ -261,28 +261,23 @@ class Arena:
     Args:
         file: The file, which the arena takes over.
         slot_bytes: The most bytes that a slot may hold: the distance of two slots in the file.
-        slot_count: The number of slots for batches.
-        state_slot_count: The number of slots for states of datasets, one for each worker or 0.
+        slot_count: The number of slots.
 
     Attributes:
-        slots: The slots, by number; those for batches come first.
-        batch_slot_count: The number of slots for batches.
+        slots: The slots, by number.
         slot_bytes: The most bytes that a slot may hold.
         is_read_by_device: Whether only devices and our own copies read the slots. The user then
             gets no view of them, and their mappings must not be changed without need.
     """
 
-    def __init__(
-        self, file: MemoryFile, slot_bytes: int, slot_count: int, state_slot_count: int = 0
-    ) -> None:
-        self._file = file
-        self.slot_bytes, self.batch_slot_count = slot_bytes, slot_count
-        self.slots = [Slot(slot_id) for slot_id in range(slot_count + state_slot_count)]
+    def __init__(self, file: MemoryFile, slot_bytes: int, slot_count: int) -> None:
+        self._file, self.slot_bytes = file, slot_bytes
+        self.slots = [Slot(slot_id) for slot_id in range(slot_count)]
         self.is_read_by_device = False
         PROCESS.arenas[id(self)] = self
 
     @classmethod
-    def create(cls, slot_bytes: int | None, slot_count: int, state_slot_count: int = 0) -> Self:
+    def create(cls, slot_bytes: int | None, slot_count: int) -> Self:
         """Make the file, in the process that owns the slots; for the arguments, see the class.
 
         A slot may hold less than ``slot_bytes`` if files may not be that long. None stands for all
@@ -294,27 +289,20 @@ class Arena:
         if slot_bytes is None:
             slot_bytes = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES)
         limit = soft_limit(resource.RLIMIT_FSIZE)
-        count = slot_count + state_slot_count
-        most_bytes = (sys.maxsize if limit is None else limit) // count
+        most_bytes = (sys.maxsize if limit is None else limit) // slot_count
         slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)
         file = MemoryFile()
-        os.ftruncate(file.fileno(), slot_bytes * count)
+        os.ftruncate(file.fileno(), slot_bytes * slot_count)
         fcntl.fcntl(file.fileno(), ADD_SEALS, SEALS)
-        return cls(file, slot_bytes, slot_count, state_slot_count)
+        return cls(file, slot_bytes, slot_count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for a process that is being started."""
-        counts = self.batch_slot_count, len(self.slots) - self.batch_slot_count
-        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, *counts)
+        return _attach, (reduction.DupFd(self.fileno()), self.slot_bytes, len(self.slots))
 
     def fileno(self) -> int:
         """Return the descriptor; -1 once closed."""
         return -1 if self._file.closed else self._file.fileno()
-
-    def state_slot(self, worker_id: int) -> Slot | None:
-        """Return the slot for the states of a worker's dataset; None without such slots."""
-        at = self.batch_slot_count + worker_id
-        return self.slots[at] if at < len(self.slots) else None
 
     def describe_limit(self, needed_bytes: int) -> str:
         """Return what keeps a slot from having more than ``slot_bytes``, and the remedy."""
@@ -429,8 +417,8 @@ class Arena:
             slot.kept = None
 
 
-def _attach(handle: Any, slot_bytes: int, slot_count: int, state_slot_count: int) -> Arena:
+def _attach(handle: Any, slot_bytes: int, slot_count: int) -> Arena:
     """Return the arena of a handle. Called by pickle, in a worker."""
     fd = handle.detach()
     os.set_inheritable(fd, False)  # spawn passes it on as inheritable
-    return Arena(MemoryFile(fd), slot_bytes, slot_count, state_slot_count)
+    return Arena(MemoryFile(fd), slot_bytes, slot_count)

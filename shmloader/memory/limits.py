@@ -233,16 +233,11 @@ class MemoryConfig:
 
 
 class MemoryAdmission:
-    """Decides whether a slot may grow. Each process of an iterator has one.
-
-    Attributes:
-        is_tight: Whether, when a slot last grew, less was free than all workers together may take.
-    """
+    """Decides whether a slot may grow. Each process of an iterator has one."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config, self._root = config, Path(config.root)
         self._groups = control_groups(self._root)
-        self.is_tight = False
 
     def _read_free(self) -> Free | None:
         """Return what is free now, less the reserve."""
@@ -276,8 +271,6 @@ class MemoryAdmission:
         """
         free, config, before = self._read_free(), self._config, slot.touched_bytes
         position = end if free is None else before
-        if free is not None:
-            self.is_tight = free.nbytes < config.worker_count * end
         while free is not None and position < end and end - position <= free.nbytes:
             step = min(max(_LEAST_STEP_BYTES, free.nbytes // config.worker_count), _STEP_BYTES)
             step_end = min(position + step, end)

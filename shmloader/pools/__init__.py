@@ -15,18 +15,16 @@ pool                workers                                     batches arrive
 Every pool keeps these rules:
 
 * A task that was sent is answered exactly once, by what :meth:`Pool.send` returns, by
-  :meth:`Events.answered` or by :meth:`Events.stream_ended`. There are two exceptions. If the worker
-  is lost, that is reported once, after everything that it had answered; a pool with a queue then
-  takes back its queued tasks as well, to be sent again. Tasks that :meth:`Pool.recall` returns are
-  not answered.
+  :meth:`Events.answered` or by :meth:`Events.stream_ended`. If the worker is lost, that is reported
+  once, after everything that it had answered; a pool with a queue then takes back its queued tasks
+  as well, to be sent again. Tasks that :meth:`Pool.recall` returns are not answered.
 * Events are reported inside a call of :meth:`Pool.wait` or :meth:`Pool.poll`, on the calling
   thread. What happens between two calls waits in the pool.
 * An exception of the dataset, of ``collate_fn`` or of ``worker_init_fn`` is an answer, a
   ``Failure``. An exception of a signal handler is not an answer: it propagates from the call. A
   KeyboardInterrupt that arrives while the pool only waits (``is_waiting``) loses nothing.
-* Only :meth:`Pool.wait` blocks. :meth:`Pool.close`, :meth:`Pool.end_workers`,
-  :meth:`SlotPool.retire` and :meth:`Pool.ask` take a bounded time. No other call waits for a
-  worker.
+* Only :meth:`Pool.wait` blocks. Closing, ending, retiring and :meth:`Pool.ask` take a bounded time.
+  No other call waits for a worker.
 * To begin a further epoch, the engine recalls what is queued and calls :meth:`Pool.start_epoch` for
   each worker. A pool of processes first answers all tasks of the previous epoch that workers have,
   and then reports :meth:`Events.epoch_entered`. The other pools recall all tasks, also those that
@@ -61,8 +59,7 @@ class SentTicket(Protocol):
         worker_id: The worker that gets the task. Not read if the task goes to a queue.
         slot_id: The slot that the batch is written to. Not read by a pool without slots.
         hung: Samples of the batch that are to raise an error, since they took too long before: maps
-            their numbers to what their worker was doing. Only read by pools that support
-            ``sample_timeout``: those of processes and of threads.
+            their numbers to what their worker was doing. Not read by the pool of an executor.
     """
 
     seq: int
@@ -76,27 +73,19 @@ class Events(Protocol):
     """The engine, as a pool sees it: it receives reports."""
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
-        """Note that a task is done or has failed."""
+        """A task is done or has failed."""
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
-        """Note that a worker's iterable dataset has no batch for this task or for later ones.
+        """A worker's iterable dataset has no batch for this task or for later ones.
 
-        Args:
-            seq: Number of the task.
-            epoch: Epoch of the task.
-            beginning: The checkpoint with which the worker's next epoch begins.
+        ``beginning`` is the checkpoint with which the worker's next epoch begins.
         """
 
     def epoch_entered(self, worker_id: int, beginning: bytes | None) -> None:
-        """Note that a worker has finished the previous epoch.
-
-        Args:
-            worker_id: Number of the worker.
-            beginning: The pickled checkpoint with which its next epoch begins; None if it has none.
-        """
+        """A worker has finished the previous epoch. ``beginning`` is pickled here."""
 
     def left(self, worker_id: int) -> None:
-        """Note that a worker has answered its last task, after :meth:`SlotPool.leave`."""
+        """A worker has answered its last task, after :meth:`SlotPool.leave`."""
 
     def lost(
         self,
@@ -106,7 +95,7 @@ class Events(Protocol):
         recalled: Collection[int] = (),
         held: Collection[int] = (),
     ) -> None:
-        """Note that a worker died and was reaped.
+        """A worker died and was reaped.
 
         Args:
             worker_id: Number of the worker.
@@ -137,19 +126,14 @@ class Pool(Protocol):
 
     @property
     def memory(self) -> SlotMemory | None:
-        """The slots' memory, if batches come in slots."""
+        """The slots' memory, if batches come in slots. An answer's content is read from there."""
 
     @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child of the process that has the workers."""
 
-    # Tasks -------------------------------------------------------------------------------
-
     def send(self, ticket: SentTicket, epoch: int) -> Answer | None:
-        """Send a ticket's task to a worker.
-
-        Returns:
-            The answer, if the user's indices could not be pickled; otherwise None.
+        """Send a ticket's task to a worker. Returns the answer if it cannot be pickled.
 
         Raises:
             OSError: If no descriptor or address space is left for the slot.
@@ -163,32 +147,16 @@ class Pool(Protocol):
         """Tell a worker to begin a further epoch. Returns whether it has begun it already."""
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
-        """Tell a worker where its dataset resumes, before its first task.
-
-        Raises:
-            OSError: If there are no descriptors left for a state.
-            SharedMemoryError: If there is no memory for a state.
-        """
-
-    # Events ------------------------------------------------------------------------------
+        """Tell a worker where its dataset resumes, before its first task. Raises as ``send``."""
 
     def poll(self, worker_id: int, events: Events) -> bool:
         """Report what a worker answered, if a message is there or about to arrive. Never sleeps.
 
-        Args:
-            worker_id: Number of the worker; negative for all workers.
-            events: Receives the reports.
-
-        Returns:
-            Whether there was a message.
+        A negative number stands for all workers. Returns whether there was a message.
         """
 
     def wait(self, timeout_s: float | None, events: Events) -> bool:
-        """Wait until something happens, and report it.
-
-        Args:
-            timeout_s: Longest wait in seconds; None waits without a limit.
-            events: Receives the reports.
+        """Wait until something happens, and report it. A timeout of None is no limit.
 
         Returns:
             Whether anything was reported. False after the timeout, after :meth:`wake`, and
@@ -201,17 +169,14 @@ class Pool(Protocol):
     def wake(self) -> None:
         """Make the present or the next :meth:`wait` return. Called from any thread."""
 
-    # Workers -----------------------------------------------------------------------------
-
     @property
     def processes(self) -> list[Any]:
         """The worker processes by number; empty if this process has started none."""
 
     def pid(self, worker_id: int) -> int | None:
-        """Return the process id of a worker, or None if it is not a process.
+        """Return the process id of a worker; None if it is not a process.
 
-        Returns 0 for a worker that ranks share while its id is not known yet, and ``UNKNOWN_PID``
-        for a worker of the user's executor that has not answered yet.
+        ``UNKNOWN_PID`` stands for a worker of the user's executor that has not answered yet.
         """
 
     def was_at(self, worker_id: int) -> AtWork:
@@ -231,17 +196,11 @@ class ReplaceablePool(Pool, Protocol):
     """A pool whose workers can be ended in the middle of a task, and replaced."""
 
     def kill(self, worker_id: int, seq: int) -> bool:
-        """End a worker that takes too long for a sample.
+        """End a worker that takes too long for a sample of ticket ``seq``.
 
         A process is killed, and its loss is reported like any other. A thread cannot be ended: it
-        is left behind, and reports nothing more.
-
-        Args:
-            worker_id: Number of the worker.
-            seq: Number of the ticket that it is loading.
-
-        Returns:
-            Whether the worker is ended. False if a thread has finished that ticket meanwhile.
+        is left behind, and reports nothing more. Returns False if a thread has finished that
+        ticket meanwhile.
         """
 
     def replace(self, worker_id: int) -> None:
@@ -256,15 +215,9 @@ class ReplaceablePool(Pool, Protocol):
 
 
 class SlotPool(ReplaceablePool, Protocol):
-    """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired.
-
-    Attributes:
-        memory: The slots' memory. An answer's content is read from there.
-    """
+    """A pool whose batches come in slots, and whose workers may die, be replaced, or be retired."""
 
     memory: SlotMemory
-
-    # Workers -----------------------------------------------------------------------------
 
     def start(self, worker_id: int) -> None:
         """Start a worker for the first time, or after :meth:`retire`. Raises as :meth:`replace`."""

@@ -50,14 +50,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of the user's code.
+    """An exception of the user's code. Other fields are as in :class:`Batch`.
 
     Attributes:
         error: Rebuilds the exception.
-        report: How many of the batch's samples failed, and how; None if bad samples raise.
-        snapshot: State of the worker's dataset after the batch, or why there is none; None if none
-            was due.
-        fingerprint: Fingerprint of the batch, if one was taken.
         is_final: Whether the dataset could not be resumed, and no batch follows.
     """
 
@@ -70,13 +66,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A batch without good samples: all of them failed and are left out.
-
-    Attributes:
-        report: How many of the batch's samples failed, and how.
-        snapshot: State of the worker's dataset after the batch, or why there is none; None if none
-            was due.
-    """
+    """A batch without good samples: all of them failed and are left out."""
 
     report: SampleReport | None
     snapshot: bytes | Unsaved | None = None
@@ -115,10 +105,8 @@ Reader = FlatReader | PickledReader
 def read_layout(data: bytes, known: Iterable[object]) -> Reader | RemoteError:
     """Return the reader of a layout that a worker has sent, or the error of all its batches.
 
-    Args:
-        data: The layout, pickled.
-        known: What this function returned for the workers' last layouts. Workers with
-            equal layouts share one reader.
+    ``known`` has what this function returned for the workers' last layouts: workers with equal
+    layouts share one reader.
     """
     # Unpickling or comparing the user's keys may raise anything.
     reader = attempt(_read_layout, data, known)

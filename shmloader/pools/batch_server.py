@@ -3,12 +3,12 @@
 All of it runs in a worker process, once for each of its clients, on the thread that makes batches.
 """
 
-import ctypes
 import pickle
 from dataclasses import dataclass
 from os import getpid
 from typing import Any
 
+from shmloader import messages
 from shmloader.batch.collator import Timer
 from shmloader.batch.dataset_state import Saved, dump_state, dumps_state
 from shmloader.batch.explain import pickle_or_explain
@@ -20,27 +20,11 @@ from shmloader.memory.flat import FlatLayout, FlatLayouts, FlatReader, checksum
 from shmloader.memory.limits import MemoryAdmission, MemoryConfig
 from shmloader.memory.pickled import write_batch
 from shmloader.memory.writer import SlotWriter
-from shmloader.messages import (
-    DONE,
-    DONE_HEAD,
-    INLINE_BYTES,
-    STATE_HEAD,
-    UNREAD,
-    Answered,
-    InSlot,
-    Spilled,
-    StreamEnded,
-    Task,
-    pack,
-)
 from shmloader.pools.answers import Answer, Batch, Empty, Failure
 from shmloader.pools.status_page import Line
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.process_state import end_if_forked
-
-# Once the user's code has kept memory of this many batches, it gets no more memory of slots.
-_KEPT_LIMIT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +53,12 @@ class TaskConfig:
 
 
 class BatchServer:
-    """Makes batches of one dataset.
+    """Makes the batches of one client's tasks, and the answers.
 
     Attributes:
         dataset: The worker's dataset. Callers resume it and start its epochs.
         writer: Writes to the task's slot.
         where: Where this runs, for the texts of errors.
-
-    Args:
-        tasks: How tasks are served.
-        worker_id: Number of the worker.
-        line: Where the worker shows the client what it is doing.
     """
 
     def __init__(self, tasks: TaskConfig, worker_id: int, line: Line) -> None:
@@ -89,33 +68,19 @@ class BatchServer:
         self._admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
         self._timer = Timer()
         self.writer = SlotWriter(tasks.arena, self._admission)
-        self._state_slot = tasks.arena.state_slot(worker_id)
-        self._state_writer = SlotWriter(tasks.arena, self._admission)
         self.dataset = WorkerDataset(
             config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
-        # Whether the dataset was pickled by cloudpickle, as its batches may need, too; and whether
-        # bad samples are reported.
-        self._by_value = self._has_report = False
-        # How often the user's code has kept memory of a slot, and whether it is still offered any.
-        self._kept_count, self._offers = 0, not config.auto_collation
+        # Whether the user's code is offered memory of slots. Code that has kept some gets ordinary
+        # memory, which is copied to the slot.
+        self._offers = not config.auto_collation
         # The layout by which the main process reads this worker's next batch, unless a new one
         # comes with the batch.
         self._last_layout = b""
         self._last_flat_layout: object = None
 
-    def open(self, dataset: Any, collate_fn: Any, on_error: Any, *, by_value: bool) -> None:
-        """Take the dataset and the functions; see :meth:`WorkerDataset.open`."""
-        self._by_value = by_value
-        self._has_report = on_error != "raise" and not self._config.is_iterable
-        self.dataset.open(dataset, collate_fn, on_error, by_value=by_value)
-
-    def serve(self, task: Task) -> bytes:
-        """Make a task's batch in its slot.
-
-        Returns:
-            The answer, packed. An exception of the user's code is in it.
-        """
+    def serve(self, task: messages.Task) -> bytes:
+        """Make a task's batch in its slot. Returns the packed answer, perhaps with an exception."""
         seq, epoch, slot_id, touched_bytes, *_ = task
         dataset, writer, pid = self.dataset, self.writer, getpid()
         slot = self._arena.slots[slot_id]
@@ -136,18 +101,14 @@ class BatchServer:
             if getpid() != pid:
                 end_if_forked(pid)
         if writer.part():
-            # Code that keeps a batch once may be a cache. Code that always does (a generator that
-            # holds its last batch) gets ordinary memory, which is copied to the slot: that is as
-            # fast.
-            self._kept_count += 1
-            self._offers = self._offers and self._kept_count < _KEPT_LIMIT
+            self._offers = False
         if dataset.has_ended:
             beginning = dataset.next_beginning() if self._config.is_persistent else None
-            return pack(StreamEnded(seq, epoch, beginning))
+            return messages.pack(messages.StreamEnded(seq, epoch, beginning))
         used_bytes, fingerprint = writer.used_bytes, dataset.fingerprint
         if self._config.snapshot_every:
             snapshot, error = self._save_state(error)
-        report = dataset.pop_report() if self._has_report else None
+        report = dataset.pop_report() if dataset.has_report else None
         answer: Answer
         if is_empty or error is not None:
             answer = (
@@ -155,18 +116,20 @@ class BatchServer:
                 if error is None
                 else Failure(error, report, snapshot, fingerprint, dataset.is_lost)
             )
-            return pack(Answered(seq, epoch, slot_id, writer.touched_bytes, answer))
+            return messages.pack(
+                messages.Answered(seq, epoch, slot_id, writer.touched_bytes, answer)
+            )
         check = None
-        if self._admission is not None and self._admission.is_tight:
-            _give_freed_memory_back()
         if self._is_debugging:
             self._arena.reach(slot, used_bytes)
             check = (used_bytes, checksum(slot, used_bytes))
         if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
-            return DONE_HEAD.pack(DONE, seq, epoch, slot_id, used_bytes, *self._timer.read())
+            return messages.DONE_HEAD.pack(
+                messages.DONE, seq, epoch, slot_id, used_bytes, *self._timer.read()
+            )
         answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
         answer.fingerprint = fingerprint
-        return pack(Answered(seq, epoch, slot_id, used_bytes, answer, layout))
+        return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:
         """Return the dataset's state after a batch, as in an answer, and the error."""
@@ -176,39 +139,31 @@ class BatchServer:
             self._last_layout, self._last_flat_layout = b"", None  # the batch's layout is not sent
             return None, RemoteError.of(caught, self.where)
 
-    def _put_state(self, saved: Saved) -> bytes | InSlot:
-        """Pickle a state into the slot for states, or else into that of the task.
-
-        Returns:
-            Where it lies; the pickle itself if it does not fit there.
-        """
-        writer, slot = self.writer, self._state_slot
+    def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
+        """Put a state into the task's slot. Returns where it lies; the pickle if it is too long."""
+        writer = self.writer
+        start = writer.used_bytes
         try:
-            if slot is not None:
-                self._state_writer.open(slot)
-                self._state_writer.allocate(STATE_HEAD.size)
-                (touched_bytes,) = STATE_HEAD.unpack_from(slot.memory)
-                if touched_bytes != UNREAD:
-                    writer, slot.touched_bytes = self._state_writer, touched_bytes
-            start = writer.used_bytes
-            dump_state(saved, writer, by_value=self._by_value)
+            dump_state(saved, writer, by_value=self.dataset.by_value)
         except SharedMemoryError:
-            return dumps_state(saved, by_value=self._by_value)
-        if writer.slot is slot:
-            STATE_HEAD.pack_into(slot.memory, 0, UNREAD)
-        return InSlot(writer.slot.slot_id, Spilled(start, writer.used_bytes - start))
+            return dumps_state(saved, by_value=self.dataset.by_value)
+        return messages.InSlot(
+            writer.slot.slot_id, messages.Spilled(start, writer.used_bytes - start)
+        )
 
     def put(self, slot_id: int, answer: bytes) -> bytes:
         """Return a long answer, or what says that it lies in the task's slot, if it fits there."""
         try:
-            return pack(InSlot(slot_id, Spilled(*self.writer.put(answer))))
+            return messages.pack(
+                messages.InSlot(slot_id, messages.Spilled(*self.writer.put(answer)))
+            )
         except SharedMemoryError:
             return answer
 
-    def _make(self, task: Task, slot: Slot) -> bytes | None:
+    def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         indices, pid = task.indices, getpid()
-        if isinstance(indices, Spilled):
+        if isinstance(indices, messages.Spilled):
             end = indices.offset + indices.nbytes
             self._arena.reach(slot, end)
             indices = bytes(slot.memory[indices.offset : end])
@@ -233,8 +188,8 @@ class BatchServer:
             else:  # some shards had to be pickled
                 batch = [self._read_back(shard) for shard in batch]
         if flat is None:
-            pickled = pickle_or_explain(batch, by_value=self._by_value)
-            layout = write_batch(pickled, self.writer, spill_bytes=INLINE_BYTES // 2)
+            pickled = pickle_or_explain(batch, by_value=self.dataset.by_value)
+            layout = write_batch(pickled, self.writer, spill_bytes=messages.INLINE_BYTES // 2)
         elif flat is self._last_flat_layout:
             return None
         data = pickle.dumps(flat or layout, pickle.HIGHEST_PROTOCOL)
@@ -248,10 +203,3 @@ class BatchServer:
         if type(shard) is not FlatLayout:
             return shard
         return FlatReader(shard).read(self.writer.slot, None)
-
-
-def _give_freed_memory_back() -> None:
-    """Make glibc's ``malloc`` return free memory to the kernel. Does nothing with another libc."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)

@@ -9,27 +9,21 @@
     poll: the batch is built over the       ◀─── the future is done,       ◀─── a pickle and arrays
           arrays that have come                  and the wakeup is set
 
-A worker of this pool is not a process, but a number: it stands for one task in flight. The executor
-decides which process makes a batch. So the engine's order and restarts are those of worker
-processes, and only this pool knows the executor. There are no slots: the executor's own transport
-has made the memory in which a batch arrives.
-
-Of the executor only ``submit`` and its futures are used, and two methods that those of
+A worker of this pool is a number: it stands for one task in flight. The executor decides which
+process makes a batch. There are no slots: the executor's transport has made a batch's memory. Of
+the executor only ``submit`` and its futures are used, and two methods that those of
 :mod:`shmloader.cluster` have: ``share(object)`` puts an object into a store and returns a reference
 to it, and ``check()``, called every :data:`CHECK_S` seconds, fails the futures of a cluster that is
 gone.
 
 A task carries no dataset, but the handle of a payload (:mod:`shmloader.batch.payload`). A process
-that cannot open the payload by its handle says so. Its task is then sent again with the payload: as
-bytes, or by reference where the executor has a store.
+that cannot open the payload by its handle says so. Its task is then sent again with the payload.
 
 Guarantees:
-    * The executor is the user's: it is never shut down. Tasks that have not started are cancelled
-      when the epoch is given up or the pool is closed. Running tasks are left to end, and their
-      results are dropped.
-    * An exception of the executor in place of a result (a node is lost, a process of a pool was
-      killed), or in ``submit``, is the loss of a worker. An exception of the user's code is an
-      answer.
+    * The executor is never shut down. Tasks that have not started are cancelled when the epoch is
+      given up or the pool is closed. The results of running tasks are dropped.
+    * An exception of the executor in place of a result, or in ``submit``, is the loss of a worker.
+      An exception of the user's code is an answer.
     * Callbacks of futures only write down the time and set an event. They refer neither to the pool
       nor to the loader.
 """
@@ -57,7 +51,7 @@ from shmloader.process_state import PROCESS
 CHECK_S = 2.0
 
 # How much of the text of an executor's error is shown.
-_REASON_CHARACTERS = 600
+_REASON_CHARACTERS = 400
 
 
 @dataclass(eq=False, slots=True)
@@ -65,11 +59,7 @@ class _Sent:
     """A ticket that was sent.
 
     Attributes:
-        seq: Number of the ticket.
-        epoch: Number of its epoch.
-        worker_id: Number of the worker that the ticket has.
-        indices: Its pickled indices.
-        sent_ns: When the ticket was first submitted, by ``time.monotonic_ns()``.
+        sent_ns: When it was first submitted, by ``time.monotonic_ns()``.
         done_ns: When its future was done, by the same clock; 0 if that was not seen.
         future: The future of its last task; None if the executor refused that.
         refusal: Why the executor refused it.
@@ -97,10 +87,6 @@ class _Sent:
 
 class ExecutorPool(ObjectPool):
     """Tasks on an executor. See :class:`~shmloader.pools.Pool` for what methods do and raise.
-
-    Attributes:
-        dataset_epoch: The number for the dataset's ``set_epoch()`` in the present epoch; None for
-            no call.
 
     Args:
         executor: The user's executor.
@@ -148,12 +134,7 @@ class ExecutorPool(ObjectPool):
         return None
 
     def _submit(self, sent: _Sent, contents: Any) -> None:
-        """Submit a task.
-
-        Args:
-            sent: The ticket.
-            contents: The payload, or a reference to it; None if the task carries no payload.
-        """
+        """Submit a task, with the payload, a reference to it, or None."""
         self._pids.pop(sent.worker_id, None)  # any process may run it
         sent.done_ns = 0
         future = attempt(
@@ -287,9 +268,6 @@ def _set_done(sent: _Sent, wakeup: Wakeup, _: object) -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return an error's class and text in one line, without the middle of a long one."""
+    """Return an error's class and text in one line: of a traceback, the end."""
     text = " ".join(str(error).split()) or "no further text"
-    if len(text) > _REASON_CHARACTERS:
-        # A traceback within the text ends with the error itself.
-        text = f"{text[: _REASON_CHARACTERS // 3]} … {text[-2 * _REASON_CHARACTERS // 3 :]}"
-    return f"{type(error).__name__}: {text.rstrip('.')}"
+    return f"{type(error).__name__}: {text[-_REASON_CHARACTERS:].rstrip('.')}"

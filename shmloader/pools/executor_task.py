@@ -4,13 +4,10 @@
 dataset and calls ``worker_init_fn``; both are kept for later tasks, until the loader sends another
 dataset, or until more loaders than :data:`KEPT` have used the process since.
 
-The process is not ours: it may run other tasks of the user's, before, after and at the same time.
-So one batch is made at a time, and some settings that a worker process of ours keeps for its whole
-life are set only while a task runs: the worker info, one thread for torch's computations, and the
-states of the random number generators.
-
-A batch is sent as a pickle and arrays. Any executor can send arrays, and Dask and Ray do so without
-pickling them.
+The process is not ours: it may run other tasks of the user's. So one batch is made at a time, and
+the worker info, one thread for torch's computations, and the states of the random number generators
+are set only while a task runs. A batch is sent as a pickle and arrays: Dask and Ray send arrays
+without pickling them.
 """
 
 import contextlib
@@ -66,11 +63,8 @@ _MMAP_BYTES = 32 << 20
 class Common(NamedTuple):
     """What all tasks of an iterator have in common. It travels as a plain tuple.
 
-    Attributes:
-        loader: Identifies the loader.
-        payload: The fields of the ``PayloadHandle`` of the pickled dataset and functions.
-        home: The token of the process that has the loader.
-        base_seed: Seeds a process's random generators for this loader, together with its number.
+    ``loader`` identifies the loader, ``payload`` has the fields of a ``PayloadHandle``, and
+    ``home`` is the token of the process that has the loader.
     """
 
     loader: bytes
@@ -136,12 +130,10 @@ def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
 
 
 def read_answer(packed: bytes, content: "tuple[Any, ...] | None", done_ns: int) -> Answer:
-    """Return the answer of a task in the loader's process.
+    """Return the answer of a task in the loader's process, which came at ``done_ns``.
 
-    Args:
-        packed: The error, the report on the samples, the times and the size, pickled.
-        content: What ``pack_batch`` returned; None if there is no batch.
-        done_ns: When the answer came, by ``time.monotonic_ns()``.
+    ``packed`` is the error, the report on the samples, the times and the size. ``content`` is
+    what :func:`pack_batch` returned; None if there is no batch.
     """
     error, report, times, nbytes = pickle.loads(packed)
     if error is not None:
@@ -162,10 +154,9 @@ def _keep_freed_memory() -> None:
     """Make glibc's ``malloc`` keep memory that samples free, for the samples of the next batch.
 
     Dask starts its workers with ``MALLOC_TRIM_THRESHOLD_=65536``. With it, the memory of each
-    decoded image comes from the kernel page by page, and goes back. The thresholds set here are
-    those that glibc reaches by itself without that variable. With JPEG files on two such workers,
-    three rounds in turns on two cores (AMD EPYC, 2026-11-25) gave 1,102 samples a second
-    (942–1,137), and 660 (614–674) without this function. Does nothing with another libc.
+    decoded image comes from the kernel page by page. The thresholds set here are those that glibc
+    reaches by itself without that variable. With JPEG files on two such workers they gave 1,102
+    samples a second, not 660 (AMD EPYC, 2026-11-25).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -204,16 +195,6 @@ class _PrivateMemory:
 
 class _Maker:
     """The dataset of one loader in this process, and what makes its batches.
-
-    Attributes:
-        digest: Digest of the payload.
-
-    Args:
-        payload: The handle of the dataset and the functions.
-        base_seed: Seeds the random generators, together with the number.
-        number: Number of this process.
-        where: Where this runs, in words, for the texts of errors.
-        contents: The payload, if it was sent.
 
     Raises:
         MissingPayloadError: If the payload cannot be opened here.
@@ -290,16 +271,9 @@ class _Maker:
 
 
 def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:
-    """Return a batch as a pickle and arrays, which any executor can send.
+    """Return a batch as a pickle and arrays: the arguments of :func:`unpack_batch`.
 
     The arrays are copies, because an executor may send them later than the next batch is made.
-
-    Args:
-        batch: Any picklable value.
-        by_value: Whether the batch may need cloudpickle.
-
-    Returns:
-        The arguments of :func:`unpack_batch`.
 
     Raises:
         TypeError: If part of the batch cannot be pickled; names that part.
@@ -322,7 +296,8 @@ def unpack_batch(
 ) -> object:
     """Build a batch that :func:`pack_batch` has packed. Its tensors are views of the arrays.
 
-    Arrays that cannot be written to are copied, such as those in Ray's store.
+    Arrays that cannot be written to are copied, such as those in Ray's store. Unpickling the user's
+    objects may raise anything.
 
     Args:
         body: The pickle.
@@ -330,9 +305,6 @@ def unpack_batch(
         arrays: The arrays, of bytes.
         starts: For the data of a tensor, which byte of its storage is the array's first; -1 for
             any other buffer.
-
-    Raises:
-        Exception: What unpickling the user's objects raises.
     """
     buffers: list[object] = []
     for array, start in zip(map(_writable, arrays), starts, strict=True):

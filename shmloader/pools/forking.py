@@ -1,9 +1,5 @@
 """Forks processes for multiprocessing, here or in the nursery; guards their start and end.
 
-**Main guard.** A fresh interpreter imports the program's main file. If that file starts workers as
-soon as it is imported, each interpreter would start further ones. Those that shmloader has started
-end silently instead, with an exit code that tells the main process the reason.
-
 **Ctrl-C** is for the main process. It is blocked in a process that starts, until that ignores it.
 
 **The end of the main process** ends the workers, however it ends and whatever they are doing. Only
@@ -18,7 +14,6 @@ import atexit
 import contextlib
 import fcntl
 import itertools
-import multiprocessing
 import os
 import select
 import signal
@@ -30,32 +25,13 @@ from typing import Any, NoReturn
 
 from shmloader.process_state import PROCESS
 
-#: Exit code of a process that would have started workers while it imported the main file.
-NO_GUARD_EXIT = 73
-
-#: What happened, in Python's words, and what to do.
-NO_GUARD_TEXT = """\
-An attempt has been made to start a new process before the current process has finished its \
-bootstrapping phase. A process that is started by 'spawn' or 'forkserver' imports the program's \
-main file, and this file starts workers as soon as it is imported. Put that part of it under a \
-main guard:
-
-if __name__ == "__main__":
-    for batch in loader:
-        ...
-"""
-
-_NAME = "shmloader worker "
-
 
 class Descriptors(list[Any]):
     """Descriptors that this object owns. It closes them when it is garbage, if not before.
 
-    A signal handler may raise between any two instructions, such as a call that opens a descriptor
-    and the one that stores its number. So a single call opens and stores it, such as
-    ``Descriptors(map(os.pidfd_open, [pid]))``.
-
-    The items are numbers, or messages of ``recvmsg`` with numbers in them.
+    A signal handler may raise between the call that opens a descriptor and the one that stores its
+    number. So a single call opens and stores it: ``Descriptors(map(os.pidfd_open, [pid]))``. The
+    items are numbers, or messages of ``recvmsg`` with numbers in them.
     """
 
     def numbers(self) -> list[int]:
@@ -82,15 +58,9 @@ class Descriptors(list[Any]):
 
 
 class Waker:
-    """A descriptor that gets a thread out of its ``poll``.
+    """A descriptor, ``fd``, that gets a thread out of its ``poll``.
 
     It is closed when the last reference to this object is gone, so never while it is in use.
-
-    Attributes:
-        fd: The descriptor, to be polled for reading.
-
-    Raises:
-        OSError: If there are no descriptors left.
     """
 
     def __init__(self) -> None:
@@ -109,12 +79,7 @@ class Waker:
 
 
 def is_readable(fd: int, wait_s: float | None = 0.0) -> bool:
-    """Wait until a descriptor can be read. Of a process's descriptor: until the process has ended.
-
-    Args:
-        fd: The descriptor.
-        wait_s: Longest wait in seconds; None waits without a limit.
-    """
+    """Wait until a descriptor can be read, or a process has ended. A limit of None is none."""
     poll = select.poll()  # select.select() takes no descriptor above 1023
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(None if wait_s is None else max(0.0, wait_s) * 1000))
@@ -122,31 +87,14 @@ def is_readable(fd: int, wait_s: float | None = 0.0) -> bool:
 
 def name_of(worker_id: int | str) -> str:
     """Return the process name of a worker, or of another process that the pool starts."""
-    return f"{_NAME}{worker_id}"
-
-
-def refuse_during_import() -> None:
-    """Refuse to start workers in a process that is importing the main file.
-
-    Does not return in a process that shmloader has started: it ends with :data:`NO_GUARD_EXIT`.
-
-    Raises:
-        RuntimeError: In a process that other code has started.
-    """
-    process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False):
-        return
-    if process.name.startswith(_NAME):
-        os._exit(NO_GUARD_EXIT)
-    raise RuntimeError(NO_GUARD_TEXT)
+    return f"shmloader worker {worker_id}"
 
 
 @contextlib.contextmanager
 def sigint_blocked(*, is_fresh: bool) -> Iterator[None]:
     """Block SIGINT on this thread, and in processes that are started in this block.
 
-    Args:
-        is_fresh: Whether multiprocessing starts an interpreter, and so a resource tracker.
+    ``is_fresh``: whether multiprocessing starts an interpreter, and so a resource tracker.
     """
     if is_fresh:
         # Otherwise multiprocessing starts it within the block, and unblocks SIGINT afterwards.
@@ -165,11 +113,7 @@ def ignore_sigint() -> None:
 
 
 def fork(run: Callable[[], NoReturn]) -> tuple[int, Descriptors]:
-    """Fork a child that runs a function. Returns its process id, and a descriptor of it.
-
-    Raises:
-        OSError: If there are no descriptors or processes left.
-    """
+    """Fork a child that runs a function. Returns its process id, and a descriptor of it."""
     pids: list[int] = []
     try:
         pids.extend(itertools.starmap(os.fork, [()]))  # in one call, as for descriptors
@@ -195,11 +139,7 @@ def exit_code_of_child(pid: int) -> int | None:
 
 
 def run_process(load: Callable[[], Any]) -> NoReturn:
-    """Run a process of multiprocessing's in this process, which was forked for it, and end.
-
-    Args:
-        load: Returns the process.
-    """
+    """Run a process of multiprocessing's in this process, which was forked for it, and end."""
     code = 1
     try:
         process = load()
@@ -220,10 +160,6 @@ class ForkedProcess(popen_fork.Popen):
     Attributes:
         owned: A descriptor of the process.
         sentinel: Its number.
-
-    Args:
-        process: The process of multiprocessing's.
-        nursery: The nursery that forks it; None to fork it here.
     """
 
     def __init__(self, process: BaseProcess, nursery: Any = None) -> None:
@@ -257,11 +193,7 @@ class ForkedProcess(popen_fork.Popen):
 
 
 class ParentDeathPipe:
-    """The pipe, owned by the pool. In a process that gets it pickled, it has a reading end only.
-
-    Attributes:
-        main_pid: Process id of the main process.
-    """
+    """The pipe, owned by the pool. In a process that gets it pickled, it has a reading end only."""
 
     def __init__(self) -> None:
         self.main_pid = os.getpid()

@@ -1,6 +1,5 @@
 """One worker in the main process: its socket, and a descriptor of its process."""
 
-import collections
 import multiprocessing.process
 import os
 import signal
@@ -13,27 +12,23 @@ from typing import Any
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import Descriptors, ForkedProcess, is_readable
+from shmloader.pools.task_queue import Outbox
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
 KILL_S = 5.0
 
 
-class WorkerHandle:
+class WorkerHandle(Outbox):
     """The main process's end of a worker's socket pair, and its process. Owns both descriptors.
 
     Attributes:
         channel: The socket.
-        outbox: Messages that the socket did not take yet.
         is_lost: Whether this process no longer uses the worker: it is dead, retired or detached.
         pid: The worker's process id.
         pidfd: Readable when the process has ended; -1 once closed.
-        process: The process of multiprocessing's; None if other ranks share the worker.
-
-    Args:
-        channel: The socket.
-        process: The process, which was started.
-        shared: Instead of a process: its id, its descriptor, and what returns its exit code.
+        process: The process of multiprocessing's; None if other ranks share the worker. Then its
+            id, its descriptor and what returns its exit code are given.
     """
 
     process: Any = None
@@ -44,8 +39,7 @@ class WorkerHandle:
         process: BaseProcess | None = None,
         shared: tuple[int, Descriptors, Callable[[int], int | None]] | None = None,
     ) -> None:
-        self.channel, self.is_lost = channel, False
-        self.outbox: collections.deque[bytes] = collections.deque()
+        super().__init__(channel)
         if shared is not None:
             self.pid, self._owned, self._exit_code = shared
         else:
@@ -59,37 +53,6 @@ class WorkerHandle:
         (self.pidfd,) = self._owned.numbers()
 
     # Messages ----------------------------------------------------------------------------
-
-    def send(self, data: bytes) -> bool:
-        """Send a message, or put it into ``outbox``. Returns False if it waits there.
-
-        A message to a worker that is gone is dropped.
-        """
-        if self.is_lost:
-            return True
-        if not self.outbox:
-            try:
-                self.channel.send(data)
-            except BlockingIOError:
-                pass
-            except ConnectionError:  # the worker is dying, which its process will show
-                return True
-            else:
-                return True
-        self.outbox.append(data)
-        return False
-
-    def flush(self) -> bool:
-        """Send the messages in ``outbox``. Returns whether all of them were sent."""
-        try:
-            while self.outbox:
-                self.channel.send(self.outbox[0])
-                self.outbox.popleft()
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            self.outbox.clear()
-        return True
 
     def receive(self) -> bytes | None:
         """Return the next message, if one is there. Does not sleep."""
@@ -124,14 +87,7 @@ class WorkerHandle:
         self._owned.close_all()
 
     def reap(self, deadline: float) -> bool:
-        """Wait for the worker's end, and reap it unless other ranks share it.
-
-        Args:
-            deadline: Time of the monotonic clock until which to wait.
-
-        Returns:
-            Whether the worker has ended.
-        """
+        """Wait for the worker's end, and reap it unless ranks share it. Returns whether it came."""
         if not is_readable(self.pidfd, deadline - time.monotonic()):
             return False
         if self.process is not None:

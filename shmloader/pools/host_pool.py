@@ -8,16 +8,14 @@
             ├── one queue for each iterator ── tasks ────────────────────────▶ any worker
             └── one socket pair for each iterator and worker ◀── batches ───── worker 0, worker 1, …
 
-The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host`). The rank
-that comes first starts the nursery (:mod:`shmloader.pools.nursery`); after that, all ranks are
-equal. Each rank has a descriptor of each worker's process, so it sees a worker's death as that of a
-worker of its own.
+The ranks find each other as those of ``share_on_host`` do (:mod:`shmloader.host`). The rank that
+comes first starts the nursery; after that, all ranks are equal. Each rank has a descriptor of each
+worker's process, so it sees a worker's death as that of a worker of its own.
 """
 
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,17 +23,14 @@ from shmloader.batch.content_hash import digests_of
 from shmloader.batch.payload import Payload
 from shmloader.errors import WorkerDiedError
 from shmloader.host import Meeting
-from shmloader.pools.adapting import Adapter
+from shmloader.pools.adapting import AutoCount
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
-from shmloader.pools.nursery_process import Attach, Demand, Detach, Facts, HostStart
+from shmloader.pools.nursery_process import Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
-
-#: How often an iterator reports how long it waits. A decision takes reports of half a second.
-REPORT_NS = 100_000_000
 
 
 @dataclass(eq=False)
@@ -45,9 +40,9 @@ class HostPool:
     Attributes:
         nursery: The process that owns the workers.
         number: Tells the pools of a run apart, and is the same in all ranks.
-        worker_count: The most workers of the host.
+        worker_count: How many workers the host has.
         name: The name at which the ranks meet.
-        objects: What tells this process's pools apart. It is kept alive.
+        objects: Dataset and ``worker_init_fn``, which are kept alive.
     """
 
     nursery: Nursery
@@ -62,7 +57,6 @@ def open_host_pool(
     worker_init_fn: Callable[[int], None] | None,
     worker_count: int,
     base_seed: int,
-    first_count: int | None = None,
     *,
     rank: int = 0,
     is_alone: bool = False,
@@ -72,21 +66,17 @@ def open_host_pool(
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with the worker's number.
-        worker_count: The most workers of the host. With an automatic number, the value of the rank
-            that begins the pool counts.
+        worker_count: How many workers the host has. Of automatic numbers, that of the rank that
+            begins the pool counts.
         base_seed: Seeds the workers' random generators, if this rank starts the nursery.
-        first_count: How many workers there are at first; None if their number is fixed.
         rank: Number of this rank.
         is_alone: Whether this host has no other rank.
 
     Raises:
-        ValueError: If another rank has begun the pool with other arguments, or has a dataset with
-            other contents.
-        RuntimeError: If the nursery has ended right after its start, or this process is importing
-            the program's main file.
+        ValueError: If another rank has begun the pool with other arguments or another dataset.
         Exception: What pickling the dataset or starting a process raises.
     """
-    number_of_workers = worker_count if first_count is None else "auto"
+    number_of_workers = "auto" if isinstance(worker_count, AutoCount) else worker_count
     key = (id(dataset), id(worker_init_fn), number_of_workers)
     old: HostPool | None = PROCESS.host_pools.get(key)
     if old is not None and old.nursery.is_alive:
@@ -100,7 +90,6 @@ def open_host_pool(
     digests = () if is_alone else digests_of(dataset, worker_init_fn)
     facts = Facts(
         worker_count=worker_count,
-        wanted_count=first_count,
         rank=f"rank {rank} (process {os.getpid()})",
         common=(
             ("num_workers", number_of_workers),
@@ -166,12 +155,8 @@ def _check(ours: Facts, theirs: Facts) -> None:
 class SharedWorkers:
     """Attaches an iterator to the workers of a host, and leaves them.
 
-    Has the methods of :class:`~shmloader.pools.starting.OwnWorkers`.
-
-    Args:
-        pool: The pool of the host.
-        functions: (collate_fn, on_error).
-        tasks: How tasks are served.
+    Has the methods of :class:`~shmloader.pools.starting.OwnWorkers`. ``functions`` are
+    (collate_fn, on_error).
     """
 
     is_shared = True
@@ -182,7 +167,6 @@ class SharedWorkers:
         self._functions, self._tasks = functions, tasks
         self._payloads: list[Payload] = []
         self._channel: socket.socket | None = None
-        self._pid = os.getpid()
 
     @property
     def nursery(self) -> Nursery:
@@ -202,12 +186,7 @@ class SharedWorkers:
         )
 
     def open(self) -> None:
-        """Make what the workers get.
-
-        Raises:
-            TypeError, AttributeError, pickle.PicklingError: If the functions cannot be pickled.
-            OSError: If there are no descriptors left.
-        """
+        """Make what the workers get."""
         assert self._pool is not None
         self.page = StatusPage(self._pool.worker_count)
         self._payloads.append(Payload((self._tasks, self.page)))
@@ -229,7 +208,7 @@ class SharedWorkers:
             with theirs:
                 for payload in self._payloads:
                     payload.send(ours)
-                pid, owned = self.nursery.attach(Attach(worker_id), theirs.fileno())
+                pid, owned = self.nursery.attach(worker_id, theirs.fileno())
             ours.setblocking(False)
             return WorkerHandle(ours, shared=(pid, owned, self.nursery.exit_code))
         except BaseException as error:
@@ -242,9 +221,6 @@ class SharedWorkers:
 
     def end(self, workers: list[WorkerHandle], grace_s: float) -> None:  # noqa: ARG002 - not ours
         """Leave workers whose sockets were closed."""
-        pids = [worker.pid for worker in workers if worker.pidfd >= 0]
-        if pids and os.getpid() == self._pid:
-            self.nursery.tell(Detach(pids))
         for worker in workers:
             worker.close_pidfd()
 
@@ -260,36 +236,3 @@ class SharedWorkers:
         if self.page is not None:
             self.page.close()
         self._pool = None
-
-
-class SharedAdapter(Adapter):
-    """Has the nursery choose the worker count from the times that all iterators see.
-
-    Used on the user's thread.
-
-    Args:
-        pool: The pool.
-    """
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        super().__init__(pool.nursery.wanted() or pool.worker_count, pool.worker_count)
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._pool.nursery.tell(Demand(id(self)))
-        self._clear(time.monotonic_ns())
-
-    def _clear(self, now_ns: int) -> None:
-        self._reported_ns = now_ns
-        self._sums = [0, 0, 0]
-
-    def note(self, now_ns: int, wait_ns: int, busy_ns: int, **_: object) -> int:
-        """Note that the user took a batch. Returns how many workers there should be."""
-        self._sums = [old + new for old, new in zip(self._sums, (1, wait_ns, busy_ns), strict=True)]
-        if now_ns - self._reported_ns >= REPORT_NS and self._pool.nursery.tell(
-            Demand(id(self), *self._sums)
-        ):
-            self._clear(now_ns)
-        self.count = self._pool.nursery.wanted() or self.count
-        return self.count

@@ -2,11 +2,8 @@
 
 Under "spawn" and "forkserver" each worker would import torch by itself, which takes seconds of a
 core's time and 150 MB of memory for each. Here one fresh interpreter does it. It is started as
-multiprocessing's "spawn" starts a process, so it has the environment, the directory, ``sys.path``,
-``sys.argv`` and the main module that a spawned worker has, and the workers that it forks have them,
-too. It loads no dataset: each worker loads its own, so what opens while it is unpickled is its own.
-
-::
+multiprocessing's "spawn" starts a process, with the same environment, directory, ``sys.path``,
+``sys.argv`` and main module, and so are its workers. Each worker loads its own dataset::
 
     main process, or a rank                       nursery
     ───────────────────────                       ───────
@@ -17,10 +14,9 @@ too. It loads no dataset: each worker loads its own, so what opens while it is u
     its pid, with a descriptor of it ◀─────────── and reaps it
     its exit code ◀──────────────────────────────
 
-**For one process.** Loaders share the nursery of this process, as long as the environment and the
-other things named above are as they were when it started; else a new one is started. It ends with
-the last loader that uses it, or with the main process. If it dies, its workers go on, and their
-exit codes are not known.
+**For one process.** Loaders share the nursery of this process, as long as what it has taken over is
+as it was. It ends with the last loader that uses it, or with the main process. If it dies, its
+workers go on, and their exit codes are not known.
 
 **For the ranks of a host** (:mod:`shmloader.pools.host_pool`). The rank that comes first starts it,
 and the others connect to it. It passes their sockets to the workers. It ends, with its workers,
@@ -28,8 +24,7 @@ when no rank is connected any more, however the ranks ended.
 
 **Threads.** A process with several threads must not fork: another thread may hold a lock. If the
 program has started threads when it has been imported, "spawn" starts each worker afresh. (A fork
-ends the threads of OpenBLAS, which expects forks, so they are counted after a first one.) Device
-drivers have threads, so a program that uses a device when it is imported is among these.
+ends the threads of OpenBLAS, which expects forks, so they are counted after a first one.)
 """
 
 import array
@@ -56,12 +51,9 @@ from shmloader.errors import WorkerDiedError
 from shmloader.interruptions import SIGNAL_S, Suppressed, uninterruptible
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import (
-    NO_GUARD_EXIT,
-    NO_GUARD_TEXT,
     Descriptors,
     is_readable,
     name_of,
-    refuse_during_import,
     sigint_blocked,
 )
 from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
@@ -82,12 +74,7 @@ def _surroundings() -> tuple[object, ...]:
 
 
 def nursery_of_process() -> "Nursery":
-    """Return the nursery of this process. It is started unless one runs that will do.
-
-    Raises:
-        OSError: If there are no descriptors or processes left.
-        RuntimeError: If this process is importing the program's main file.
-    """
+    """Return the nursery of this process. It is started unless one runs that will do."""
     wanted = _surroundings()
     nursery: Nursery | None = PROCESS.nursery()
     if nursery is None or not nursery.is_alive or nursery.surroundings != wanted:
@@ -98,16 +85,12 @@ def nursery_of_process() -> "Nursery":
 
 
 def start_nursery(start: HostStart | None) -> "Nursery":
-    """Start a nursery.
-
-    Args:
-        start: Describes the workers that ranks share; None for this process's own workers.
+    """Start a nursery: that of ranks as ``start`` says, else this process's own.
 
     Raises:
         OSError: If there are no descriptors or processes left.
-        RuntimeError: If this process is importing the program's main file.
+        RuntimeError: If this process is importing the program's main file: there is no main guard.
     """
-    refuse_during_import()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = multiprocessing.get_context("spawn").Process(
         target=serve,
@@ -135,7 +118,7 @@ class Nursery:
     Args:
         channel: The connection.
         process: The nursery's process, if this process starts it.
-        is_own: Whether the nursery is killed when it is left, since no other process uses it.
+        is_own: Whether it is killed when it is left, since no other process uses it.
     """
 
     surroundings: tuple[object, ...] = ()
@@ -149,7 +132,6 @@ class Nursery:
         self._facts: Facts | None = None
         self._forked: tuple[Report, Descriptors] | None = None
         self._codes: dict[int, int | None] = {}
-        self._wanted_count: int | None = None
         channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
         self.close = weakref.finalize(self, _close, os.getpid(), channel, process, is_own)
         PROCESS.meetings.add(channel)
@@ -186,11 +168,10 @@ class Nursery:
         text = f"exited unexpectedly with exit code {code}"
         if code is not None and code < 0:
             text = f"is killed by signal: {signal.strsignal(-code)}"
-        what = "It imports the program and forks the workers, and its output says why."
-        if code == NO_GUARD_EXIT:
-            text, what = "exited unexpectedly", NO_GUARD_TEXT
-        pid = self._process.pid
-        raise WorkerDiedError(f"DataLoader worker (pid {pid}) {text}. {what}") from None
+        raise WorkerDiedError(
+            f"DataLoader worker (pid {self._process.pid}) {text}. It imports the program and forks "
+            "the workers, and its output says why."
+        ) from None
 
     def fork(self, process: BaseProcess) -> tuple[int, Descriptors]:
         """Have a process of multiprocessing's forked. Returns its pid, and a descriptor of it.
@@ -205,9 +186,9 @@ class Nursery:
         finally:
             payload.close()
 
-    def attach(self, message: object, descriptor: int) -> tuple[int, Descriptors]:
-        """Send a rank's message with a descriptor. Returns and raises as :meth:`fork`."""
-        data = pickle.dumps(message)
+    def attach(self, worker_id: int, descriptor: int) -> tuple[int, Descriptors]:
+        """Send a worker of the ranks' a socket. Returns and raises as :meth:`fork`."""
+        data = str(worker_id).encode()
         return self._ask_for_worker(lambda channel: socket.send_fds(channel, [data], [descriptor]))
 
     def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, Descriptors]:
@@ -230,20 +211,6 @@ class Nursery:
             raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
         return pid, found
 
-    def tell(self, message: object) -> bool:
-        """Send a rank's message, unless there are too many unread ones. Returns whether it was."""
-        with self._lock, Suppressed(OSError):
-            self._channel.send(pickle.dumps(message), socket.MSG_DONTWAIT)
-            return True
-        return False
-
-    def wanted(self) -> int | None:
-        """Return how many workers ranks should use; None if their number is fixed."""
-        with self._lock, Suppressed(ConnectionError):
-            while self._receive(0):
-                pass
-        return self._wanted_count
-
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a worker that has ended; None if it is not reported in time."""
         deadline = time.monotonic() + _REPORT_S
@@ -254,11 +221,7 @@ class Nursery:
             return self._codes.pop(pid, None)
 
     def _receive(self, wait_s: float) -> bool:
-        """Receive one report, if one comes in this time. Returns whether one came.
-
-        Raises:
-            ConnectionError: If the nursery has ended.
-        """
+        """Receive one report, if one comes in this time. Returns whether one came."""
         if self._channel.fileno() < 0:
             raise ConnectionResetError("the nursery was closed")
         if not is_readable(self._channel.fileno(), wait_s):
@@ -272,11 +235,8 @@ class Nursery:
         report: Report = pickle.loads(data)
         if report.kind == "ready":
             self.pid, self._facts = report.pid, report.value
-            self._wanted_count = report.value.wanted_count
         elif report.kind == "forked":
             self._forked = report, received
-        elif report.kind == "wanted":
-            self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True
@@ -292,10 +252,7 @@ def _await_end(process: Any) -> int | None:
 
 
 def _close(pid: int, channel: socket.socket, process: Any, is_own: bool) -> None:
-    """Leave a nursery, and wait for its end if this process has started it and is the last client.
-
-    In a forked child, this only closes what the child has.
-    """
+    """Leave a nursery. Wait for its end if this process has started it and is the last client."""
     PROCESS.meetings.discard(channel)
 
     def leave() -> None:

@@ -1,8 +1,6 @@
 """What runs in the nursery (:mod:`shmloader.pools.nursery`): forks workers and reports their ends.
 
-The nursery of a host's ranks also decides which workers run. One that has died is forked again when
-a rank asks for it. With ``num_workers="auto"``, one that is not wanted is told to end when no
-iterator of any rank uses it.
+A worker of a host's ranks that has died is forked again when a rank asks for it.
 """
 
 import contextlib
@@ -16,13 +14,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from shmloader.batch.payload import receive_payload
 from shmloader.host import Roll
 from shmloader.messages import RECEIVE_BYTES
-from shmloader.pools.adapting import Adapter
 from shmloader.pools.forking import (
     Descriptors,
     ParentDeathPipe,
@@ -45,14 +42,12 @@ class Facts(NamedTuple):
     Attributes:
         has_threads: Whether the nursery has other threads.
         worker_count: The most workers that the ranks of a host share.
-        wanted_count: How many of them ranks should use at present; None if the number is fixed.
         rank: The rank that has started the nursery, in words.
         common: What all ranks should have in common, by name.
     """
 
     has_threads: bool = False
     worker_count: int = 0
-    wanted_count: int | None = None
     rank: str = ""
     common: tuple[tuple[str, object], ...] = ()
 
@@ -62,44 +57,15 @@ class Report(NamedTuple):
 
     Attributes:
         kind: "ready": everything is imported. "forked": a worker runs; a descriptor of its process
-            comes with the message. "ended": a worker has ended. "wanted": how many workers should
-            be used. "left": the nursery goes on without this client.
+            comes with the message. "ended": a worker has ended. "left": the nursery goes on without
+            this client.
         pid: The worker, or the nursery; 0 if no worker could be forked.
-        value: "ready": :class:`Facts`. "forked": the number of the error. "ended": the exit code,
-            negative for a signal, or None. "wanted": the number.
+        value: :class:`Facts`, the number of the error, or the exit code if that is known.
     """
 
     kind: str
     pid: int = 0
     value: Any = 0
-
-
-class Attach(NamedTuple):
-    """Rank → nursery, with a worker's end of a socket pair: pass it to this worker."""
-
-    worker_id: int
-
-
-class Detach(NamedTuple):
-    """Rank → nursery: an iterator no longer uses the workers with these process ids."""
-
-    pids: list[int]
-
-
-class Demand(NamedTuple):
-    """Rank → nursery, with an automatic count: batches since the iterator's last report.
-
-    Attributes:
-        iterator: Tells the iterators of a rank apart.
-        batches: The number of batches; 0 at the beginning of an epoch.
-        wait_ns: How long the rank waited for these batches.
-        busy_ns: How long workers were busy with these batches.
-    """
-
-    iterator: int
-    batches: int = 0
-    wait_ns: int = 0
-    busy_ns: int = 0
 
 
 @dataclass
@@ -125,27 +91,20 @@ class HostStart:
 class _Shared:
     """A worker that ranks share.
 
-    Attributes:
-        worker_id: Its number.
-        pid: Its process id.
-        pidfd: A descriptor of its process.
-        channel: Takes the sockets of ranks to the worker, which ends when this is closed.
-        users: The connection of each iterator that uses the worker, by its descriptor.
+    ``channel`` takes the sockets of ranks to it; it ends when this is closed.
     """
 
     worker_id: int
     pid: int
     pidfd: int
     channel: socket.socket
-    users: list[int] = field(default_factory=list)
 
 
 def serve(channel: socket.socket, start: HostStart | None = None) -> None:
     """Fork workers until no client is left. The target of the nursery's process.
 
-    Args:
-        channel: The connection to the process that has started this one.
-        start: Describes the workers that ranks share; None for one process's own workers.
+    ``channel`` connects it to the process that has started it. ``start`` describes the workers that
+    ranks share; None for one process's own workers.
     """
     ignore_sigint()
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel may reap the workers
@@ -173,15 +132,12 @@ class _Server:
         # Process ids, and what owns their descriptors, by the numbers of these.
         self._children: dict[int, tuple[int, Descriptors]] = {}
         self._workers: dict[int, _Shared] = {}
-        self._adapter: Adapter | None = None
         if start is None:
             self._facts = Facts(_has_threads())
         else:
             self._parent_death = ParentDeathPipe()
             self._facts = start.facts
             self._roll = start.roll
-            if start.facts.wanted_count is not None:
-                self._adapter = Adapter(start.facts.wanted_count, start.facts.worker_count)
             self._poll.register(start.listener, select.POLLIN)
 
     def run(self, channel: socket.socket) -> None:
@@ -206,8 +162,6 @@ class _Server:
         client.setblocking(True)
         self._clients[client.fileno()] = client
         self._poll.register(client, select.POLLIN)
-        if self._adapter is not None:
-            self._facts = self._facts._replace(wanted_count=self._adapter.count)
         self._send(client, Report("ready", os.getpid(), self._facts))
 
     def _send(self, client: socket.socket, report: Report, *descriptors: int) -> None:
@@ -222,9 +176,6 @@ class _Server:
             client.close()
         # Else it stays open, so that the client sees when this process has ended.
         del self._clients[fd]
-        for worker in list(self._workers.values()):
-            worker.users = [user for user in worker.users if user != fd]
-            self._end_if_unwanted(worker)
 
     def _follow(self, client: socket.socket) -> None:
         """Do what a client asks for."""
@@ -232,7 +183,7 @@ class _Server:
             if self._start is None:
                 self._fork_process(client)
             else:
-                self._follow_rank(client)
+                self._attach(client)
         except ConnectionError:
             self._drop(client)
         except OSError as error:  # there are too few descriptors or processes
@@ -279,36 +230,24 @@ class _Server:
 
     # Workers that ranks share ------------------------------------------------------------
 
-    def _follow_rank(self, client: socket.socket) -> None:
+    def _attach(self, client: socket.socket) -> None:
+        """Pass a rank's socket to a worker, which is started if it does not run."""
         data, descriptors, _, _ = socket.recv_fds(client, RECEIVE_BYTES, 1)
         if not data:
             raise ConnectionResetError("the rank has left")
-        message = pickle.loads(data)
-        if isinstance(message, Attach):
-            # If no descriptor came, this process has none left.
-            if not descriptors:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            with socket.socket(fileno=descriptors[0]) as channel:
-                self._attach(client, message.worker_id, channel)
-        elif isinstance(message, Detach):
-            for worker in list(self._workers.values()):
-                if worker.pid in message.pids and client.fileno() in worker.users:
-                    worker.users.remove(client.fileno())
-                    self._end_if_unwanted(worker)
-        elif isinstance(message, Demand) and self._adapter is not None:
-            self._adapt(self._adapter, client, message)
-
-    def _attach(self, client: socket.socket, worker_id: int, channel: socket.socket) -> None:
-        """Pass a rank's socket to a worker, which is started if it does not run."""
-        worker = self._workers.get(worker_id)
-        if worker is not None and is_readable(worker.pidfd):
-            self._reap(worker.pidfd)
-            worker = None
-        if worker is None:
-            worker = self._workers[worker_id] = self._start_worker(worker_id)
-        with contextlib.suppress(ConnectionError):  # it has just died, which the rank will see
-            socket.send_fds(worker.channel, [b"rank"], [channel.fileno()])
-        worker.users.append(client.fileno())
+        # If no descriptor came, this process has none left.
+        if not descriptors:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        worker_id = int(data)
+        with socket.socket(fileno=descriptors[0]) as channel:
+            worker = self._workers.get(worker_id)
+            if worker is not None and is_readable(worker.pidfd):
+                self._reap(worker.pidfd)
+                worker = None
+            if worker is None:
+                worker = self._workers[worker_id] = self._start_worker(worker_id)
+            with contextlib.suppress(ConnectionError):  # it has just died, which the rank will see
+                socket.send_fds(worker.channel, [b"rank"], [channel.fileno()])
         self._send(client, Report("forked", worker.pid), worker.pidfd)
 
     def _start_worker(self, worker_id: int) -> _Shared:
@@ -336,30 +275,6 @@ class _Server:
                 ours.close()
                 raise
         return _Shared(worker_id, pid, pidfd, ours)
-
-    def _end_if_unwanted(self, worker: _Shared) -> None:
-        """Tell a worker to end if it is not wanted, and no iterator uses it."""
-        is_wanted = self._adapter is None or worker.worker_id < self._adapter.count
-        if not (worker.users or is_wanted) and self._workers.get(worker.worker_id) is worker:
-            del self._workers[worker.worker_id]
-            worker.channel.close()
-
-    def _adapt(self, adapter: Adapter, client: socket.socket, demand: Demand) -> None:
-        """Take account of a rank's report, and tell all ranks if the wanted number has changed."""
-        if not demand.batches:
-            adapter.begin()
-            return
-        before, now_ns = adapter.count, time.monotonic_ns()
-        adapter.note(
-            now_ns,
-            demand.wait_ns,
-            demand.busy_ns,
-            batches=demand.batches,
-            consumer=(client.fileno(), demand.iterator),
-        )
-        if adapter.count != before:
-            for each in self._clients.values():
-                self._send(each, Report("wanted", value=adapter.count))
 
     def _end_workers(self, listener: socket.socket) -> None:
         """End all workers. Those that do not end in time are killed as this process ends."""

@@ -62,14 +62,9 @@ class ObjectPool:
 
 
 def make_answer(maker: BatchMaker, make: Callable[[], object], where: str) -> Answer:
-    """Make a batch as an ordinary object, and return the answer to its ticket.
+    """Make a batch by ``make``, and return the answer to its ticket; a Failure if it raises.
 
-    An exception becomes a ``Failure``.
-
-    Args:
-        maker: Keeps the report on the samples and the times, since its timer was begun.
-        make: Makes the batch by the maker.
-        where: Where this runs, in words, for the texts of failures.
+    ``maker`` has the report on the samples and the times. ``where`` is for texts of failures.
     """
     pid, batch, error = os.getpid(), None, None
     try:

@@ -5,36 +5,13 @@ import pickle
 import select
 from typing import Any
 
+from shmloader import messages
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.failures import RemoteError
 from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
-from shmloader.messages import (
-    DONE,
-    DONE_HEAD,
-    INLINE_BYTES,
-    NO_EPOCH,
-    RECEIVE_BYTES,
-    STATE_HEAD,
-    TASK,
-    TASK_HEAD,
-    Answered,
-    EpochStarted,
-    InSlot,
-    Leave,
-    Left,
-    ResumeStream,
-    Spilled,
-    StartEpoch,
-    StreamEnded,
-    Task,
-    join,
-    pack,
-    pieces,
-    unpack,
-)
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Failure, Reader, read_layout
 from shmloader.pools.batch_server import TaskConfig
@@ -48,20 +25,13 @@ _GRACE_S = 1.0
 class ProcessPool(WorkerProcesses):
     """Worker processes, and the slots that their batches come in.
 
-    See :class:`~shmloader.pools.SlotPool` for what the methods do and raise.
-
-    Attributes:
-        memory: The slots' memory.
-        dataset_epoch: The number for the dataset's ``set_epoch()`` in the present epoch; None for
-            no call.
+    See :class:`~shmloader.pools.SlotPool` for what the methods do and raise, and
+    :class:`WorkerProcesses` for further arguments. ``dataset_epoch`` is the number for the
+    dataset's ``set_epoch()`` in the present epoch; None for no call.
 
     Args:
-        starter: Starts and ends the workers. The pool owns it from now on.
         tasks: How tasks are served. The pool owns the slots and the queue.
-        count: How many workers are started now.
         locker: Locks the pages of slots that are lent, if a device reads them.
-        may_replace: Whether :meth:`start` will be called.
-        grace_s: How long workers that may be loading a sample have to end by themselves.
     """
 
     def __init__(
@@ -95,7 +65,7 @@ class ProcessPool(WorkerProcesses):
         try:
             content = (ticket.indices, hung) if hung else ticket.indices
             data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
-            body = data if len(data) <= INLINE_BYTES // 2 else self._spill(ticket, data)
+            body = data if len(data) <= messages.INLINE_BYTES // 2 else self._spill(ticket, data)
         except Exception as error:
             if is_interruption(error):
                 raise
@@ -104,22 +74,29 @@ class ProcessPool(WorkerProcesses):
             return Failure(RemoteError.caught(where))
         touched_bytes = self.memory.slots[slot_id].touched_bytes
         told = self.dataset_epoch
-        if hung or isinstance(body, Spilled):
-            data = pack(Task(ticket.seq, epoch, slot_id, touched_bytes, told, body, bool(hung)))
+        if hung or isinstance(body, messages.Spilled):
+            data = messages.pack(
+                messages.Task(ticket.seq, epoch, slot_id, touched_bytes, told, body, bool(hung))
+            )
         else:
-            told = NO_EPOCH if told is None else told
-            data = TASK_HEAD.pack(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + body
+            told = messages.NO_EPOCH if told is None else told
+            data = (
+                messages.TASK_HEAD.pack(
+                    messages.TASK, ticket.seq, epoch, slot_id, touched_bytes, told
+                )
+                + body
+            )
         if self.queue is None:  # as _send() does, in one call fewer
             worker = self.handles[ticket.worker_id]
             if not worker.send(data):
                 self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
         elif not self.queue.send(data):
-            self._poll.register(self.queue.sender, select.POLLOUT)
+            self._poll.register(self.queue.channel, select.POLLOUT)
         if FAULTS is not None:
             FAULTS.reach("main.dispatch")
         return None
 
-    def _spill(self, ticket: SentTicket, body: bytes) -> Spilled:
+    def _spill(self, ticket: SentTicket, body: bytes) -> messages.Spilled:
         """Put a long index list into the ticket's slot."""
         memory, nbytes = self.memory, len(body)
         most_bytes = memory.arena.slot_bytes
@@ -130,16 +107,16 @@ class ProcessPool(WorkerProcesses):
             )
         memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
         memory.count_pages(ticket.slot_id, nbytes)
-        return Spilled(0, nbytes)
+        return messages.Spilled(0, nbytes)
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - workers count none
         """Tell a worker to begin a further epoch."""
-        self._send(worker_id, pack(StartEpoch(self.dataset_epoch)))
+        self._send(worker_id, messages.pack(messages.StartEpoch(self.dataset_epoch)))
         return False
 
     def resume(self, worker_id: int, checkpoint: Checkpoint) -> None:
         """Tell a worker where its dataset resumes."""
-        for piece in pieces(pack(ResumeStream(checkpoint.dumps()))):
+        for piece in messages.pieces(messages.pack(messages.ResumeStream(checkpoint.dumps()))):
             self._send(worker_id, piece)
 
     # Events ------------------------------------------------------------------------------
@@ -151,7 +128,7 @@ class ProcessPool(WorkerProcesses):
         receive = self.handles[worker_id].channel.recv
         for _ in range(LOOKS):
             try:
-                data = receive(RECEIVE_BYTES)
+                data = receive(messages.RECEIVE_BYTES)
                 break
             except BlockingIOError:
                 let_others_run()
@@ -165,10 +142,10 @@ class ProcessPool(WorkerProcesses):
 
     def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a worker's message."""
-        if data[0] != DONE:
+        if data[0] != messages.DONE:
             self._receive_unusual(worker_id, data, events)
             return
-        _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
+        _, seq, epoch, slot_id, used_bytes, *times = messages.DONE_HEAD.unpack(data)
         reader = self._readers[worker_id]
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
@@ -185,27 +162,27 @@ class ProcessPool(WorkerProcesses):
 
     def _receive_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a message that is not a batch with a known layout."""
-        whole = join(self._pieces.setdefault(worker_id, bytearray()), data)
+        whole = messages.join(self._pieces.setdefault(worker_id, bytearray()), data)
         if whole is None:
             return
-        message = unpack(whole)
-        if isinstance(message, InSlot):
-            message = unpack(self._copy_out(message))
-        if isinstance(message, Answered):
+        message = messages.unpack(whole)
+        if isinstance(message, messages.InSlot):
+            message = messages.unpack(self._copy_out(message))
+        if isinstance(message, messages.Answered):
             seq, epoch, slot_id, touched_bytes, answer, layout = message
             self.memory.count_pages(slot_id, touched_bytes)
-            if isinstance(answer.snapshot, InSlot):
+            if isinstance(answer.snapshot, messages.InSlot):
                 answer = dataclasses.replace(answer, snapshot=self._copy_out(answer.snapshot))
             if isinstance(answer, Batch):
                 self.memory.count_batch(slot_id, answer.nbytes)
                 answer = self._read(worker_id, answer, layout)
             events.answered(seq, epoch, worker_id, answer)
-        elif isinstance(message, StreamEnded):
+        elif isinstance(message, messages.StreamEnded):
             beginning = Checkpoint.loads(message.beginning)
             events.stream_ended(message.seq, message.epoch, beginning)
-        elif isinstance(message, EpochStarted):
+        elif isinstance(message, messages.EpochStarted):
             events.epoch_entered(worker_id, message.beginning)
-        elif isinstance(message, Left):
+        elif isinstance(message, messages.Left):
             events.left(worker_id)
         else:
             raise InternalError(f"a worker sent {message!r}")
@@ -220,19 +197,14 @@ class ProcessPool(WorkerProcesses):
         batch.content, batch.lends = reader, reader.lends
         return batch
 
-    def _copy_out(self, where: InSlot) -> bytes:
+    def _copy_out(self, where: messages.InSlot) -> bytes:
         """Return a copy of the bytes that lie in a slot."""
         slot_id, (offset, nbytes) = where
         memory, end = self.memory, offset + nbytes
         memory.count_pages(slot_id, end)
         slot = memory.mapped(slot_id, end)
         copy = bytes(slot.memory[offset:end])
-        if slot_id < memory.arena.batch_slot_count:
-            memory.recent_bytes = max(memory.recent_bytes, end)
-        elif memory.is_short:
-            memory.prepare(slot_id)  # the worker finds a head of 0, too
-        else:
-            STATE_HEAD.pack_into(slot.memory, 0, end)
+        memory.recent_bytes = max(memory.recent_bytes, end)
         return copy
 
     # Workers -----------------------------------------------------------------------------
@@ -248,7 +220,7 @@ class ProcessPool(WorkerProcesses):
 
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""
-        self._send(worker_id, pack(Leave()))
+        self._send(worker_id, messages.pack(messages.Leave()))
 
     def close(self) -> None:
         """End all workers, and free all memory except what lies under the user's views."""

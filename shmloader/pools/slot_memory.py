@@ -9,9 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import Protocol
 
-from shmloader.errors import SharedMemoryError
 from shmloader.insight.measurements import Counts
-from shmloader.interruptions import Suppressed
 from shmloader.memory.arena import Arena, Lease, Slot, has_excess
 from shmloader.memory.limits import MemoryAdmission
 
@@ -20,16 +18,9 @@ from shmloader.memory.limits import MemoryAdmission
 TRIM_EVERY = 32
 _RECENT_DECAY = 0.5
 
-# A slot whose pages are locked a second time gets 1/8 more pages than its batch needs, if there is
-# memory for them: locking again is slow.
-_GROW_AHEAD = 8
-
 
 class PageLocker(Protocol):
     """Locks the pages of slots that a device reads."""
-
-    def locked_bytes(self, slot: Slot) -> int:
-        """Return how many bytes from a slot's start are locked."""
 
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Lock the first ``nbytes`` of a slot, unless they are locked."""
@@ -53,14 +44,9 @@ class SlotMemory:
         ended: Leases that have died, each with the number of its slot. They die on any thread.
         batches: Batches since the last :meth:`trim`.
         recent_bytes: What recent batches needed of a slot at most; earlier ones count for less.
-        is_short: Whether memory is short, so that free slots give their pages back: there may not
-            be enough memory for all slots of a plain loop and for samples.
+        is_short: Whether free slots give their pages back, since there may not be enough memory for
+            all slots of a plain loop and for samples.
         counts: Counts how slots grow.
-
-    Args:
-        arena: The slots. This object closes them.
-        locker: Locks the pages of lent slots, if a device reads them.
-        admission: Admits the first touch of memory here; None if memory is not checked.
     """
 
     def __init__(
@@ -83,11 +69,7 @@ class SlotMemory:
         self.counts = Counts(slot_count=len(arena.slots))
 
     def mapped(self, slot_id: int, end: int = 0) -> Slot:
-        """Return a slot that is mapped as far as it was written to, and at least up to ``end``.
-
-        Raises:
-            SharedMemoryError: If the slot cannot be mapped.
-        """
+        """Return a slot that is mapped as far as it was written to, and at least up to ``end``."""
         slot = self.slots[slot_id]
         end = max(end, slot.touched_bytes)
         if slot.nbytes < end:
@@ -118,20 +100,12 @@ class SlotMemory:
             self.is_short = self._admission.is_short(counts.slot_bytes, counts.largest_bytes)
 
     def prepare(self, slot_id: int) -> None:
-        """Give a slot's pages back if memory is short.
-
-        Called for a free slot, or before the slot's task is sent: a worker may fill the slot much
-        later.
-        """
+        """Give a slot's pages back if memory is short, before its task is sent."""
         if self.is_short and self._locker is None:
             self._give_back(self.slots[slot_id], 0)
 
     def grow(self, slot_id: int, end: int) -> Slot:
-        """Prepare a slot that this process is about to write to, up to ``end``, and return it.
-
-        Raises:
-            SharedMemoryError: If there is not enough memory.
-        """
+        """Prepare a slot that this process is about to write to, up to ``end``, and return it."""
         slot = self.mapped(slot_id, end)
         before = slot.touched_bytes
         if end > before and self._admission is not None:
@@ -168,24 +142,12 @@ class SlotMemory:
         return is_done
 
     def lock(self, slot_id: int) -> Slot:
-        """Return a slot that is mapped, its batch's pages locked if a device reads them.
-
-        Raises:
-            SharedMemoryError: If the slot cannot be mapped.
-        """
+        """Return a slot that is mapped, its batch's pages locked if a device reads them."""
         slot = self.slots[slot_id]
         if slot.nbytes < slot.touched_bytes:
             self.mapped(slot_id)
-        if self._locker is None:
-            return slot
-        nbytes, admission = slot.touched_bytes, self._admission
-        end = min(nbytes + nbytes // _GROW_AHEAD, slot.nbytes)
-        if admission is not None and 0 < self._locker.locked_bytes(slot) < nbytes < end:
-            with Suppressed(SharedMemoryError):
-                admission.grow(self.arena, slot, end)
-                slot.touched_bytes = nbytes  # until it is counted
-                self.count_pages(slot_id, end)
-        self._locker.lock(slot, slot.touched_bytes)
+        if self._locker is not None:
+            self._locker.lock(slot, slot.touched_bytes)
         return slot
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from shmloader.pools.forking import (
     ParentDeathPipe,
     is_readable,
     name_of,
-    refuse_during_import,
     sigint_blocked,
 )
 from shmloader.pools.handle import WorkerHandle, end_all, end_unused
@@ -123,10 +122,9 @@ class OwnWorkers:
         """Make what the workers get, before the first of them is started.
 
         Raises:
-            TypeError, AttributeError, pickle.PicklingError: If an object cannot be pickled for a
-                start method that needs it. The text says which part of it.
+            Exception: If an object cannot be pickled for a start method that needs it. It says
+                which part of it.
             OSError: If there are no descriptors or processes left.
-            RuntimeError: If this process is importing the program's main file.
         """
         worker_count, base_seed, tasks = self._arguments
         pipe = self._parent_death = ParentDeathPipe()
@@ -205,7 +203,6 @@ class OwnWorkers:
 
     def _find_nursery(self, *, is_awaited: bool = False) -> Nursery | None:
         """Return the nursery; None if it must not fork, or if the user's class starts processes."""
-        refuse_during_import()
         if not self._is_plain or (self._method == "spawn" and PROCESS.imports_threads):
             return None
         nursery = nursery_of_process()
@@ -238,12 +235,7 @@ class OwnWorkers:
 
 
 def pickle_for_workers(objects: tuple[object, ...], names: Sequence[str], method: str) -> Payload:
-    """Pickle objects for workers.
-
-    Args:
-        objects: The objects.
-        names: What the user calls each of them.
-        method: How the workers are started.
+    """Pickle objects for workers that are started by ``method``.
 
     Raises:
         Exception: Of the class of the error. Its text names the part that cannot be pickled.
@@ -275,17 +267,13 @@ def close_inherited(own: Arena | None = None) -> None:
 def raise_with_remedy(error: OSError) -> None:
     """Raise an error of a worker's start again, with a remedy, if a limit has caused it.
 
-    Returns if the error has another cause.
-
     Raises:
-        OSError: With the same number, a text that names the remedy, and ``error`` as its cause.
+        OSError: With the same number, and ``error`` as its cause.
     """
-    remedy = {
-        errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
-        errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
-        errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
-        errno.ENOMEM: "make more memory available",
-    }.get(error.errno or 0)
-    if remedy is not None:
-        text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
-        raise OSError(error.errno, f"{text}num_workers.") from error
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: no worker process could be started. Please lower num_workers, or "
+            "increase the limit: of files using `ulimit -n` in the shell, of processes using "
+            "`ulimit -u` or pids.max of the container, or of memory.",
+        ) from error

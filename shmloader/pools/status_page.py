@@ -10,7 +10,6 @@ import enum
 import faulthandler
 import mmap
 import os
-import re
 import select
 import signal
 import struct
@@ -20,29 +19,20 @@ from multiprocessing import reduction
 from typing import Any
 
 from shmloader.batch.sample_watch import NO_SAMPLE
-from shmloader.insight.measurements import Usage, read_file, stalled_ns
+from shmloader.insight.measurements import read_file
 from shmloader.memory.arena import MEMFD_NAME, map_range
 
 # A line: phase, epoch, seq, time.monotonic_ns() when the phase began.
 _LINE = struct.Struct("=4q")
 # The sample in work and its deadline, if there is a sample_timeout: see SampleWatch.
 _SAMPLE = struct.Struct("=2q")
-# CPU time, time without a core (-1: not known), memory (-1: not measured): see Usage.
-_USAGE = struct.Struct("=3q")
-# Two cache lines for each worker.
+# Two cache lines for each worker, since processors fetch them in pairs.
 _LINE_BYTES = 128
-_USAGE_AT = _LINE.size
-_SAMPLE_AT = _USAGE_AT + _USAGE.size
+_SAMPLE_AT = _LINE.size
 # Which task of the queue the worker has: its number plus FIRST_TASK, NO_TASK, or RECEIVING while it
 # may be receiving one. It is written in one piece, so it is right even if the worker is killed.
 _HELD_AT = _SAMPLE_AT + _SAMPLE.size
 RECEIVING, NO_TASK, FIRST_TASK = range(3)
-
-# How often a worker writes what it has used, which takes 0.05 to 0.1 ms, and how often it measures
-# its memory, which takes milliseconds: for the first time when it has run for a while.
-_USAGE_NS = 100_000_000
-_FIRST_MEMORY_NS = 1_000_000_000
-_MEMORY_NS = 10_000_000_000
 
 #: Asks a worker for its stack. Python, torch and their libraries do not use real-time signals.
 #: On a system without real-time signals shmloader starts no worker processes.
@@ -94,8 +84,6 @@ class StatusPage:
     """The page, owned by the pool. In a process that gets it pickled, it is a worker's end."""
 
     def __init__(self, worker_count: int) -> None:
-        # CPU time and time without a core of the workers that were replaced, by worker number.
-        self._used_before: dict[int, tuple[int, int]] = {}
         self._stack_read = self._stack_write = -1
         self._words = memoryview(b"")
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
@@ -137,12 +125,9 @@ class StatusPage:
             self._close(name)
 
     def clear(self, worker_id: int) -> None:
-        """Reset a worker's line before the worker starts; the usage of its predecessor is kept."""
-        before = self.usage(worker_id, 0)
-        self._used_before[worker_id] = before.cpu_ns, before.stalled_ns
+        """Reset a worker's line before the worker starts."""
         offset = worker_id * _LINE_BYTES
         _LINE.pack_into(self._words, offset, 0, 0, 0, time.monotonic_ns())
-        _USAGE.pack_into(self._words, offset + _USAGE_AT, 0, -1, -1)
         _SAMPLE.pack_into(self._words, offset + _SAMPLE_AT, NO_SAMPLE, 0)
         self._words[(offset + _HELD_AT) // 8] = NO_TASK
 
@@ -161,22 +146,6 @@ class StatusPage:
         now = time.monotonic_ns()
         elapsed_s, left_s = (now - since) / 1e9, (deadline - now) / 1e9
         return AtWork(Phase(phase), epoch, seq, elapsed_s, sample=sample, sample_left_s=left_s)
-
-    def usage(self, worker_id: int, pid: int) -> Usage:
-        """Return the usage that a worker wrote last. Times include the workers that it replaced.
-
-        Raises:
-            ValueError: If the page is closed.
-        """
-        offset = worker_id * _LINE_BYTES + _USAGE_AT
-        cpu_ns, waited_ns, pss_bytes = _USAGE.unpack_from(self._words, offset)
-        cpu_before_ns, waited_before_ns = self._used_before.get(worker_id, (0, 0))
-        return Usage(
-            pid,
-            cpu_ns + cpu_before_ns,
-            waited_ns + waited_before_ns,
-            None if pss_bytes < 0 else pss_bytes,
-        )
 
     def ask(self, worker_id: int, pid: int) -> AtWork:
         """Return what a living worker is doing, with its stack. Takes up to a third of a second."""
@@ -223,9 +192,7 @@ def _map_words(fd: int, nbytes: int) -> memoryview:
 class Line:
     """A worker's line, in the worker. It enables the signal that asks for the stack.
 
-    Attributes:
-        held: Its only item says which task of the queue this worker has: the task's number plus
-            FIRST_TASK, or a state.
+    ``held[0]`` says which task of the queue it has: its number plus FIRST_TASK, or a state.
     """
 
     def __init__(self, words: memoryview, stack_fd: int, worker_id: int) -> None:
@@ -233,10 +200,6 @@ class Line:
         self._offset = worker_id * _LINE_BYTES
         held_at = (self._offset + _HELD_AT) // 8
         self.held = words[held_at : held_at + 1]
-        self._pss_bytes = -1
-        self._usage_ns = now_ns = time.monotonic_ns()
-        # When the memory is measured next.
-        self._measure_ns = now_ns + _FIRST_MEMORY_NS
         self.show_stack()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
         self.set(Phase.GETTING_READY)
@@ -262,31 +225,8 @@ class Line:
         """Write the number and the deadline of the sample in work."""
         _SAMPLE.pack_into(self._words, self._offset + _SAMPLE_AT, number, deadline_ns)
 
-    def idle(self) -> None:
-        """Write that this worker is idle; and what it has used, if that is due."""
-        now_ns = time.monotonic_ns()
-        _LINE.pack_into(self._words, self._offset, Phase.IDLE, 0, 0, now_ns)
-        if now_ns - self._usage_ns > _USAGE_NS:
-            self.write_usage()
-
-    def write_usage(self) -> None:
-        """Write what this process has used."""
-        self._usage_ns = now_ns = time.monotonic_ns()
-        if now_ns > self._measure_ns:
-            self._measure_ns = now_ns + _MEMORY_NS
-            self._pss_bytes = measure_memory(os.getpid()) or -1
-        used = time.process_time_ns(), stalled_ns(), self._pss_bytes
-        _USAGE.pack_into(self._words, self._offset + _USAGE_AT, *used)
-
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or by a debugger."""
     fields = read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return bool(fields) and fields[0] in ("T", "t")
-
-
-def measure_memory(pid: int) -> int | None:
-    """Return a process's proportional set size in bytes; None if it cannot be measured."""
-    text = read_file(f"/proc/{pid}/smaps_rollup")
-    found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
-    return None if found is None else int(found[1]) << 10

@@ -1,9 +1,8 @@
 """The queue of tasks, and how often to look for a message before sleeping.
 
-**The queue** is one ``SOCK_SEQPACKET`` pair from which every idle worker receives.
-
-The kernel is the dispatcher: a message goes to one worker, whole. The main process holds the
-receiving end as well, so it can take back what no worker has received.
+**The queue** is one ``SOCK_SEQPACKET`` pair from which every idle worker receives. The kernel is
+the dispatcher: a message goes to one worker, whole. The main process holds the receiving end as
+well, so it can take back what no worker has received.
 
 A worker may die between receiving a message and noting its number on the status page. So it writes
 ``RECEIVING`` there first (:mod:`shmloader.pools.status_page`). When a worker has died, the main
@@ -12,24 +11,17 @@ their answers. What is neither queued, nor noted by a living worker, nor answere
 worker's. A worker that was woken for a message may have died, or be stopped, without receiving it,
 and no other would be woken. So an idle worker looks into the queue every :data:`LOOK_S` as well.
 
-(In a trial on two busy cores the queue took 54,000 tasks a second with 2 or 64 workers, and lost
-none of 80,000 in 347 kills. Waiting by ``poll`` would wake all idle workers for each message: 64 of
-them cost 381 µs of CPU a task instead of 21.)
+(On two busy cores the queue took 54,000 tasks a second with 2 or 64 workers, and lost none of
+80,000 in 347 kills. Waiting by ``poll`` would wake all idle workers for each message: 64 of them
+cost 381 µs of CPU a task instead of 21.)
 
 **Before sleeping.** To put a process to sleep and to wake it takes some ten microseconds of two
-processors, more in a virtual machine, and the next message often arrives sooner than that. So both
-ends of a socket look for a message a few times, and let other processes run in between, before they
-sleep. With two workers on two cores, this gives 1.15 to 1.2 times as many
-batches a second if a batch is 256 samples of 3×32×32 floats, and 1.04 to 1.07 times as many if it
-is 114 small tensors.
-
-A rank that shares workers looks less often. torchrun starts each rank in a separate session, the
-kernel divides the cores among sessions (sched(7), autogroup), and yielding gives the core only to
-processes of the same session. With 5 looks instead of 50, in four rounds in turns (AMD EPYC,
-2026-11-25), two such ranks on two cores take 78 µs of CPU for a small batch instead of 129, and
-four take 122 instead of 183. A process that does not share its workers would lose by fewer looks: a
-`TensorDataset` of a million rows (row K) gives 0.89 of the batches with 5 looks (0.85–0.94, four
-rounds, 2026-11-26).
+processors, and the next message often arrives sooner. So both ends of a socket look for a message a
+few times, and let other processes run in between. With two workers on two cores, this gives 1.04 to
+1.2 times as many batches a second. A rank that shares workers looks less often: torchrun starts
+each rank in a session of its own, and yielding gives the core only to processes of the same session
+(sched(7), autogroup). With 5 looks instead of 50, two such ranks on two cores take 78 µs of CPU for
+a small batch instead of 129 (AMD EPYC, 2026-11-25).
 """
 
 import collections
@@ -61,22 +53,62 @@ def let_others_run() -> None:
             raise
 
 
-class TaskQueue:
-    """The main process's two ends. In a process that gets it pickled, it has a receiving end only.
+class Outbox:
+    """Sends messages in order and without blocking.
 
     Attributes:
-        sender: The sending end.
+        channel: The socket.
+        outbox: Messages that the socket did not take yet.
+        is_lost: Whether messages are dropped, since the worker is dead, retired or detached.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel, self.is_lost = channel, False
+        self.outbox: collections.deque[bytes] = collections.deque()
+
+    def send(self, data: bytes) -> bool:
+        """Send a message. Returns False if it waits here for :meth:`flush`."""
+        if self.is_lost:
+            return True
+        if not self.outbox:
+            try:
+                self.channel.send(data)
+            except BlockingIOError:
+                pass
+            except ConnectionError:  # the worker is dying, which its process will show
+                return True
+            else:
+                return True
+        self.outbox.append(data)
+        return False
+
+    def flush(self) -> bool:
+        """Send what waits here. Returns whether nothing waits any more."""
+        outbox = self.outbox
+        while outbox:
+            data = outbox.popleft()  # before it is sent: no interruption has it sent twice
+            try:
+                self.channel.send(data)
+            except BlockingIOError:
+                outbox.appendleft(data)
+                return False
+            except ConnectionError:
+                outbox.clear()
+        return True
+
+
+class TaskQueue(Outbox):
+    """The main process's two ends. In a process that gets it pickled, it has a receiving end only.
 
     Raises:
         OSError: If there are no descriptors left.
     """
 
     def __init__(self) -> None:
-        self.sender, self._receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender.setblocking(False)
+        sender, self._receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(sender)
+        sender.setblocking(False)
         self._receiver.setblocking(False)
-        # What the kernel has not accepted yet.
-        self._backlog: collections.deque[bytes] = collections.deque()
 
     def __getstate__(self) -> Any:
         """Pickle for a process that is being started."""
@@ -91,30 +123,6 @@ class TaskQueue:
         receiver.setblocking(False)
         return receiver
 
-    def send(self, data: bytes) -> bool:
-        """Send a task without blocking. Returns False if it waits here for :meth:`flush`."""
-        if not self._backlog:
-            try:
-                self.sender.send(data)
-            except BlockingIOError:
-                pass
-            else:
-                return True
-        self._backlog.append(data)
-        return False
-
-    def flush(self) -> bool:
-        """Send what waits here. Returns whether nothing waits any more."""
-        backlog = self._backlog
-        while backlog:
-            data = backlog.popleft()  # before it is sent: no interruption has it sent twice
-            try:
-                self.sender.send(data)
-            except BlockingIOError:
-                backlog.appendleft(data)
-                return False
-        return True
-
     def recall(self) -> list[int]:
         """Take back all tasks that no worker has received, and return their tickets' numbers."""
         recalled = []
@@ -123,14 +131,14 @@ class TaskQueue:
                 recalled.append(self._receiver.recv(RECEIVE_BYTES))
             except BlockingIOError:
                 break
-        recalled.extend(self._backlog)
-        self._backlog.clear()
+        recalled.extend(self.outbox)
+        self.outbox.clear()
         return [seq_of_task(data) for data in recalled]
 
     def close(self) -> None:
         """Close both ends. May be called again, after :meth:`recall`, if it was interrupted."""
         self._receiver.close()  # first: at the end of a closed sender, `recall` would not stop
-        self.sender.close()
+        self.channel.close()
 
 
 def watch_queue(poll: select.epoll, queue: socket.socket) -> None:

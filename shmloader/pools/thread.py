@@ -13,17 +13,13 @@ that is needed to make its batch, so a waiting thread holds neither the dataset 
 Guarantees:
     * Between two samples a thread checks whether its batch was dropped, and stops if so. So
       ``close`` waits for one sample (or one ``__getitems__``, or one collate).
-    * ``close`` leaves a thread behind that is still in the user's code after five seconds. A thread
-      that takes longer than ``sample_timeout`` for a sample is left behind, too. Such a thread ends
-      when that code returns, and its batch is dropped. It blocks neither the caller nor the
-      interpreter's exit.
-    * At the interpreter's exit all threads are asked to pause for good, and the interpreter waits
-      for them for a limited time (:mod:`shmloader.threads`).
+    * A thread that is still in the user's code five seconds after ``close``, or takes longer than
+      ``sample_timeout`` for a sample, is left behind. It ends when that code returns, and its batch
+      is dropped. It blocks neither the caller nor the interpreter's exit.
 
-These threads do not pause while the process forks elsewhere. They run the user's code, which cannot
-be interrupted, and waiting for a slow sample would delay each start of a worker by seconds. They
-hold no lock of ours that a child would use. But a lock of the user's code, or of a library that it
-calls, may stay locked for ever in a child that is forked meanwhile, as with any thread.
+These threads do not pause while the process forks elsewhere: waiting for a slow sample would delay
+each start of a worker by seconds. They hold no lock of ours that a child would use. But a lock of
+the user's code may stay locked for ever in a child, as with any thread.
 
 The module is long because threads and pool share the rules by which both end.
 """
@@ -50,7 +46,7 @@ from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.batch.sample_watch import NO_SAMPLE, SampleWatch
 from shmloader.errors import ClosedLoaderError
-from shmloader.insight.measurements import Usage, stalled_ns
+from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Failure
@@ -91,11 +87,7 @@ class _Task:
     """A ticket as it is sent to the threads.
 
     Attributes:
-        seq: The ticket's number in the epoch.
-        epoch: Number of the epoch.
-        indices: The index batch that the sampler yielded.
         config: How the batch is made; None once a thread has taken the task.
-        hung: Samples of the batch that are to raise an error; see :class:`SampleWatch`.
         is_dropped: Whether the batch is no longer needed.
         sample: The number of the sample in work and its deadline, with a ``sample_timeout``.
     """
@@ -143,13 +135,7 @@ class _Queues:
 
 
 class _Worker(BackgroundThread):
-    """One worker thread.
-
-    Args:
-        worker_id: Number of the worker, from 0.
-        queues: The queues of the pool.
-        init_fn: Called on the thread with the number, before the first task; None for no call.
-    """
+    """One worker thread."""
 
     parks_for_forks = False
 
@@ -167,19 +153,13 @@ class _Worker(BackgroundThread):
         self._at_work = Phase.STARTING, self._no_task, time.monotonic()
         self.started = Wakeup()
         self._is_left = False
-        # CPU time, and time stalled, that the thread has used.
-        self._cpu_ns = self._stalled_ns = 0
 
     def wake(self) -> None:
         """Make the thread drop its batch after the present sample. Called from any thread."""
         self._at_work[1].is_dropped = True
 
     def leave_behind(self, seq: int) -> bool:
-        """Leave the thread behind while it loads a ticket. Called from the engine's thread.
-
-        Returns:
-            Whether it was left behind. False if it has finished that ticket.
-        """
+        """Leave the thread behind while it loads a ticket. Returns False if it is done."""
         task = self._at_work[1]
         if task.seq != seq:
             return False
@@ -188,10 +168,9 @@ class _Worker(BackgroundThread):
         return True
 
     def usage(self) -> Usage:
-        """Return the CPU time up to the last batch, and time stalled. Called from any thread."""
-        if self.system_id is not None:
-            self._stalled_ns = stalled_ns(f"self/task/{self.system_id}") or self._stalled_ns
-        return Usage(None, self._cpu_ns, self._stalled_ns)
+        """Return what the thread has used. Called from any thread."""
+        task = self.system_id
+        return Usage() if task is None else usage_of(task, is_thread=True)
 
     def was_at(self, *, with_stack: bool = False) -> AtWork:
         """Return what the thread is doing. Called from any thread."""
@@ -226,12 +205,9 @@ class _Worker(BackgroundThread):
 
     def work(self) -> None:
         """Serve tasks from the queue until None comes, or the thread is left behind."""
-        try:
-            failure = self._call_init()
-            while self._serve_one(failure):
-                pass
-        finally:
-            self._stalled_ns = stalled_ns()
+        failure = self._call_init()
+        while self._serve_one(failure):
+            pass
 
     def depart(self) -> None:
         """End the threads that load samples for this one."""
@@ -267,7 +243,6 @@ class _Worker(BackgroundThread):
         config, task.config = task.config, None
         if config is not None and not self._queues.is_closed and not task.is_dropped:
             answer = failure or self._load(task, config)
-            self._cpu_ns = time.thread_time_ns()
             if not task.is_dropped:
                 self._queues.answers.append((task, self._worker_id, answer))
                 self._queues.wakeup.set()
@@ -318,11 +293,8 @@ def _start(workers: list[_Worker]) -> None:
 class ThreadPool(ObjectPool):
     """A fixed number of threads that load; see :class:`~shmloader.pools.Pool`.
 
-    Args:
-        worker_count: The number of threads.
-        config: How batches are made, as a weak reference. The iterator owns the object: a stage's
-            thread refers to the pool, and must not keep objects alive that may refer to the
-            iterator.
+    ``config`` is a weak reference. The iterator owns the object: a stage's thread refers to the
+    pool, and must not keep objects alive that may refer to the iterator.
     """
 
     has_queue = True
@@ -332,11 +304,7 @@ class ThreadPool(ObjectPool):
         worker_count: int,
         config: "weakref.ref[ThreadConfig]",
     ) -> None:
-        """Start the threads.
-
-        Raises:
-            RuntimeError: If no further thread can be started.
-        """
+        """Start the threads."""
         super().__init__()
         self._config = config
         self._queues = _Queues(self._wakeup)
@@ -362,10 +330,7 @@ class ThreadPool(ObjectPool):
         self._queues.tasks.put(task)
 
     def recall(self) -> list[int]:
-        """Drop all tasks in flight without waiting for them, and return their tickets' numbers.
-
-        A thread that is loading a sample finishes that sample first.
-        """
+        """Drop all tasks in flight without waiting for them, and return their tickets' numbers."""
         dropped = self._tasks.copy()
         for task in dropped.values():
             task.is_dropped = True
@@ -439,6 +404,7 @@ class ThreadPool(ObjectPool):
 
     def _end(self) -> None:
         self._queues.is_closed = True
+        self.readings.close()
         for worker in self._workers:
             worker.wake()
             self._queues.tasks.put(None)  # the Nones of a second call stay in the queue
@@ -450,4 +416,3 @@ class ThreadPool(ObjectPool):
         deadline = time.monotonic() + join_s
         for worker in self._workers:
             worker.join(deadline - time.monotonic())
-        self.readings.close()

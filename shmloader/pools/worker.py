@@ -12,8 +12,6 @@ whose batches take long, and which therefore waits, gets more of the workers' ti
 served that takes no answers, such as a stopped one: sending would keep the worker from the others.
 
 A worker shares no lock with its siblings. It ends at once when the process that owns it dies.
-
-The module is long because one loop serves one client or several, which come and go.
 """
 
 import contextlib
@@ -32,31 +30,14 @@ import numpy as np
 import torch
 from torch.utils.data._utils import signal_handling
 
-from shmloader.batch.failures import RemoteError, add_note
+from shmloader import messages
+from shmloader.batch.failures import RemoteError
 from shmloader.batch.payload import ForkedPayload, receive_payload
 from shmloader.batch.sample_rng import seed_worker
 from shmloader.errors import InternalError
 from shmloader.faults import FAULTS
 from shmloader.host import peer_of
 from shmloader.memory.writer import install
-from shmloader.messages import (
-    INLINE_BYTES,
-    NO_EPOCH,
-    RECEIVE_BYTES,
-    TASK,
-    TASK_HEAD,
-    EpochStarted,
-    Leave,
-    Left,
-    ResumeStream,
-    StartEpoch,
-    StreamEnded,
-    Task,
-    join,
-    pack,
-    pieces,
-    unpack,
-)
 from shmloader.pools.batch_server import BatchServer, TaskConfig
 from shmloader.pools.forking import ParentDeathPipe, ignore_sigint
 from shmloader.pools.status_page import (
@@ -124,8 +105,7 @@ def worker_main(
         FAULTS.reach("worker.start")
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     start.parent_death.hold()
-    # Made before what this process has inherited is closed.
-    client = None if start.client is None else _Client(channel, *start.client, start.worker_id)
+    worker = _Worker(start, channel)  # before what this process has inherited is closed
     if close_inherited is not None:
         close_inherited()
         # A thread that this process does not have may hold the lock of NumPy's generator.
@@ -139,7 +119,7 @@ def worker_main(
     try:
         if start.reports:
             report_unlocked(channel)
-        _Worker(start, channel, client).run(payload)
+        worker.run(payload)
     except ConnectionError:
         return  # the main process is gone, or has closed the loader
     except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -155,89 +135,99 @@ def report_unlocked(channel: socket.socket) -> None:
 
 
 class _Client:
-    """One client of this worker: its socket, its queue, and what makes its batches.
-
-    Attributes:
-        channel: The socket to the client.
-        queue: The receiving end of the client's queue; None if tasks come by the channel.
-        is_full: Whether the channel may not take a further answer, so that no task is received.
-        line: Where the worker shows the client what it is doing.
-        server: Makes the batches.
-        uses_queue: Whether tasks are to be received from the queue: not before the worker knows
-            where its dataset resumes, nor after it was asked to leave.
-
-    Args:
-        channel: The socket.
-        tasks: How tasks are served.
-        page: The client's status page.
-        worker_id: Number of the worker.
-    """
+    """One client of this worker: its socket, its queue, and what makes its batches."""
 
     def __init__(
-        self, channel: socket.socket, tasks: TaskConfig, page: StatusPage, worker_id: int
+        self,
+        channel: socket.socket,
+        tasks: TaskConfig,
+        page: StatusPage,
+        worker_id: int,
+        poll: select.epoll,
     ) -> None:
-        self.channel, self._tasks = channel, tasks
-        self.queue = None if tasks.queue is None else tasks.queue.pop_receiver()
+        self.channel, self._tasks, self._poll = channel, tasks, poll
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
-        self.is_full = self.uses_queue = self._watches_queue = False
+        self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
+        # From where messages are received. Tasks of the queue are not, before the worker knows
+        # where its dataset resumes, and after it was asked to leave.
+        self._sockets: tuple[socket.socket, ...] = (channel,)
+        # Whether the channel may not take a further answer, so that nothing is received.
+        self.is_full = False
         self._writable = select.poll()
         self._writable.register(channel, select.POLLOUT)
         # The pieces of a long message that have come.
         self._pieces = bytearray()
         self._pid = os.getpid()
 
-    def receive(self, looks: int) -> bytes | None:
-        """Return the next message: b"" if the client has closed its end, None if there is none.
-
-        Args:
-            looks: How often to look before the message counts as missing.
-        """
-        held, queue = self.line.held, self.queue if self.uses_queue else None
-        sockets = (self.channel,) if queue is None else (self.channel, queue)
-        for _ in range(looks):
-            for each in sockets:
-                held[0] = RECEIVING if each is queue else NO_TASK
-                try:
-                    return each.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    held[0] = NO_TASK
-                except ConnectionError:
-                    return b""
-            if looks > 1:
-                let_others_run()
+    def receive(self) -> bytes | None:
+        """Return the next message: b"" if the client has closed its end, None if there is none."""
+        held = self.line.held
+        for each in self._sockets:
+            held[0] = NO_TASK if each is self.channel else RECEIVING
+            try:
+                return each.recv(messages.RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                held[0] = NO_TASK
+            except ConnectionError:
+                return b""
         return None
 
     def serve(self, data: bytes) -> None:
         """Do what a message says, and answer it if it is a task or asks for an answer."""
-        if data[0] == TASK:
-            _, seq, epoch, slot_id, touched_bytes, told = TASK_HEAD.unpack_from(data)
-            dataset_epoch, indices = None if told == NO_EPOCH else told, data[TASK_HEAD.size :]
-            self._make_batch(Task(seq, epoch, slot_id, touched_bytes, dataset_epoch, indices))
+        if data[0] == messages.TASK:
+            head = messages.TASK_HEAD
+            _, seq, epoch, slot_id, touched_bytes, told = head.unpack_from(data)
+            dataset_epoch, indices = None if told == messages.NO_EPOCH else told, data[head.size :]
+            task = messages.Task(seq, epoch, slot_id, touched_bytes, dataset_epoch, indices)
+            self._make_batch(task)
             return
-        whole = join(self._pieces, data)
+        whole = messages.join(self._pieces, data)
         if whole is None:
             return
-        message = unpack(whole)
-        if isinstance(message, Task):
+        message = messages.unpack(whole)
+        if isinstance(message, messages.Task):
             self._make_batch(message)
             return
         self.line.held[0] = NO_TASK
-        if isinstance(message, StartEpoch):
+        if isinstance(message, messages.StartEpoch):
             self.line.set(Phase.LEAVING_EPOCH)
             beginning = self.server.dataset.start_epoch(message.dataset_epoch)
-            self._send(pack(EpochStarted(beginning)))
-        elif isinstance(message, ResumeStream):
+            self._send(messages.pack(messages.EpochStarted(beginning)))
+        elif isinstance(message, messages.ResumeStream):
             if message.checkpoint:
                 self.server.dataset.resume(message.checkpoint)
-            self.uses_queue = self.queue is not None
-        elif isinstance(message, Leave):
-            self.uses_queue = False
-            self._send(pack(Left()))
+            self._use_queue(uses=True)
+        elif isinstance(message, messages.Leave):
+            self._use_queue(uses=False)
+            self._send(messages.pack(messages.Left()))
         else:
             raise InternalError(f"a worker does not take {message!r}")
 
-    def _make_batch(self, task: Task) -> None:
+    def _use_queue(self, *, uses: bool) -> None:
+        """Receive tasks from the queue, and be woken for them, or not."""
+        if self._queue is None or uses is (len(self._sockets) > 1):
+            return
+        if uses:
+            self._sockets = (self.channel, self._queue)
+            watch_queue(self._poll, self._queue)
+        else:
+            self._sockets = (self.channel,)
+            self._poll.unregister(self._queue)
+
+    def look_whether_full(self) -> None:
+        """Set ``is_full``, for a rank that shares this worker.
+
+        The kernel reports that a channel can be written to while a quarter of it is used at most,
+        which leaves room for the answers that are not very long.
+        """
+        is_full = not self._writable.poll(0)
+        if is_full is not self.is_full:
+            self.is_full = is_full
+            self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+            self._use_queue(uses=not is_full)
+
+    def _make_batch(self, task: messages.Task) -> None:
         line, dataset = self.line, self.server.dataset
         line.held[0] = task.seq + FIRST_TASK
         if not dataset.is_ready:
@@ -247,10 +237,10 @@ class _Client:
         if FAULTS is not None:
             FAULTS.reach("worker.task")
         if dataset.has_ended:
-            self._send(pack(StreamEnded(task.seq, task.epoch)))
+            self._send(messages.pack(messages.StreamEnded(task.seq, task.epoch)))
         else:
             answer = self.server.serve(task)
-            if len(answer) > INLINE_BYTES:
+            if len(answer) > messages.INLINE_BYTES:
                 answer = self.server.put(task.slot_id, answer)
             self._send(answer)
 
@@ -259,75 +249,52 @@ class _Client:
             end_if_forked(self._pid)
         if FAULTS is not None:
             FAULTS.reach("worker.answer")
-        if len(answer) <= INLINE_BYTES:
+        if len(answer) <= messages.INLINE_BYTES:
             self.channel.send(answer)
         else:
-            for piece in pieces(answer):
+            for piece in messages.pieces(answer):
                 self.channel.send(piece)
         if FAULTS is not None:
             FAULTS.reach("worker.answered")
 
-    def watch(self, poll: select.epoll, *, is_shared: bool) -> None:
-        """Have tasks of the queue wake this worker, or not, as things are now.
-
-        The kernel reports that a channel can be written to while a quarter of it is used at most,
-        which leaves room for the answers that are not very long.
-        """
-        is_full = self.uses_queue and is_shared and not self._writable.poll(0)
-        if is_full is not self.is_full:
-            self.is_full = is_full
-            poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
-        watches_queue = self.uses_queue and not is_full
-        if watches_queue is not self._watches_queue:
-            assert self.queue is not None
-            self._watches_queue = watches_queue
-            if watches_queue:
-                watch_queue(poll, self.queue)
-            else:
-                poll.unregister(self.queue)
-
-    def close(self, poll: select.epoll) -> None:
+    def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
-        self.uses_queue = False
-        self.watch(poll, is_shared=True)
-        poll.unregister(self.channel)
+        self._use_queue(uses=False)
+        self._poll.unregister(self.channel)
         self.channel.close()
-        if self.queue is not None:
-            self.queue.close()
+        if self._queue is not None:
+            self._queue.close()
         self._tasks.arena.close()
         self.line.close()
 
 
 class _Worker:
-    """State of a worker between its messages.
+    """State of a worker between its messages."""
 
-    Args:
-        start: What the worker gets.
-        channel: See :func:`worker_main`.
-        client: The only client; None if ``channel`` brings clients.
-    """
-
-    def __init__(self, start: WorkerStart, channel: socket.socket, client: _Client | None) -> None:
+    def __init__(self, start: WorkerStart, channel: socket.socket) -> None:
         self._start, self._channel = start, channel
-        self._is_shared = client is None
+        self._is_shared = start.client is None
         # The one that was served longest ago comes first.
-        self._clients = [] if client is None else [client]
+        self._clients: list[_Client] = []
         # The client that was served last: the dataset is in its epoch.
-        self._served = client
+        self._served: _Client | None = None
         self._dataset: Any = None
         self._by_value = False
         self._error: RemoteError | None = None
         self._poll = select.epoll()
         self._poll.register(channel, select.EPOLLIN)
+        if start.client is not None:
+            self._served = _Client(channel, *start.client, start.worker_id, self._poll)
+            self._clients.append(self._served)
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the channel is closed."""
         pid = os.getpid()
-        for client in self._clients:
-            install(client.server.writer)
+        if self._served is not None:
+            install(self._served.server.writer)
         functions = ForkedPayload(self._prepare(payload))
-        for client in self._clients:
-            self._open(client, functions)
+        if self._served is not None:
+            self._open(self._served, functions)
         del payload, functions
         while True:
             if os.getpid() != pid:
@@ -345,22 +312,17 @@ class _Worker:
             elif self._is_shared:
                 self._drop(client)
             else:
-                client.line.write_usage()
                 if FAULTS is not None:
                     FAULTS.reach("worker.stop")
                 return
 
     def _look(self) -> tuple[_Client, bytes] | None:
         """Return the next message with its client; None if none is about to arrive."""
-        if not self._is_shared:
-            (client,) = self._clients
-            data = client.receive(LOOKS)
-            return None if data is None else (client, data)
         for _ in range(LOOKS):
             for client in self._clients:
                 if client.is_full:
-                    client.watch(self._poll, is_shared=True)
-                data = None if client.is_full else client.receive(1)
+                    client.look_whether_full()
+                data = None if client.is_full else client.receive()
                 if data is not None:
                     return client, data
             let_others_run()
@@ -376,9 +338,9 @@ class _Worker:
                 raise
             self._drop(client)
             return
-        client.line.idle()
-        if client.queue is not None:
-            client.watch(self._poll, is_shared=self._is_shared)
+        client.line.set(Phase.IDLE)
+        if self._is_shared:
+            client.look_whether_full()
         if len(self._clients) > 1:
             self._clients.remove(client)
             self._clients.append(client)
@@ -391,15 +353,8 @@ class _Worker:
         client.line.show_stack()
 
     def _wait(self, *, is_idle: bool) -> bool:
-        """Add a client that has come. If idle, first wait for an event.
-
-        Returns:
-            False if this worker is to end.
-        """
+        """Add a client that has come; if idle, first wait. Returns False if it is to end."""
         ready = self._poll.poll(LOOK_S if is_idle else 0)
-        if is_idle and not ready:
-            for client in self._clients:
-                client.line.write_usage()
         if self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready):
             return self._add_client()
         return True
@@ -412,7 +367,7 @@ class _Worker:
         functions: list[Any] = []
         try:
             try:
-                self._dataset, init_fn, *functions = load(payload)
+                self._dataset, init_fn, *functions = payload.load()
             finally:
                 # After loading, since modules that it imports may seed the generators or draw.
                 seed = seed_worker(start.base_seed, start.worker_id)
@@ -428,21 +383,21 @@ class _Worker:
         pid, server, error = os.getpid(), client.server, self._error
         if error is None:
             try:
-                collate_fn, on_error = load(functions)
+                collate_fn, on_error = functions.load()
                 by_value = self._by_value or functions.by_value
-                server.open(self._dataset, collate_fn, on_error, by_value=by_value)
+                server.dataset.open(self._dataset, collate_fn, on_error, by_value=by_value)
             except BaseException:  # noqa: BLE001 - it answers every task of the client
                 end_if_forked(pid)
                 error = RemoteError.caught(server.where)
         if error is not None:
             server.dataset.fail(error)
-        client.line.idle()
+        client.line.set(Phase.IDLE)
 
     # Clients that come and go -------------------------------------------------------------
 
     def _add_client(self) -> bool:
         """Receive a rank's channel. Returns False if this worker is to end."""
-        data, descriptors, _, _ = socket.recv_fds(self._channel, RECEIVE_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, messages.RECEIVE_BYTES, 1)
         if not data:
             return False
         # If no descriptor came, this process has none left. The kernel has then closed the rank's
@@ -461,7 +416,7 @@ class _Worker:
         except ConnectionError:
             channel.close()
             return True
-        client = _Client(channel, tasks, page, self._start.worker_id)
+        client = _Client(channel, tasks, page, self._start.worker_id, self._poll)
         self._poll.register(channel, select.EPOLLIN)
         self._clients.insert(0, client)
         self._turn_to(client)
@@ -472,23 +427,8 @@ class _Worker:
         """Forget a rank that has closed its channel."""
         self._clients.remove(client)
         self._served = None
-        client.close(self._poll)
+        client.close()
         if self._clients:
             self._turn_to(self._clients[0])
         else:
             faulthandler.unregister(STACK_SIGNAL)
-
-
-def load(payload: Any) -> Any:
-    """Unpickle the dataset and the functions."""
-    try:
-        return payload.load()
-    except AttributeError as error:
-        if str(error).startswith("Can't get attribute"):
-            add_note(
-                error,
-                "The worker has imported the program's main file, but classes and functions under "
-                "its main guard are not defined there. Define what the dataset uses above the "
-                "guard, or in a module of its own.",
-            )
-        raise

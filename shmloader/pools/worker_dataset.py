@@ -40,6 +40,8 @@ class WorkerDataset:
 
     Attributes:
         error: The answer to every task, if the dataset could not be made ready or resumed.
+        by_value: Whether cloudpickle has pickled it, which states and batches may need, too.
+        has_report: Whether bad samples are reported.
         is_lost: Whether the dataset could not be resumed.
         is_ready: Whether batches can be made, or ``error`` is set. An iterable dataset is made
             ready at the first task, since it may be resumed before that.
@@ -49,14 +51,6 @@ class WorkerDataset:
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
-
-    Args:
-        config: How batches are made.
-        worker_id: Number of the worker.
-        where: Where this runs, for the texts of errors.
-        writer: Writer of the slot of the task in work.
-        timer: Measures the parts of the work.
-        publish: Shows the main process which sample is in work; see :class:`SampleWatch`.
     """
 
     def __init__(
@@ -69,7 +63,7 @@ class WorkerDataset:
         publish: Callable[[int, int], None],
     ) -> None:
         self._config, self._worker_id, self._where = config, worker_id, where
-        self._by_value = False
+        self.by_value = self.has_report = False
         self._writer, self._timer = writer, timer
         self._dataset: Any = None
         self._collate_fn: Any = None
@@ -98,16 +92,10 @@ class WorkerDataset:
     # Getting ready -----------------------------------------------------------------------
 
     def open(self, dataset: Any, collate_fn: Any, on_error: OnError, *, by_value: bool) -> None:
-        """Take the dataset and the functions.
-
-        Args:
-            dataset: The user's dataset, after ``worker_init_fn``.
-            collate_fn: The user's collate function, or torch's.
-            on_error: How bad samples are handled.
-            by_value: Whether these were pickled by cloudpickle; states may need it, too.
-        """
+        """Take the dataset, after ``worker_init_fn``, and the functions."""
         self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
-        self._by_value = by_value
+        self.by_value = by_value
+        self.has_report = on_error != "raise" and not self._config.is_iterable
         if not self._config.is_iterable:
             self._get_ready(self._make_maker)
 
@@ -117,19 +105,11 @@ class WorkerDataset:
         self.is_ready = True
 
     def get_ready(self, epoch: int | None = None) -> None:
-        """Begin the iterable dataset's first epoch. Called before the first task.
-
-        Args:
-            epoch: The number for the dataset's ``set_epoch()``; None for no call.
-        """
+        """Begin the iterable dataset's first epoch. Called before the first task."""
         self._get_ready(self._begin_stream, epoch)
 
     def start_epoch(self, epoch: int | None = None) -> bytes:
-        """Begin a further epoch. Returns the pickled checkpoint with which it begins.
-
-        Args:
-            epoch: The number for the dataset's ``set_epoch()``; None for no call.
-        """
+        """Begin a further epoch. Returns the pickled checkpoint with which it begins."""
         if not self.is_ready:
             self.get_ready(epoch)
         self.has_ended = self._has_to_replay = self.is_lost = False
@@ -146,7 +126,7 @@ class WorkerDataset:
     def next_beginning(self) -> bytes:
         """Return the pickled checkpoint with which an epoch that starts now would begin."""
         config = self._config
-        dump = functools.partial(dumps_state, by_value=self._by_value)
+        dump = functools.partial(dumps_state, by_value=self.by_value)
         snapshot = save_dataset(self._dataset, dump) if config.snapshot_every else None
         draws = config.is_iterable and config.seed is None
         return Checkpoint.beginning(snapshot, (global_rng_state(),) if draws else ()).dumps()
@@ -197,11 +177,7 @@ class WorkerDataset:
     # Resuming ----------------------------------------------------------------------------
 
     def resume(self, checkpoint: bytes) -> None:
-        """Resume where a predecessor or an earlier run stopped. Called before the first task.
-
-        Args:
-            checkpoint: A pickled ``Checkpoint``.
-        """
+        """Resume where a predecessor or an earlier run stopped. Called before the first task."""
         self._checkpoint = Checkpoint.loads(checkpoint)
         if self._config.is_iterable or self._open_error is not None:
             return
@@ -251,10 +227,6 @@ class WorkerDataset:
 
     def load(self, indices: object, epoch: int | None) -> Any:
         """Make a task's batch.
-
-        Args:
-            indices: The task's indices.
-            epoch: The number for the dataset's ``set_epoch()``; None for no call.
 
         Raises:
             StopIteration: At the end of an iterable dataset.

@@ -1,10 +1,9 @@
 """The worker processes of a pool, and their queue of tasks, as the main process sees them.
 
-Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process. One
-selector waits for all of them. What starts and ends the workers is
+Owns one ``SOCK_SEQPACKET`` socket pair for each worker, and a descriptor of its process, and waits
+for all of them at once. It knows no batches. What starts and ends the workers is
 :class:`~shmloader.pools.starting.OwnWorkers`, or, if the ranks of a host share them,
-:class:`~shmloader.pools.host_pool.SharedWorkers`. This module only moves bytes: it knows no
-batches.
+:class:`~shmloader.pools.host_pool.SharedWorkers`.
 
 Guarantees:
     * A send never blocks. What a socket refuses waits here, in order.
@@ -15,12 +14,11 @@ Guarantees:
 
 Assumes that one thread at a time calls the methods, except those that say otherwise.
 
-The module is long because its one selector waits for messages, for deaths and for space to send.
+The module is long because it waits for messages, for deaths and for space to send at once.
 """
 
 import abc
 import contextlib
-import dataclasses
 import functools
 import math
 import multiprocessing.process
@@ -36,7 +34,7 @@ from typing import Any
 
 from shmloader.errors import ClosedLoaderError
 from shmloader.faults import FAULTS
-from shmloader.insight.measurements import Readings, Usage
+from shmloader.insight.measurements import Readings, Usage, usage_of
 from shmloader.interruptions import SIGNAL_S, uninterruptible
 from shmloader.pools import Events
 from shmloader.pools.answers import Death
@@ -49,7 +47,6 @@ from shmloader.pools.status_page import (
     AtWork,
     Phase,
     StatusPage,
-    measure_memory,
 )
 from shmloader.pools.task_queue import LOOKS, SHARED_LOOKS, TaskQueue, let_others_run
 from shmloader.process_state import PROCESS
@@ -63,20 +60,13 @@ class WorkerProcesses:
     """Worker processes, of which the first ``count`` are started at once.
 
     Attributes:
-        readings: Memory and CPU time of the workers.
-        is_inherited: Whether this is a forked child of the process that uses the workers.
-        is_waiting: Whether ``wait`` waits, or was left by an exception while it waited. In that
-            state every message that was received from a worker has been reported.
         handles: The workers, by number.
         queue: The queue from which the workers receive their tasks; None if each task is sent to
             one worker's socket.
-        has_queue: Whether there is one.
         nursery: The process that forks the workers; None if this process starts each of them.
 
     Args:
         starter: Starts and ends the workers. This object owns it from now on, with the queue.
-        queue: The queue.
-        count: How many workers are started now; ``start`` starts the others.
         may_replace: Whether ``start`` will be called. If so, everything that starting a worker
             needs is kept.
         grace_s: How long ``end_workers`` waits for workers to end by themselves: they may be
@@ -221,10 +211,7 @@ class WorkerProcesses:
         self._poll.register(self._waker.fd, select.POLLIN)
 
     def wake(self) -> None:
-        """Make the present or the next ``wait`` return. Called from any thread.
-
-        Does nothing after ``end_workers``.
-        """
+        """Make the present or the next ``wait`` return. Called from any thread."""
         waker = self._waker
         self._is_woken = True
         # `wait` accesses the two flags in the opposite order, so one side sees the other's.
@@ -271,7 +258,7 @@ class WorkerProcesses:
             if worker_id is None:
                 if waker is not None and fd == waker.fd:
                     waker.reset()
-                elif queue is not None and fd == queue.sender.fileno():
+                elif queue is not None and fd == queue.channel.fileno():
                     if queue.flush():
                         self._poll.unregister(fd)
                 elif fd in self._by_pidfd:  # else it was lost meanwhile
@@ -318,10 +305,9 @@ class WorkerProcesses:
         events.lost(worker_id, death, was_at, recalled, held)
 
     def _held(self) -> set[int]:
-        """Return the numbers of the tasks that living workers have received from the queue.
+        """Return the numbers of the tasks that living workers have received from the empty queue.
 
-        Called when the queue is empty. Waits for workers that may be receiving. One that does not
-        leave that state, since it is stopped, is killed.
+        Waits for workers that may be receiving. A stopped one is killed.
         """
         held, page = set(), self._page
         for worker_id, worker in enumerate(self.handles):
@@ -352,24 +338,8 @@ class WorkerProcesses:
         return self._page.ask(worker_id, self.pid(worker_id))
 
     def usage(self, *, thoroughly: bool) -> list[Usage]:
-        """Return the memory and time that each worker, with those it replaced, has used.
-
-        Called from any thread.
-
-        Args:
-            thoroughly: Whether to measure the memory, which takes milliseconds for each worker.
-
-        Raises:
-            ValueError: If this is closed.
-        """
-        used = []
-        for worker_id, worker in enumerate(self.handles):
-            usage = self._page.usage(worker_id, worker.pid)
-            if thoroughly and not worker.is_lost:
-                pss_bytes = measure_memory(worker.pid) or usage.pss_bytes
-                usage = dataclasses.replace(usage, pss_bytes=pss_bytes)
-            used.append(usage)
-        return used
+        """Return what each worker has used. Called from any thread."""
+        return [usage_of(worker.pid, thoroughly=thoroughly) for worker in self.handles]
 
     # End ---------------------------------------------------------------------------------
 
@@ -389,13 +359,13 @@ class WorkerProcesses:
         self._at_exit.cancel()
         # After a Ctrl-C, the second try does not wait for busy workers.
         grace_s, self._grace_s = self._grace_s, 0.0
+        self.readings.close()
         self.recall()  # a worker that is busy begins no further task
         for worker in self.handles:
             worker.hang_up()
         if FAULTS is not None:
             FAULTS.reach("main.close")
         self._starter.end(self.handles, grace_s)
-        self.readings.close()
         self._close_rest()
 
     def _close_rest(self) -> None:
@@ -405,9 +375,8 @@ class WorkerProcesses:
         self._starter.close()
 
     def leave_to_parent(self) -> None:
-        """Forget the workers in a forked child, which is not their parent.
+        """Forget the workers in a forked child: multiprocessing would end them at its exit.
 
-        ``multiprocessing`` takes them for children of this child, and would end them at its exit.
         Shared workers would take the child's copies of the sockets for living ranks.
         """
         self.is_inherited = True
@@ -430,12 +399,9 @@ class WorkerProcesses:
 
 
 def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
-    """Return what the workers have used; None if they are gone, or closed meanwhile."""
+    """Return what the workers have used; None if they are gone."""
     group = reference()
-    try:
-        return None if group is None else group.usage(thoroughly=thoroughly)
-    except ValueError:  # the status page is closed
-        return None
+    return None if group is None else group.usage(thoroughly=thoroughly)
 
 
 def _end_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:

@@ -186,7 +186,7 @@ def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None
     take = _Client.serve
 
     def die(client: _Client, data: bytes) -> None:
-        if client.uses_queue and switch:
+        if client._sockets[1:] and switch:
             switch.turn(on=False)
             client.line.held[0] = RECEIVING
             os._exit(3)
@@ -202,7 +202,7 @@ def test_a_worker_that_is_stopped_while_it_receives_is_replaced(monkeypatch) -> 
     take = _Client.serve
 
     def stop(client: _Client, data: bytes) -> None:
-        if client.uses_queue and stops:
+        if client._sockets[1:] and stops:
             stops.turn(on=False)
             client.line.held[0] = RECEIVING
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shmloader import CachedBatches, DataLoader, LoaderStats, ShardedDataLoader
+from shmloader.insight import measurements
 from tests.late import switched_on
 from tests.process.support import Calls, Numbers, Streams, wait_until
 
@@ -116,6 +117,14 @@ def test_memory_of_live_workers_is_their_share_of_it() -> None:
         live = loader.stats()
         assert all((worker.pss_bytes or 0) > 1 << 20 for worker in live.workers)
         assert all(worker.pid and worker.pid != os.getpid() for worker in live.workers)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_memory_of_workers_is_known_after_a_long_epoch(monkeypatch, is_persistent) -> None:
+    monkeypatch.setattr(measurements, "LONG_NS", 0)
+    with loader_of(num_workers=2, persistent_workers=is_persistent) as loader:
+        list(loader)
+        assert all((worker.pss_bytes or 0) > 1 << 20 for worker in loader.stats().workers)
 
 
 def test_a_worker_that_waits_is_not_busy() -> None:

@@ -233,14 +233,6 @@ def test_memory_is_short_if_it_may_not_do_for_slots_and_samples(
     assert admission.is_short(present_mib * MIB, 10 * MIB) == is_short
 
 
-def test_it_is_tight_where_workers_may_come_to_take_all_there_is(system, arena):
-    admission = make_admission(system, 20 * MIB)
-    grow(admission, arena, 0, 10 * MIB)
-    assert not admission.is_tight
-    grow(admission, arena, 0, 10 * MIB + 1)
-    assert admission.is_tight
-
-
 def refuse(*_: object, **__: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

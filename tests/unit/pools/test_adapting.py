@@ -19,7 +19,7 @@ def run(adapter: Adapter, *, load_s: float, step_s: float, cores: int, periods: 
             every = max(step_s, load_s / min(adapter.count, cores))
             now += int(every * 1e9)
             wait = int(max(0.0, every - step_s) * 1e9)
-            adapter.note(now, wait, int(load_s * 1e9))
+            adapter.count_batch(now, wait, int(load_s * 1e9))
         counts.append(adapter.count)
     return counts
 
@@ -74,23 +74,5 @@ def test_it_keeps_to_the_limit(most) -> None:
 def test_an_epoch_begins_without_a_verdict_on_the_time_between() -> None:
     adapter = Adapter(2, 4)
     adapter.begin()
-    assert adapter.note(10**12, 10**12, 0) == 2
-    assert adapter.note(2 * 10**12, 0, 0) == 2
-
-
-def run_together(adapter: Adapter, waits: list[float], seconds: int) -> list[int]:
-    """The numbers of workers where consumers wait for such shares of their time."""
-    counts = []
-    for tenth in range(10 * seconds):
-        for consumer, share in enumerate(waits):
-            wait_ns = int(share * 1e8)
-            adapter.note(tenth * 10**8, wait_ns, 10**7, batches=40, consumer=consumer)
-        counts.append(adapter.count)
-    return counts
-
-
-def test_of_several_consumers_the_one_that_waits_most_decides() -> None:
-    assert max(run_together(Adapter(2, 4), [0.0, 0.0, 0.0, 0.2], 3)) == 3
-    assert max(run_together(Adapter(2, 4), [0.05, 0.05, 0.05, 0.05], 3)) == 2
-    assert min(run_together(Adapter(3, 4), [0.0, 0.0, 0.0, 0.05], 3)) == 3
-    assert min(run_together(Adapter(3, 4), [0.0, 0.0, 0.0, 0.01], 3)) < 3
+    assert adapter.count_batch(10**12, 10**12, 0) == 2
+    assert adapter.count_batch(2 * 10**12, 0, 0) == 2

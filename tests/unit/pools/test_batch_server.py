@@ -14,8 +14,6 @@ from shmloader.memory.arena import Arena
 from shmloader.messages import (
     DONE,
     DONE_HEAD,
-    STATE_HEAD,
-    UNREAD,
     Answered,
     InSlot,
     Task,
@@ -44,10 +42,10 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0):
+    def __init__(self, *, is_debugging=False, dataset=()):
         config = FetchConfig(False, auto_collation=True, drop_last=False, snapshot_every=1)
         self.dataset = dataset
-        self.arena = Arena.create(8 * MIB, 1, state_slots)
+        self.arena = Arena.create(8 * MIB, 1)
         self.slot = self.arena.slots[0]
         tasks = TaskConfig(config, self.arena, is_debugging=is_debugging)
         self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
@@ -139,24 +137,10 @@ class Stateful:
         pass
 
 
-def test_a_state_lies_in_the_slot_for_states_once_the_last_one_is_read(make_bench):
-    bench = make_bench(dataset=Stateful(3 * MIB), state_slots=1)
-    states = bench.arena.slots[1]
-    assert bench.serve([torch.arange(3)]).answer.snapshot.slot_id == 1
-    assert STATE_HEAD.unpack_from(states.memory) == (UNREAD,)
-    assert bench.serve([torch.arange(3)]).answer.snapshot.slot_id == 0
-    STATE_HEAD.pack_into(states.memory, 0, 0)
-    snapshot = bench.serve([torch.arange(3)]).answer.snapshot
-    slot_id, (offset, nbytes) = snapshot
-    assert slot_id == 1
-    assert pickle.loads(states.memory[offset : offset + nbytes])[2] == bytes(3 * MIB)
-
-
 def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench):
-    for state_slots in (0, 1):
-        bench = make_bench(dataset=Stateful(9 * MIB), state_slots=state_slots)
-        answer = bench.serve([torch.arange(3)])
-        assert pickle.loads(answer.answer.snapshot)[2] == bytes(9 * MIB)
+    bench = make_bench(dataset=Stateful(9 * MIB))
+    answer = bench.serve([torch.arange(3)])
+    assert pickle.loads(answer.answer.snapshot)[2] == bytes(9 * MIB)
 
 
 def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):

@@ -5,12 +5,10 @@ import re
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from shmloader.batch.sample_watch import NO_SAMPLE
-from shmloader.pools import status_page as module
 from shmloader.pools.status_page import Phase, StatusPage
 
 
@@ -101,44 +99,6 @@ def test_a_worker_that_is_gone_has_no_stack(status_page):
     child = Child(status_page, 0, sleeps_here)
     child.end()
     assert status_page.ask(0, child.pid).stack == ""
-
-
-def written(status_page, *seconds: float) -> tuple[float, float | None]:
-    """Run a worker by a made-up clock, which also gives its CPU time and its memory.
-
-    Args:
-        status_page: The page that the worker writes to.
-        seconds: When the worker is idle, since the beginning.
-
-    Returns:
-        The times at which it last wrote its usage, and last measured its memory.
-    """
-    status_page.clear(0)
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            clock = SimpleNamespace(now_ns=0)
-            clock.monotonic_ns = clock.process_time_ns = lambda: clock.now_ns
-            module.time, module.measure_memory = clock, lambda _: clock.now_ns
-            line = status_page.open_line(0)
-            for second in seconds:
-                clock.now_ns = round(second * 1e9)
-                line.idle()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    usage = status_page.usage(0, pid)
-    memory_ns = usage.pss_bytes
-    return usage.cpu_ns / 1e9, None if memory_ns is None else memory_ns / 1e9
-
-
-def test_the_times_of_replaced_workers_are_added_but_not_their_memory(status_page):
-    assert written(status_page, 1.1) == (1.1, 1.1)
-    status_page.clear(0)
-    usage = status_page.usage(0, 7)
-    assert (usage.pid, usage.cpu_ns, usage.pss_bytes) == (7, 1_100_000_000, None)
 
 
 @pytest.mark.parametrize(("deadline_ns", "sample"), [(0, NO_SAMPLE), (1, 5)])

@@ -27,11 +27,11 @@ def test_no_task_is_sent_twice_though_a_signal_handler_raises() -> None:
     assert not queue.flush()
     receiver = queue._receiver.dup()
     first = [receiver.recv(1 << 15) for _ in range(2)]
-    sender = queue.sender
-    queue.sender = Interrupted(sender)
+    sender = queue.channel
+    queue.channel = Interrupted(sender)
     with pytest.raises(KeyboardInterrupt):
         queue.flush()
-    queue.sender = sender
+    queue.channel = sender
     assert queue.flush()
     assert [len(first), *queue.recall()] == [2, *range(2, count + 1)]
     receiver.close()
