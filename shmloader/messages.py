@@ -5,10 +5,10 @@ begin with a fixed head (:data:`TASK_HEAD`, :data:`DONE_HEAD`), whose first byte
 other message is one of the named tuples below, pickled. No pickle begins with one of those bytes.
 Both ends run the same version of this file.
 
-A ``SOCK_SEQPACKET`` datagram arrives whole or not at all (I3). A long list of indices and a long
-answer lie in the task's slot, and the message says where: :class:`Spilled`, :class:`InSlot`. An
-answer that does not fit there, and a long message without a slot, is sent in pieces, one after the
-other (:func:`pieces`, :func:`join`).
+A ``SOCK_SEQPACKET`` datagram arrives whole or not at all (I3). A long list of indices, and the
+state of a dataset after a batch, lie in the task's slot, and the message says where
+(:class:`Spilled`). A message that is long all the same is sent in pieces, one after the other
+(:func:`pieces`, :func:`join`).
 """
 
 import pickle
@@ -40,13 +40,6 @@ class Spilled(NamedTuple):
 
     offset: int
     nbytes: int
-
-
-class InSlot(NamedTuple):
-    """Stands for the pickle of a long answer, after its batch, or of a state, in a slot."""
-
-    slot_id: int
-    where: Spilled
 
 
 class Unsaved(NamedTuple):
@@ -152,7 +145,7 @@ class Left(NamedTuple):
 
 
 ToWorker = Task | StartEpoch | ResumeStream | Leave
-FromWorker = InSlot | Answered | StreamEnded | EpochStarted | Left
+FromWorker = Answered | StreamEnded | EpochStarted | Left
 
 
 def pack(message: ToWorker | FromWorker) -> bytes:

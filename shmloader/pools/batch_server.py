@@ -139,7 +139,7 @@ class BatchServer:
             self._last_layout, self._last_flat_layout = b"", None  # the batch's layout is not sent
             return None, RemoteError.of(caught, self.where)
 
-    def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
+    def _put_state(self, saved: Saved) -> bytes | messages.Spilled:
         """Put a state into the task's slot. Returns where it lies; the pickle if it is too long."""
         writer = self.writer
         start = writer.used_bytes
@@ -147,18 +147,7 @@ class BatchServer:
             dump_state(saved, writer, by_value=self.dataset.by_value)
         except SharedMemoryError:
             return dumps_state(saved, by_value=self.dataset.by_value)
-        return messages.InSlot(
-            writer.slot.slot_id, messages.Spilled(start, writer.used_bytes - start)
-        )
-
-    def put(self, slot_id: int, answer: bytes) -> bytes:
-        """Return a long answer, or what says that it lies in the task's slot, if it fits there."""
-        try:
-            return messages.pack(
-                messages.InSlot(slot_id, messages.Spilled(*self.writer.put(answer)))
-            )
-        except SharedMemoryError:
-            return answer
+        return messages.Spilled(start, writer.used_bytes - start)
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""

@@ -166,13 +166,12 @@ class ProcessPool(WorkerProcesses):
         if whole is None:
             return
         message = messages.unpack(whole)
-        if isinstance(message, messages.InSlot):
-            message = messages.unpack(self._copy_out(message))
         if isinstance(message, messages.Answered):
             seq, epoch, slot_id, touched_bytes, answer, layout = message
             self.memory.count_pages(slot_id, touched_bytes)
-            if isinstance(answer.snapshot, messages.InSlot):
-                answer = dataclasses.replace(answer, snapshot=self._copy_out(answer.snapshot))
+            if isinstance(answer.snapshot, messages.Spilled):
+                state = self._copy_out(slot_id, *answer.snapshot)
+                answer = dataclasses.replace(answer, snapshot=state)
             if isinstance(answer, Batch):
                 self.memory.count_batch(slot_id, answer.nbytes)
                 answer = self._read(worker_id, answer, layout)
@@ -197,9 +196,8 @@ class ProcessPool(WorkerProcesses):
         batch.content, batch.lends = reader, reader.lends
         return batch
 
-    def _copy_out(self, where: messages.InSlot) -> bytes:
-        """Return a copy of the bytes that lie in a slot."""
-        slot_id, (offset, nbytes) = where
+    def _copy_out(self, slot_id: int, offset: int, nbytes: int) -> bytes:
+        """Return a copy of bytes that lie in a slot."""
         memory, end = self.memory, offset + nbytes
         memory.count_pages(slot_id, end)
         slot = memory.mapped(slot_id, end)

@@ -239,10 +239,7 @@ class _Client:
         if dataset.has_ended:
             self._send(messages.pack(messages.StreamEnded(task.seq, task.epoch)))
         else:
-            answer = self.server.serve(task)
-            if len(answer) > messages.INLINE_BYTES:
-                answer = self.server.put(task.slot_id, answer)
-            self._send(answer)
+            self._send(self.server.serve(task))
 
     def _send(self, answer: bytes) -> None:
         if os.getpid() != self._pid:
