@@ -41,9 +41,8 @@ from shmloader.batch.payload import PortablePayload
 from shmloader.grammar import UNKNOWN_PID
 from shmloader.interruptions import Caught, Wakeup, attempt
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Death, Failure
+from shmloader.pools.answers import Death, Failure, ObjectPool
 from shmloader.pools.executor_task import Common, make_batch, read_answer, this_version
-from shmloader.pools.objects import ObjectPool
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.process_state import PROCESS
 

@@ -40,8 +40,7 @@ from shmloader.batch.sample_rng import seed_worker
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter, install
-from shmloader.pools.answers import Answer, Batch, Empty, Failure
-from shmloader.pools.objects import make_answer
+from shmloader.pools.answers import Answer, Batch, Empty, Failure, make_answer
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import PROCESS
 from shmloader.sampling.hooks import set_dataset_epoch

@@ -13,7 +13,6 @@ comes first starts the nursery; after that, all ranks are equal. Each rank has a
 worker's process, so it sees a worker's death as that of a worker of its own.
 """
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -84,18 +83,11 @@ def open_host_pool(
     # A pool whose nursery has ended is replaced under the same number, so that this rank meets the
     # other ranks that have lost the pool, and those that have not opened it yet.
     number = PROCESS.pools_on_host if old is None else old.number
-    length = ""
-    with contextlib.suppress(TypeError, NotImplementedError):
-        length = f" of {len(dataset)} samples"  # type: ignore[arg-type]
     digests = () if is_alone else digests_of(dataset, worker_init_fn)
     facts = Facts(
         worker_count=worker_count,
         rank=f"rank {rank} (process {os.getpid()})",
-        common=(
-            ("num_workers", number_of_workers),
-            ("the dataset", f"{type(dataset).__qualname__}{length}"),
-            *digests,
-        ),
+        common=(("num_workers", number_of_workers), *digests),
     )
     objects = (dataset, worker_init_fn)
     while True:

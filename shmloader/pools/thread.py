@@ -49,8 +49,7 @@ from shmloader.errors import ClosedLoaderError
 from shmloader.insight.measurements import Usage, usage_of
 from shmloader.interruptions import Wakeup
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Failure
-from shmloader.pools.objects import ObjectPool, make_answer
+from shmloader.pools.answers import Answer, Failure, ObjectPool, make_answer
 from shmloader.pools.status_page import AtWork, Phase
 from shmloader.threads import BackgroundThread, is_exiting, may_wait
 

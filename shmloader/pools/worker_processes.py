@@ -337,10 +337,6 @@ class WorkerProcesses:
         """Return what a worker is doing, with its stack. Takes up to a third of a second."""
         return self._page.ask(worker_id, self.pid(worker_id))
 
-    def usage(self, *, thoroughly: bool) -> list[Usage]:
-        """Return what each worker has used. Called from any thread."""
-        return [usage_of(worker.pid, thoroughly=thoroughly) for worker in self.handles]
-
     # End ---------------------------------------------------------------------------------
 
     def end_workers(self) -> None:
@@ -401,7 +397,9 @@ class WorkerProcesses:
 def _read_usage(reference: "weakref.ref[WorkerProcesses]", thoroughly: bool) -> list[Usage] | None:
     """Return what the workers have used; None if they are gone."""
     group = reference()
-    return None if group is None else group.usage(thoroughly=thoroughly)
+    if group is None:
+        return None
+    return [usage_of(worker.pid, thoroughly=thoroughly) for worker in group.handles]
 
 
 def _end_at_exit(reference: "weakref.ref[WorkerProcesses]") -> None:
