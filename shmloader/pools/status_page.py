@@ -13,7 +13,9 @@ import os
 import select
 import signal
 import struct
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from typing import Any
@@ -81,11 +83,15 @@ class AtWork:
 
 
 class StatusPage:
-    """The page, owned by the pool. In a process that gets it pickled, it is a worker's end."""
+    """The page, owned by the pool. In a process that gets it pickled, it is a worker's end.
+
+    It is closed when it is garbage, if not before: a signal handler may raise before it is stored.
+    """
+
+    _fd = _stack_read = _stack_write = -1
+    _words = memoryview(b"")
 
     def __init__(self, worker_count: int) -> None:
-        self._stack_read = self._stack_write = -1
-        self._words = memoryview(b"")
         self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
         try:
             nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -175,6 +181,11 @@ class StatusPage:
         for name in ("_fd", "_stack_read", "_stack_write"):
             self._close(name)
         self._words.release()
+
+    # Once the interpreter is finalizing, the module's names may be gone.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.close()
 
     def _close(self, name: str) -> None:
         fd = getattr(self, name)

@@ -10,6 +10,7 @@ import pytest
 
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.pools.status_page import Phase, StatusPage
+from tests.process.support import descriptor_count
 
 
 class Child:
@@ -41,6 +42,14 @@ def status_page():
     yield made
     made.close()
     made.close()
+
+
+def test_a_page_that_is_garbage_has_no_descriptors_open() -> None:
+    before = descriptor_count()
+    page = StatusPage(1)
+    assert descriptor_count() == before + 3
+    del page
+    assert descriptor_count() == before
 
 
 def sleeps_here(tell: int) -> None:
