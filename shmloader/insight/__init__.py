@@ -4,7 +4,6 @@ An iterator records a tuple for each call of ``next()``. Everything else is comp
 reads the statistics.
 
 Modules: ``measurements`` (a batch's times, an engine's counts, the usage of workers and threads),
-``record`` (what is recorded of each epoch), ``sums`` (the sums over it), ``stats`` (the frozen
-statistics, and how they print), ``verdict`` (one sentence about them) and ``trace`` (a file with
-the times of each batch).
+``record`` (what is recorded of each epoch, and written as a trace), ``sums`` (the sums over it),
+``stats`` (the frozen statistics, and how they print) and ``verdict`` (one sentence about them).
 """

@@ -31,7 +31,7 @@ from shmloader.batch.sample_rng import seed_of_rank
 from shmloader.engine.failures import FailedSample, FailureList
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.grammar import warn_user
-from shmloader.insight.record import sum_of
+from shmloader.insight.record import sum_of, write_trace
 from shmloader.insight.sums import Sums
 from shmloader.interruptions import probe
 from shmloader.loader.config import LoaderConfig, Sharing
@@ -621,8 +621,6 @@ class DataLoader(ResumableLoader[_T_co]):
             yield
         finally:
             records = statistics.end_trace()
-            from shmloader.insight.trace import write_trace  # noqa: PLC0415 - few runs are traced
-
             total = records[0].sums() if len(records) == 1 else sum_of(None, records)
             stats = self._snapshot(total, len(records))
             write_trace(records, target, {"stats": dataclasses.asdict(stats), "table": str(stats)})
