@@ -38,11 +38,7 @@ def _made_at() -> str:
 class LazySequence(Sequence[Any]):
     """A sequence whose items are computed: indices, slices, iteration, and notes on exceptions.
 
-    Args:
-        name: Name of the function that makes the sequence, or "slice".
-        length: Number of items; ``sys.maxsize`` if it is endless.
-        compute: Returns the item at an index, which is not negative. None for a subclass that has
-            ``_compute``.
+    Its length is ``sys.maxsize`` if it is endless. Indices that are computed are not negative.
     """
 
     _compute: Callable[[int], Any]
@@ -218,9 +214,6 @@ class _OrderFrom:
     def __init__(self, length: int) -> None:
         self.start, self._length = 0, length
 
-    def __len__(self) -> int:
-        return self._length
-
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self._length))
 
@@ -230,12 +223,7 @@ def _run_hook(hook: Callable[[], Any], _worker_id: int) -> None:
 
 
 class _Prefetched(LazySequence):
-    """The sequence that :func:`prefetch` returns. Its workers start at the first access.
-
-    Args:
-        sequence: The sequence.
-        options: Arguments of the loader that loads its items.
-    """
+    """The sequence that :func:`prefetch` returns. Its workers start at the first access."""
 
     def __init__(self, sequence: Sequence[Any], options: dict[str, Any]) -> None:
         super().__init__("prefetch", len(sequence))
@@ -258,13 +246,8 @@ class _Prefetched(LazySequence):
         # Index of the item that the loader delivers next; -1 if that is not known.
         self._next = -1
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"_loader", "_items"}
-        return {name: value for name, value in vars(self).items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._args, {"_made_at": self._made_at}
 
     def _compute(self, index: int) -> Any:
         if self._pid != os.getpid():

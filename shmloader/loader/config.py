@@ -48,35 +48,21 @@ class Sharing(NamedTuple):
     scope: WorkerScope = "rank"
     ranks: Ranks | None = None
 
-    @property
-    def host_ranks(self) -> int:
-        """The number of ranks that share the workers, as far as it is known."""
-        if self.scope == "rank" or self.ranks is None:
-            return 1
-        from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
-
-        known = self.ranks.known
-        return 1 if known is None else ranks_of_host(known[1])
-
 
 class LoaderConfig(SimpleNamespace):
-    """The arguments of a loader as an epoch uses them. No code changes them.
+    """The arguments of a loader as an epoch uses them, checked and parsed. No code changes them.
 
-    Attributes have the names of the arguments; the options are checked and parsed. Those that are
-    not the default are the object's own, since loaders may be made for short epochs. Besides, there
-    are the following.
+    Besides, there are the following attributes.
 
     Attributes:
         fetch: How a batch is fetched and collated; sent to the workers.
         saves_dataset: Whether states of the loader contain states of the dataset.
         devices: Where each batch of a step arrives; None for the CPU. Only one, unless
-            ``has_steps``.
-        has_steps: Whether each step is a list of batches, one for each device.
+            ``has_steps``: then each step is a list of batches.
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
-        is_dynamic: Whether a batch may come from any worker (dynamic dispatch).
+        is_dynamic: Whether a batch may come from any worker.
         root: Directory that contains ``proc`` and ``sys``.
-        rank: Number of this rank, where ranks share the workers.
-        host_ranks: How many ranks share the workers; 1 unless those are the host's.
+        rank: Number of this rank among the ``host_ranks`` that share the workers.
     """
 
     fetch: FetchConfig
@@ -168,14 +154,11 @@ for _name, _default in DEFAULTS.items():
 class LoaderParts:
     """The parts that all iterators of a loader share. A copy or a pickle of the loader has its own.
 
+    The statistics are the records of all epochs, and the failures the samples that failed.
+
     Attributes:
         adapter: Decides how many workers there are, with ``num_workers="auto"``.
-        statistics: The records of all epochs.
-        failures: The samples that failed.
-        state_cost: Warns if states of the dataset cost much.
-        dataset_epoch: Decides which number of an epoch the dataset is told.
         executor_key: Identifies the loader in processes of an executor.
-        task_numbers: Numbers the loader's tasks on an executor.
         host_pool: The workers that the ranks of this host share; None if the loader has its own.
         nursery: The process that forks the workers. Kept, so that the next epoch need not start it.
         destination: The opened devices; None before the first iterator that copies to a device.

@@ -516,11 +516,15 @@ class DataLoader(ResumableLoader[_T_co]):
             saves_dataset=saves_dataset,
             num_workers=count,
             in_order=self.in_order or not count,
+            has_steps=sharing.devices is not None,
         )
-        if sharing.devices is not None:
-            config.has_steps = True
         if not count:
             return config
+        if is_host and sharing.ranks is not None:
+            from shmloader.host import ranks_of_host  # noqa: PLC0415 - few loaders share
+
+            config.rank, world_size = sharing.ranks.find()
+            config.host_ranks = ranks_of_host(world_size)
         # Ranks that share workers have queues, even if there is one worker.
         is_free = (seed is not None or not self.in_order) and (count > 1 or is_host)
         return config.replace(
@@ -532,8 +536,6 @@ class DataLoader(ResumableLoader[_T_co]):
             is_dynamic=is_map and (is_free or self._adapter is not None),
             root=self._root,
             worker_scope=sharing.scope,
-            rank=sharing.ranks.find()[0] if is_host and sharing.ranks else 0,
-            host_ranks=sharing.host_ranks,
         )
 
     @property

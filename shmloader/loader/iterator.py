@@ -49,18 +49,9 @@ _REPLACED = (
 )
 
 
-def refuse(first: int, second: int) -> NoReturn:
-    """Raise the error for a call that began before another call had ended.
-
-    Args:
-        first: The thread of the earlier call.
-        second: The thread of the later call.
-
-    Raises:
-        RuntimeError: If these are different threads.
-        ClosedLoaderError: If the earlier call runs on the same thread, or did not finish.
-    """
-    if first in {thread.ident for thread in threading.enumerate()} - {second}:
+def _refuse(is_same_thread: bool) -> NoReturn:
+    """Raise the error for a call that began before another call had ended."""
+    if not is_same_thread:
         raise RuntimeError(
             "another thread is in next() of this iterator, which only one thread at a time may "
             "use: hold a lock around next(), or give each thread its own loader"
@@ -75,12 +66,6 @@ class BatchIterator(_BaseDataLoaderIter):
     """Delivers the batches of an engine, and counts them. One thread at a time uses it.
 
     Its workers end when it is closed or garbage.
-
-    Args:
-        loader: The loader, for torch's base class and the number of workers with "auto".
-        config: The loader's arguments.
-        plan: The plan of the loader's epochs, which has begun one.
-        parts: The objects that all iterators of the loader share.
     """
 
     _IterableDataset_len_called: int | None  # type: ignore[assignment]
@@ -261,7 +246,7 @@ class BatchIterator(_BaseDataLoaderIter):
         # calls and backward jumps.
         caller = threading.get_ident()
         if self._caller:
-            refuse(self._caller, caller)
+            _refuse(self._caller == caller)
         mark = None
         try:
             self._caller = caller
@@ -405,20 +390,16 @@ class BatchIterator(_BaseDataLoaderIter):
             self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
             return
         was_closed = self._was_closed_by_user and isinstance(error, Exception)
-        uninterruptible(functools.partial(self._go_back, error, mark))
+        uninterruptible(functools.partial(self._give_up, error, mark))
         if was_closed:
             raise _closed_meanwhile(error)
 
-    def _go_back(self, error: BaseException, mark: Any) -> None:
-        """Close, with the state of the last batch that ``next()`` returned."""
+    def _give_up(self, error: BaseException, mark: Any = None) -> None:
+        """Close after an interruption, with the state of the last batch that was returned."""
         if mark is not None:
             self._progress.go_back(mark[0])
             if self._checkpoints is not None:
                 self._checkpoints.go_back(mark[1])
-        self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Close the iterator after an interruption."""
         self._source.give_up(error)
         self._end_record()
 
