@@ -49,9 +49,9 @@ _REPLACED = (
 )
 
 
-def _refuse(is_same_thread: bool) -> NoReturn:
-    """Raise the error for a call that began before another call had ended."""
-    if not is_same_thread:
+def _refuse(first: int, second: int) -> NoReturn:
+    """Raise the error for a call on a thread that began before that on another had ended."""
+    if first in {thread.ident for thread in threading.enumerate()} - {second}:
         raise RuntimeError(
             "another thread is in next() of this iterator, which only one thread at a time may "
             "use: hold a lock around next(), or give each thread its own loader"
@@ -246,7 +246,7 @@ class BatchIterator(_BaseDataLoaderIter):
         # calls and backward jumps.
         caller = threading.get_ident()
         if self._caller:
-            _refuse(self._caller == caller)
+            _refuse(self._caller, caller)
         mark = None
         try:
             self._caller = caller
