@@ -204,13 +204,10 @@ class RayExecutor(_ClusterExecutor):
         self._function = self._ray.remote(**{**_OPTIONS, **options})(_call)
 
     def _find_cluster(self) -> object:
-        """Return what tells one ``ray.init()`` from another; None if Ray is not connected.
-
-        The job's id alone does not, since jobs are numbered from 1 in each cluster.
-        """
+        """Return what tells one ``ray.init()`` from another; None if Ray is not connected."""
         if not self._ray.is_initialized():
             return None
-        context = self._ray.get_runtime_context()
+        context = self._ray.get_runtime_context()  # jobs are numbered from 1 in each cluster
         return context.get_job_id(), context.get_node_id()
 
     def _reason_gone(self) -> str:

@@ -14,7 +14,7 @@ Guarantees:
       why.
     * Only an iterator refers to a stand-in, so a loader is freed when it is dropped.
 
-The module is long because a third of it documents what users call and read.
+The module is long because it documents what users call and read.
 """
 
 import contextlib
@@ -86,14 +86,7 @@ class InstallOptions(TypedDict, total=False):
 class StandIn(DataLoader[Any]):
     """A loader of ours that has the attributes of a loader of torch's.
 
-    Attributes:
-        installation: What was installed when it was made.
-        left_out: The arguments of :func:`install` that do not fit the loader, and why; "" if all
-            fit.
-
-    Args:
-        loader: The loader of torch's.
-        installation: What is installed.
+    ``left_out`` has the arguments of :func:`install` that do not fit the loader, and why.
     """
 
     # What the loader's class may override, which are properties of torch's.
@@ -119,12 +112,7 @@ class StandIn(DataLoader[Any]):
             plan.order.known_epochs = max(0, plan.counter.next - 1), plan.counter.next
 
     def begin(self, loader: Any, iterator: Any) -> Any:
-        """Begin an epoch of the loader, and return its iterator.
-
-        Args:
-            loader: The loader.
-            iterator: The iterator whose persistent workers load; None to start new workers.
-        """
+        """Begin an epoch of the loader, with new workers or those that persist in an iterator."""
         self._read(loader)
         self._iterator = iterator
         try:
@@ -246,14 +234,7 @@ class InstallReport:
 
 
 class _Installation:
-    """What is installed in this process.
-
-    Args:
-        options: The arguments of :func:`install`.
-
-    Attributes:
-        report: What the loaders ran on.
-    """
+    """What is installed in this process: the arguments of :func:`install`, and the report."""
 
     def __init__(self, options: InstallOptions) -> None:
         self.options = options
@@ -270,15 +251,10 @@ class _Installation:
         return ""
 
     def begin(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
-        """Begin an epoch of any loader of torch's class, and return its iterator.
-
-        Args:
-            by_torch: torch's own ``__iter__``, which calls ``_get_iterator`` for new workers.
-            loader: The loader. Its iterator, if it has one, keeps persistent workers.
-        """
+        """Begin an epoch of any loader of torch's class, in place of torch's ``__iter__``."""
         if isinstance(loader, DataLoader):
             return by_torch(loader)
-        kept: Any = getattr(loader, "_iterator", None)
+        kept: Any = getattr(loader, "_iterator", None)  # which has persistent workers
         why = self._why_not(loader)
         if kept is not None and not why:
             if (stand_in := getattr(kept, "_stand_in", None)) is not None:
@@ -294,12 +270,7 @@ class _Installation:
         return found
 
     def get_iterator(self, by_torch: Callable[[Any], Any], loader: Any) -> Any:
-        """Return a new iterator of a loader of torch's class.
-
-        Args:
-            by_torch: torch's own ``_get_iterator``.
-            loader: The loader.
-        """
+        """Return a new iterator of a loader, in place of torch's ``_get_iterator``."""
         why = self._why_not(loader)
         if not why:
             return self._begin(StandIn(loader, self), loader, None)

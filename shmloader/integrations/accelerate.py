@@ -18,11 +18,7 @@ from shmloader.loader.states import sealed
 
 
 class _State:
-    """The state of a prepared loader, as ``Accelerator.save_state`` and ``load_state`` need it.
-
-    Args:
-        prepared: The prepared loader.
-    """
+    """The state of a prepared loader, as ``Accelerator.save_state`` and ``load_state`` need it."""
 
     def __init__(self, prepared: Any) -> None:
         self._prepared = prepared
@@ -110,9 +106,8 @@ def _put_back(prepared: Any, loader: DataLoader[Any]) -> None:
 def _order_of(batches: Any) -> dict[str, Any]:
     """Return the arguments that give a loader the batches of a batch sampler.
 
-    With ``seed`` and a ``sampler``, a sample's random numbers depend on its position in the
-    sampler. With ``seed`` and a ``batch_sampler``, they depend on the number of the batch and the
-    position in it. So torch's own batch sampler is replaced by its arguments.
+    With ``seed``, a sample's random numbers depend on its position in a ``sampler``, or in a batch
+    of a ``batch_sampler``. So torch's own batch sampler is replaced by its arguments.
     """
     if type(batches) is BatchSampler:
         return {

@@ -394,11 +394,7 @@ class DataLoader(ResumableLoader[_T_co]):
             return super().__iter__()
 
     def _get_iterator(self) -> Any:
-        """Return an iterator over a new epoch, with new workers; torch's ``__iter__`` calls this.
-
-        Raises:
-            ClosedLoaderError: After ``close()``.
-        """
+        """Return an iterator over a new epoch, with new workers. torch's ``__iter__`` calls it."""
         return self.begin_epoch(self._make_iterator, draws_seed=True)
 
     def begin_epoch(self, make: Callable[[], Any], *, draws_seed: bool) -> Any:
@@ -406,7 +402,7 @@ class DataLoader(ResumableLoader[_T_co]):
 
         Args:
             make: Makes a new iterator, or has one with persistent workers begin the epoch.
-            draws_seed: Whether the iterator draws a base seed: not if its workers run already.
+            draws_seed: Whether torch draws a base seed: not if workers run already.
         """
         # The iterator takes the state of its epoch from the loader, so one thread begins at a time.
         with self._parts.begin_lock:
@@ -417,13 +413,9 @@ class DataLoader(ResumableLoader[_T_co]):
             try:
                 if resumed is not None:
                     plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
-                if plan.resumed is None:
+                with contextlib.nullcontext() if plan.resumed is None else self._resuming(plan):
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
-                else:
-                    with self._resuming(plan):
-                        self._begin_epoch(plan, draws_seed=draws_seed)
-                        iterator = make()
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
@@ -466,18 +458,13 @@ class DataLoader(ResumableLoader[_T_co]):
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does.
 
-        Does not warn of threads, which may be many, of an executor's processes, which may be
-        elsewhere, or with "auto", which measures what helps.
+        Threads may be many, an executor's processes elsewhere, and "auto" measures what helps.
         """
         if not self.thread_pool and self.executor is None and self._adapter is None:
             super().check_worker_number_rationality()
 
     def _config(self) -> LoaderConfig:
-        """Return the arguments as they are now, for an iterator that begins.
-
-        Raises:
-            TypeError, ValueError: If an attribute was set to a value that an argument cannot have.
-        """
+        """Return the arguments as they are now, for an iterator that begins."""
         values, sharing, parts = read_options(self), self._sharing, self._parts
         is_host, is_map = sharing.scope == "host", not self._is_iterable
         saves_dataset, collates = self._saves_dataset, self._auto_collation

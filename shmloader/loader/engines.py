@@ -38,12 +38,12 @@ from shmloader.shared.sharing import describe_many
 class Workers:
     """The workers of an iterator, their engine, and what the iterator does besides taking batches.
 
+    The constructor starts the workers. It raises what that raises, or what pickling the dataset
+    raises.
+
     Attributes:
-        engine: The engine.
         source: The engine, or a stage on another thread that is behind it.
-        pool: The engine's workers.
         end: Ends all. It refers neither to the sampler nor to the iterator.
-        adapter: Decides how many workers there are, with ``num_workers="auto"``.
         is_on_device: Whether the source has called the ``device_transform``.
 
     Args:
@@ -52,9 +52,6 @@ class Workers:
         base_seed: Seeds the workers' random generators.
         checkpoints: Where the workers' datasets begin; None if they are not tracked.
         pin: Whether batches are copied to page-locked memory, and the type of the accelerator.
-
-    Raises:
-        Exception: What starting a worker or pickling the dataset raises.
     """
 
     engine: Engine

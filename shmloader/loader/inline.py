@@ -75,13 +75,7 @@ class InlineEngine:
                 load_dataset(config.dataset, read(resumed.checkpoints[0].snapshot))
 
     def open(self, plan: EpochPlan, pins: bool, pin_device: str | None) -> None:
-        """Prepare to make batches; an iterable dataset is iterated now, unless it is resumed.
-
-        Args:
-            plan: The plan of the loader's epochs.
-            pins: Whether batches are copied to page-locked memory.
-            pin_device: The type of the accelerator that will read it.
-        """
+        """Prepare to make batches; an iterable dataset is iterated now, unless it is resumed."""
         config, fetch = self._config, self._config.fetch
         fetcher = fetch.make_concurrent_fetcher()
         if fetcher is not None:
@@ -173,14 +167,7 @@ class InlineEngine:
         return batch
 
     def _count_failures(self, left_out: object = None) -> None:
-        """Count the samples of a batch that failed.
-
-        Args:
-            left_out: The indices of the batch, if all its samples failed.
-
-        Raises:
-            Instead: With a TooManyFailures if too many have failed.
-        """
+        """Count a batch's failed samples; ``left_out`` has its indices if all have failed."""
         watch, maker, error = self._watch, self._maker, None
         assert watch is not None
         assert maker is not None
@@ -208,8 +195,7 @@ class InlineEngine:
         """Begin to save where the dataset is.
 
         Args:
-            is_elsewhere: Whether the global generators have the states of the run that is resumed
-                now, and will not have them when the first batch is made.
+            is_elsewhere: Whether the global generators are in the resumed run's states now alone.
         """
         resumed, checkpoint = self._resumed, Checkpoint()
         # Whether the dataset may draw from the process's generators.
@@ -256,11 +242,7 @@ class InlineEngine:
         self.checkpoints.checkpoints = (checkpoint._replace(rng=rng),)
 
     def _resume(self, checkpoint: Checkpoint, indices: Any) -> Any:
-        """Make the dataset ready where it resumes, and make its first batch.
-
-        Raises:
-            Exception: If the dataset cannot be resumed, or what its first batch raises.
-        """
+        """Make the dataset ready where it resumes, and make its first batch."""
         saved, rng = read(checkpoint.snapshot), checkpoint.rng
         own = global_rng_state() if rng else {}
         if rng and not checkpoint.skip and own == rng[-1]:
@@ -330,11 +312,6 @@ def make_step(
     """Return the name of what is done to a batch on the user's thread, and a function that does it.
 
     It pins or moves a batch, and calls the ``device_transform``.
-
-    Args:
-        config: The loader's arguments.
-        pins: Whether batches are copied to page-locked memory.
-        pin_device: The type of the accelerator that will read it.
     """
     transform, kind = config.device_transform, "build"
     if config.has_device:

@@ -173,10 +173,7 @@ class BatchIterator(_BaseDataLoaderIter):
         self._end_with_iterator(opened.end)
 
     def _end_with_iterator(self, end: Callable[[], object]) -> None:
-        """Call a function when the iterator is garbage, but not at the interpreter's exit.
-
-        The function must not hold the sampler, which may hold the loader and this iterator.
-        """
+        """Call a function, which must not hold the sampler, when the iterator is garbage."""
         self._finalizer = weakref.finalize(self, end)
         self._finalizer.atexit = False
 
@@ -218,10 +215,7 @@ class BatchIterator(_BaseDataLoaderIter):
         self._record.begin(self._source.draw_ns)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin a further epoch with the same workers (``persistent_workers=True``).
-
-        torch's ``__iter__`` calls this, and so may that of a subclass.
-        """
+        """Begin a further epoch with the same workers; torch's ``__iter__`` calls this."""
         if self._stand_in is None or self._stand_in is loader:
             loader.begin_epoch(functools.partial(self._go_on, loader, first_iter), draws_seed=False)
         else:

@@ -1,9 +1,8 @@
 """The loaders' options: one table of the arguments that torch's loader does not have.
 
 The table says of each option what values it takes, what it needs, and what it excludes. The
-constructors and each epoch check a loader by it, ``repr`` shows what differs from its defaults, and
-:func:`shmloader.install` finds there what does not fit a loader of torch's. torch's constructor
-checks torch's own arguments.
+constructors and each epoch check a loader by it, and :func:`shmloader.install` finds there what
+does not fit a loader of torch's. torch's constructor checks torch's own arguments.
 
 The module is long because the table and the checks of single values belong together.
 """
@@ -257,11 +256,6 @@ def read_options(loader: Any) -> dict[str, Any]:
     Returns:
         The values that are not the defaults, as loaders use them, and under "devices" the devices
         of a step if there are any.
-
-    Raises:
-        TypeError: If an option is of a wrong type.
-        ValueError: If it has a wrong value, needs what the loader does not have, or cannot be
-            combined with another option.
     """
     sharing, own, values = loader._sharing, loader.__dict__, {}
     if not _NAMES.isdisjoint(own):  # many loaders have none, and may be made for a short epoch
@@ -332,11 +326,7 @@ def starts_processes(context: Any) -> bool:
 
 
 def slot_share(shm_bytes: int, slot_count: int) -> int:
-    """Return each slot's share of ``shm_bytes``, in bytes: a multiple of the page size.
-
-    Raises:
-        ValueError: If the share would be under :data:`MINIMUM_SLOT_BYTES`.
-    """
+    """Return each slot's share of ``shm_bytes``, in bytes; raise ValueError if it is too small."""
     share = shm_bytes // slot_count // mmap.PAGESIZE * mmap.PAGESIZE
     if share < MINIMUM_SLOT_BYTES:
         raise ValueError(

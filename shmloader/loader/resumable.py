@@ -109,10 +109,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     @property
     def as_torch_sees_it(self) -> Any:
-        """The loader that torch's base class of iterators reads, which toolkits replace parts of.
-
-        They look for attributes that their own loaders have.
-        """
+        """The loader that torch's base class of iterators reads: under install(), torch's own."""
         return self
 
     @property
@@ -191,10 +188,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         )
 
     def _batching(self) -> tuple[Any, int | None]:
-        """Return the sampler that is cut into batches, and their size.
-
-        Without a size, the "sampler" yields whole batches, or indices that are not batched.
-        """
+        """Return the sampler that is cut into batches, and their size; None if it is not cut."""
         batches = self._index_sampler
         if type(batches) not in _CUTTING or self.batch_size is None:
             return batches, None
@@ -295,15 +289,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         return len(self._present_plan)
 
     def _begin_epoch(self, plan: EpochPlan, *, draws_seed: bool) -> None:
-        """Begin the next epoch, for an iterator.
-
-        Args:
-            plan: The present plan.
-            draws_seed: Whether the iterator draws a base seed: not if its workers run already.
-
-        Raises:
-            ValueError: If a state was loaded, and the samplers were replaced since.
-        """
+        """Begin the next epoch, for an iterator. Raises ValueError if its state does not fit."""
         if plan.resumed is not None:
             check_facts(plan.resumed, plan.order.facts())
             if self._saves_dataset and "datasets" in plan.resumed:

@@ -63,14 +63,7 @@ def _checksum(state: dict[str, Any]) -> int:
 
 
 def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
-    """Check a state before a loader takes it.
-
-    Args:
-        state: What the user passed.
-        facts: The loader's values of the keys that a state and a loader must have in common.
-
-    Returns:
-        The state as it was passed.
+    """Check a state before a loader takes it, and return it.
 
     Raises:
         TypeError: If the state is not a dict.
@@ -107,12 +100,7 @@ def check_state(state: object, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_facts(state: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Raise ValueError if a loader's values differ from those in a state.
-
-    Args:
-        state: The state.
-        facts: The loader's values of keys that a state and a loader must have in common.
-    """
+    """Raise ValueError if a loader's values differ from those of the same keys in a state."""
     wrong = [
         f"- {_FACTS[key]}: {_shortener.repr(state[key])} in the state, "
         f"{_shortener.repr(fact)} in this loader.\n"
