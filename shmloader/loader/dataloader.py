@@ -34,7 +34,7 @@ from shmloader.grammar import warn_user
 from shmloader.insight.record import sum_of, write_trace
 from shmloader.insight.sums import Sums
 from shmloader.interruptions import probe
-from shmloader.loader.config import LoaderConfig, Sharing
+from shmloader.loader.config import LoaderConfig
 from shmloader.loader.iterator import BatchIterator
 from shmloader.loader.options import (
     DEFAULTS,
@@ -268,8 +268,6 @@ class DataLoader(ResumableLoader[_T_co]):
     sample_timeout: float | None
 
     _sample_seed: int | None = None
-    #: What a ShardedDataLoader shares.
-    _sharing = Sharing()
     #: Directory that contains ``proc`` and ``sys``.
     _root = "/"
 

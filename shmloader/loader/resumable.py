@@ -18,7 +18,7 @@ from shmloader.batch.dataset_state import Saved, save_dataset
 from shmloader.engine.delivery import DatasetCheckpoints
 from shmloader.errors import LOADER_CLOSED, ClosedLoaderError
 from shmloader.grammar import warn_user
-from shmloader.loader.config import LoaderParts
+from shmloader.loader.config import LoaderParts, Sharing
 from shmloader.loader.options import (
     WRAPPED_DATA_PIPES,
     SnapshotInterval,
@@ -73,6 +73,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     seed: Any
     snapshot_every_n_steps: SnapshotInterval
 
+    #: What a ShardedDataLoader shares.
+    _sharing = Sharing()
     #: Decides how many workers there are, with ``num_workers="auto"``.
     _adapter: Adapter | None = None
     #: The seed that samples and order depend on, as the constructor got it.
@@ -147,20 +149,23 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         self, sampler: Iterable[Any] | None, batch_sampler: Iterable[list[Any]] | None
     ) -> None:
         """Prepare the samplers; called by the constructor with the user's, or None."""
-        if self.last_batch == "rollover" and batch_sampler is None:
+        is_sharded = self._sharing.ranks is not None
+        if self.last_batch == "rollover" and batch_sampler is None and not is_sharded:
             assert self.batch_size is not None
             # Set in __dict__, since torch's __setattr__ refuses to change this attribute.
             self.__dict__["batch_sampler"] = RolloverBatchSampler(self.sampler, self.batch_size)
-        seed = self._sample_seed
-        if seed is None:
+        if self._sample_seed is None:
             return
-        counter = EpochCounter()
-        if sampler is None and batch_sampler is None:
-            kind = _SEEDED.get(type(self.sampler))
-            if kind is not None:
-                self._set_own_sampler(kind(self.sampler.data_source, seed, counter))  # type: ignore[attr-defined]
-        self._counter = counter
+        counter = self._counter = EpochCounter()
+        own = self._make_own_sampler(counter) if sampler is batch_sampler is None else None
+        if own is not None:
+            self._set_own_sampler(own)
         self._set_plan(counter)  # now, since it records the epochs of the user's samplers
+
+    def _make_own_sampler(self, counter: EpochCounter) -> SeededSampler | None:
+        """Return what yields the order that is delivered, in place of torch's sampler."""
+        kind, seed, sampler = _SEEDED.get(type(self.sampler)), self._sample_seed, self.sampler
+        return kind and kind(sampler.data_source, seed, counter)  # type: ignore[attr-defined, arg-type]
 
     def _set_plan(self, counter: EpochCounter) -> EpochPlan:
         plan = self.__dict__["_plan"] = EpochPlan(self._make_order(), counter)

@@ -246,17 +246,11 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _sharing(self) -> Sharing:  # type: ignore[override]
         return Sharing(self.devices, self.worker_scope, self._ranks)
 
-    def _make_plan(self, sampler: object, batch_sampler: object) -> None:
-        counter = EpochCounter()
-        # torch's sampler draws from a generator.
-        is_own = sampler is batch_sampler is None
+    def _make_own_sampler(self, counter: EpochCounter) -> SeededShardSampler | None:
         is_shuffled = isinstance(self.sampler, RandomSampler)
-        if is_own and not (is_shuffled and self.generator is not None):
-            seed = self._sample_seed
-            own = SeededShardSampler(self.dataset, seed, counter, shuffle=is_shuffled)
-            self._set_own_sampler(own)
-        self._counter = counter
-        self._set_plan(counter)
+        if is_shuffled and self.generator is not None:
+            return None  # torch's sampler draws from it
+        return SeededShardSampler(self.dataset, self._sample_seed, counter, shuffle=is_shuffled)
 
     def _order_sources(self) -> tuple[object, ...]:
         return *super()._order_sources(), self.devices
