@@ -396,7 +396,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         """Add the positions or states of the workers' datasets to a state."""
         checkpoints = self._parts.checkpoints
         if not self._saves_dataset:
-            if self._asks_for_state:
+            is_apart = self.thread_pool or self.executor is not None or self._adapter is not None
+            if is_apart and self._asks_for_state:
                 warn_user(
                     "the dataset has state_dict() and load_state_dict(), but with threads, an "
                     "executor or num_workers='auto', the loader's state does not contain the "
