@@ -47,7 +47,7 @@ from shmloader.loader.options import (
     is_map_style,
     read_options,
 )
-from shmloader.loader.resumable import ResumableLoader
+from shmloader.loader.resumable import FixedArgument, ResumableLoader
 from shmloader.memory.limits import free_memory, is_supported
 from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
@@ -307,8 +307,8 @@ class DataLoader(ResumableLoader[_T_co]):
         executor: concurrent.futures.Executor | None = None,
     ) -> None:
         given, is_own = locals(), type(self) is not DataLoader
-        # Now, since torch's constructor calls check_worker_number_rationality(), and past
-        # __setattr__, which refuses some. A user's class may have attributes of these names.
+        # Now, since torch's constructor calls check_worker_number_rationality(), and past the
+        # descriptors, which refuse some. A user's class may have attributes of these names.
         for name, default in DEFAULTS.items():
             if is_own or given[name] is not default:
                 self.__dict__[name] = given[name]
@@ -639,6 +639,8 @@ class DataLoader(ResumableLoader[_T_co]):
 
 for _name, _default in DEFAULTS.items():
     setattr(DataLoader, _name, _default)
+for _name in ("seed", "last_batch"):
+    setattr(DataLoader, _name, FixedArgument(_name))
 
 
 class CachedBatches(Generic[_T]):

@@ -53,11 +53,34 @@ _CUTTING = BatchSampler, RolloverBatchSampler
 _SEEDED = {RandomSampler: SeededRandomSampler, SequentialSampler: SeededSequentialSampler}
 
 
-class _Epoch:
-    """``loader.epoch``. A user's class may have an attribute of this name, which comes first."""
+class FixedArgument:
+    """An attribute that only the constructor sets. A user's class may have one of the same name.
+
+    A ``__setattr__`` of the loader would be called for each attribute that torch sets.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, loader: Any, _: type | None = None) -> Any:
-        return None if loader is None else loader._present_plan.present_epoch
+        return None if loader is None else loader.__dict__.get(self._name)
+
+    def __set__(self, loader: Any, value: object) -> None:
+        kind = type(loader)
+        if kind.__module__.partition(".")[0] == "shmloader":
+            raise ValueError(
+                f"{self._name} attribute should not be set after {kind.__name__} is initialized"
+            )
+        loader.__dict__[self._name] = value
+
+
+class _Epoch(FixedArgument):
+    """``loader.epoch``; the attribute of a user's class if that has set one."""
+
+    def __get__(self, loader: Any, kind: type | None = None) -> Any:
+        if loader is None or "epoch" in loader.__dict__:
+            return super().__get__(loader, kind)
+        return loader._present_plan.present_epoch
 
 
 class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
@@ -89,17 +112,6 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     _passes_epochs = True
 
     _own_parts: LoaderParts | None = None
-    #: Attributes that only the constructor sets, besides torch's.
-    _fixed: tuple[str, ...] = ("epoch", "last_batch", "seed")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute, unless that would have no effect. A user's class may have its own."""
-        kind = type(self)
-        if name in self._fixed and kind.__module__.partition(".")[0] == "shmloader":
-            raise ValueError(
-                f"{name} attribute should not be set after {kind.__name__} is initialized"
-            )
-        super().__setattr__(name, value)
 
     @property
     def _parts(self) -> LoaderParts:
@@ -242,7 +254,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     # Epochs --------------------------------------------------------------------------------
 
     #: Number of the epoch that is iterated; see the class of the loader.
-    epoch: Any = _Epoch()
+    epoch = _Epoch("epoch")
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; without this call, epochs are numbered from 0.

@@ -25,6 +25,7 @@ from shmloader.loader.options import (
     check_last_batch,
     is_map_style,
 )
+from shmloader.loader.resumable import FixedArgument
 from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
 from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.plan import EpochPlan
@@ -170,11 +171,10 @@ class ShardedDataLoader(DataLoader[_T_co]):
 
     __module__ = "shmloader"  # users import it from there
 
-    num_shards: int | None
+    num_shards = FixedArgument("num_shards")
     devices: Sequence[Any] | None
     worker_scope: WorkerScope
     _sample_seed: int
-    _fixed = (*DataLoader._fixed, "num_shards")
 
     def __init__(
         self,
