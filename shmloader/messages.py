@@ -5,10 +5,9 @@ begin with a fixed head (:data:`TASK_HEAD`, :data:`DONE_HEAD`), whose first byte
 other message is one of the named tuples below, pickled. No pickle begins with one of those bytes.
 Both ends run the same version of this file.
 
-A ``SOCK_SEQPACKET`` datagram arrives whole or not at all (I3). A long list of indices, and the
-state of a dataset after a batch, lie in the task's slot, and the message says where
-(:class:`Spilled`). A message that is long all the same is sent in pieces, one after the other
-(:func:`pieces`, :func:`join`).
+A ``SOCK_SEQPACKET`` datagram arrives whole or not at all (I3). A long list of indices lies in the
+task's slot (:class:`Spilled`), and a dataset's state in a slot as well (:class:`InSlot`). A message
+that is long all the same is sent in pieces, one after the other (:func:`pieces`, :func:`join`).
 """
 
 import pickle
@@ -38,6 +37,14 @@ NO_EPOCH = -1
 class Spilled(NamedTuple):
     """Stands for a pickled value of ``nbytes`` that lies in the slot, at ``offset``."""
 
+    offset: int
+    nbytes: int
+
+
+class InSlot(NamedTuple):
+    """Stands for the pickled state of a dataset, which lies in a slot."""
+
+    slot_id: int
     offset: int
     nbytes: int
 

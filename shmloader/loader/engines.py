@@ -242,9 +242,9 @@ def _make_tasks(config: LoaderConfig) -> TaskConfig:
     queue = TaskQueue() if config.is_dynamic else None
     arena = Arena.create(
         config.slot_bytes,
-        config.most_window + config.lend_limit,
+        config.most_window + config.lend_limit + config.state_slot_count,
     )
-    return TaskConfig(config.fetch, arena, queue, memory, is_debugging())
+    return TaskConfig(config.fetch, arena, queue, memory, config.state_slot_count, is_debugging())
 
 
 def _warn_of_many_objects(config: LoaderConfig, parts: LoaderParts) -> None:

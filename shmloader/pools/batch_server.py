@@ -36,6 +36,8 @@ class TaskConfig:
         arena: The slots.
         queue: The queue from which the tasks are received; None if they come by the channel.
         memory: The memory that workers may take; None if memory is not checked.
+        state_slot_count: How many slots, the last ones, are for the workers' states: one for each
+            worker, or none.
         is_debugging: Whether answers carry a checksum.
     """
 
@@ -43,6 +45,7 @@ class TaskConfig:
     arena: Arena
     queue: TaskQueue | None = None
     memory: MemoryConfig | None = None
+    state_slot_count: int = 0
     is_debugging: bool = False
 
     def close(self) -> None:
@@ -67,7 +70,11 @@ class BatchServer:
         self.where = f"in DataLoader worker process {worker_id}"
         self._admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
         self._timer = Timer()
-        self.writer = SlotWriter(tasks.arena, self._admission)
+        self.writer = self._state_writer = SlotWriter(tasks.arena, self._admission)
+        self._state_slot: Slot | None = None
+        if tasks.state_slot_count:
+            self._state_slot = tasks.arena.slots[worker_id - tasks.state_slot_count]
+            self._state_writer = SlotWriter(tasks.arena, self._admission)
         self.dataset = WorkerDataset(
             config, worker_id, self.where, self.writer, self._timer, line.set_sample
         )
@@ -139,15 +146,17 @@ class BatchServer:
             self._last_layout, self._last_flat_layout = b"", None  # the batch's layout is not sent
             return None, RemoteError.of(caught, self.where)
 
-    def _put_state(self, saved: Saved) -> bytes | messages.Spilled:
-        """Put a state into the task's slot. Returns where it lies; the pickle if it is too long."""
-        writer = self.writer
+    def _put_state(self, saved: Saved) -> bytes | messages.InSlot:
+        """Put a state into a slot. Returns where it lies; the pickle if it is too long."""
+        writer = self._state_writer
+        if self._state_slot is not None:
+            writer.open(self._state_slot)
         start = writer.used_bytes
         try:
             dump_state(saved, writer, by_value=self.dataset.by_value)
         except SharedMemoryError:
             return dumps_state(saved, by_value=self.dataset.by_value)
-        return messages.Spilled(start, writer.used_bytes - start)
+        return messages.InSlot(writer.slot.slot_id, start, writer.used_bytes - start)
 
     def _make(self, task: messages.Task, slot: Slot) -> bytes | None:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""

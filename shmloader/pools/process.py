@@ -169,8 +169,8 @@ class ProcessPool(WorkerProcesses):
         if isinstance(message, messages.Answered):
             seq, epoch, slot_id, touched_bytes, answer, layout = message
             self.memory.count_pages(slot_id, touched_bytes)
-            if isinstance(answer.snapshot, messages.Spilled):
-                state = self._copy_out(slot_id, *answer.snapshot)
+            if isinstance(answer.snapshot, messages.InSlot):
+                state = self._copy_out(*answer.snapshot)
                 answer = dataclasses.replace(answer, snapshot=state)
             if isinstance(answer, Batch):
                 self.memory.count_batch(slot_id, answer.nbytes)
@@ -201,9 +201,8 @@ class ProcessPool(WorkerProcesses):
         memory, end = self.memory, offset + nbytes
         memory.count_pages(slot_id, end)
         slot = memory.mapped(slot_id, end)
-        copy = bytes(slot.memory[offset:end])
         memory.recent_bytes = max(memory.recent_bytes, end)
-        return copy
+        return bytes(slot.memory[offset:end])
 
     # Workers -----------------------------------------------------------------------------
 

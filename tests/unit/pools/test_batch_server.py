@@ -40,12 +40,14 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, is_debugging=False, dataset=()):
+    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0):
         config = FetchConfig(False, auto_collation=True, drop_last=False, snapshot_every=1)
         self.dataset = dataset
-        self.arena = Arena.create(8 * MIB, 1)
+        self.arena = Arena.create(8 * MIB, 1 + state_slots)
         self.slot = self.arena.slots[0]
-        tasks = TaskConfig(config, self.arena, is_debugging=is_debugging)
+        tasks = TaskConfig(
+            config, self.arena, state_slot_count=state_slots, is_debugging=is_debugging
+        )
         self.server = BatchServer(tasks, 0, SimpleNamespace(set_sample=None))
         maker = BatchMaker(config, dataset, list, where="here", timer=self.server._timer)
         self.fetcher = maker.fetcher = Fetcher()
@@ -123,8 +125,18 @@ class Stateful:
         pass
 
 
-def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench):
-    bench = make_bench(dataset=Stateful(9 * MIB))
+def test_each_state_lies_in_the_same_pages_of_the_slot_for_states(make_bench):
+    bench = make_bench(dataset=Stateful(3 * MIB), state_slots=1)
+    for _ in range(2):
+        slot_id, offset, nbytes = bench.serve([torch.arange(3)]).answer.snapshot
+        assert (slot_id, offset) == (1, 0)
+        states = bench.arena.slots[1]
+        assert pickle.loads(states.memory[:nbytes])[2] == bytes(3 * MIB)
+
+
+@pytest.mark.parametrize("state_slots", [0, 1])
+def test_a_state_that_fits_no_slot_is_in_the_answer(make_bench, state_slots):
+    bench = make_bench(dataset=Stateful(9 * MIB), state_slots=state_slots)
     answer = bench.serve([torch.arange(3)])
     assert pickle.loads(answer.answer.snapshot)[2] == bytes(9 * MIB)
 
@@ -134,6 +146,6 @@ def test_a_state_of_many_objects_follows_the_batch_in_its_slot(make_bench):
     numbers = list(range(200_000))
     bench.dataset.state_dict = lambda: numbers
     answer = bench.serve([torch.arange(3)])
-    offset, nbytes = answer.answer.snapshot
-    assert offset == 64
+    slot_id, offset, nbytes = answer.answer.snapshot
+    assert (slot_id, offset) == (0, 64)
     assert pickle.loads(bench.slot.memory[offset : offset + nbytes])[2] == numbers
