@@ -80,6 +80,14 @@ def is_plain_data(dataset: Any) -> bool:
 # Columns ----------------------------------------------------------------------------------
 
 
+def _is_unpatched(dataset: Any) -> bool:
+    """Whether the methods that load samples are still torch's own."""
+    methods = (getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__"))
+    return "__getitems__" not in vars(dataset) and all(
+        getattr(method, "__module__", "torch.").startswith("torch.") for method in methods if method
+    )
+
+
 class Column(NamedTuple):
     """One field of a batch, for all samples.
 
@@ -127,8 +135,7 @@ def find_columns(dataset: Any) -> Columns | None:
     if kind in _ARRAYS:
         column = _column_of(dataset)
         return None if column is None else Columns(BARE, (), (column,), len(dataset))
-    has_own = "__getitems__" in getattr(dataset, "__dict__", ())
-    if kind is ConcatDataset or _parts_of(dataset) is None or has_own:
+    if kind is ConcatDataset or _parts_of(dataset) is None or not _is_unpatched(dataset):
         return None
     if kind is Subset:
         return _subset(dataset)

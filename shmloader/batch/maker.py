@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmloader.batch.arrays import ArrayFetcher, Arrays
+from shmloader.batch.arrays import ArrayFetcher, Arrays, is_plain_data
 from shmloader.batch.collator import Collator, Timer
 from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import Keep
@@ -33,6 +33,7 @@ class BatchMaker:
         fetcher: Loads samples and collates them.
         rng: The samples' random number generators; None without a seed.
         timer: Measures the parts of the work. The caller begins it with each ticket.
+        state_ns: How long it took to take the dataset's newest state, in nanoseconds.
 
     Args:
         config: How a batch is fetched and collated.
@@ -56,6 +57,7 @@ class BatchMaker:
     """
 
     fetcher: Any
+    state_ns = 0
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class BatchMaker:
                 is_iterable=config.is_iterable,
                 sets_global=concurrent_fetcher is None and not config.is_threaded,
                 restores_global=restores_rngs,
+                draws_nothing=not callable(on_error) and is_plain_data(dataset),
             )
         self.rng = rng
         collator = Collator(
@@ -105,8 +108,7 @@ class BatchMaker:
             )
         #: Returns the report on the samples since the last call; None if there is none.
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
-        #: Returns the dataset's state, copied or pickled by its argument; None if it has none.
-        self.save: Callable[[Keep[Any]], Any] = self.fetcher.save
+        self._save: Callable[[Keep[Any]], Any] = self.fetcher.save
         if arrays is not None:
             self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, may_shard=config.may_shard)
 
@@ -125,6 +127,13 @@ class BatchMaker:
                 batch = self.fetcher.fetch(plain)
         self.timer.fetched_ns = time.monotonic_ns()
         return batch
+
+    def save(self, keep: Keep[Any]) -> Any:
+        """Return the dataset's state, copied or pickled by ``keep``; None if it has none."""
+        began_ns = time.monotonic_ns()
+        state = self._save(keep)
+        self.state_ns = time.monotonic_ns() - began_ns
+        return state
 
     def loading(self, indices: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a ticket's samples have their position."""

@@ -187,6 +187,8 @@ class SampleRng:
             too.
         restores_global: Whether these generators are restored after each batch that has seeded
             them.
+        draws_nothing: Whether loading samples runs no code of the user's, so that none needs a
+            seed (``is_plain_data``).
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class SampleRng:
         is_iterable: bool = False,
         sets_global: bool = True,
         restores_global: bool = False,
+        draws_nothing: bool = False,
     ) -> None:
         self._seed, self._worker_id, self._is_iterable = seed, worker_id, is_iterable
         self._epoch: int | None = None
@@ -205,6 +208,7 @@ class SampleRng:
         if epoch is not None:
             self._begin_epoch(epoch)
         self._sets_global, self._restores_global = sets_global, restores_global
+        self._draws_nothing = draws_nothing
         # The states of the process's own generators, while a sample's seed has replaced them.
         self._own: GlobalState | None = None
         self.position = 0
@@ -241,10 +245,11 @@ class SampleRng:
         return get(index)
 
     def begin_sample(self) -> None:
-        """Seed for the next sample of the ticket."""
+        """Seed for the next sample of the ticket, unless it draws nothing."""
         number = self._count
         self._count += 1
-        self._set(Use.SAMPLE, *self._positioned.key(number))
+        if not self._draws_nothing:
+            self._set(Use.SAMPLE, *self._positioned.key(number))
 
     def begin_stream_sample(self) -> None:
         """Seed for the next sample of an iterable dataset."""

@@ -23,8 +23,10 @@ from shmloader.grammar import warn_user
 from shmloader.insight.measurements import BatchTimes
 from shmloader.messages import Unsaved
 
-# From this size on, a state that is saved with each batch is warned of.
+# States are warned of from this size on, or if they take more than this share of the time of
+# batches. The share is judged once the states have taken so long that it matters.
 _LARGE_BYTES = 1_000_000
+_SHARE, _LONG_NS = 0.1, 500_000_000
 
 
 class Instead(Exception):  # noqa: N818 - never raised to the user
@@ -185,10 +187,16 @@ class DatasetCheckpoints:
         """
         count = state["num_workers"]
         if count != worker_count:
+            has_states = any(each["snapshot"] is not None for each in state["checkpoints"])
+            why = (
+                "Each worker's dataset has a state of its own"
+                if has_states
+                else "Each worker reads its own part of an IterableDataset"
+            )
             raise ValueError(
                 f"the state does not fit this loader:\n- num_workers: {count} in the state, "
-                f"{worker_count} in this loader. Each worker's dataset has a state of its own: "
-                f"set num_workers={count}, or start the epoch from the beginning."
+                f"{worker_count} in this loader. {why}: set num_workers={count}, or start the "
+                "epoch from the beginning."
             )
         checkpoints = map(_load_checkpoint, state["checkpoints"])
         return cls(checkpoints, state["next_worker"], state["base_seed"], worker_count)
@@ -203,22 +211,32 @@ def _load_checkpoint(state: dict[str, Any]) -> Checkpoint:
 
 
 class StateCost:
-    """Warns once if the states of a loader's dataset are large.
+    """Warns once if the states of a loader's dataset are large, or take long.
 
     Attributes:
         is_watched: Whether to warn: not if the user has set ``snapshot_every_n_steps``.
     """
 
     is_watched, _has_warned = True, False
+    _states_ns = _batches_ns = 0
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Look at the checkpoint after a batch."""
-        nbytes = len(checkpoint.snapshot or b"")
-        if self.is_watched and not self._has_warned and nbytes >= _LARGE_BYTES:
-            self._has_warned = True
-            warn_user(
-                f"the loader saves the state of the dataset, which costs {nbytes / 1e6:.1f} MB "
-                "with each batch. Set snapshot_every_n_steps=0 if no state "
-                "is needed. For an iterable dataset, 100 saves it rarely; 1 saves it for each "
-                "batch without this warning."
-            )
+    def add(self, checkpoint: Checkpoint, busy_ns: int) -> None:
+        """Look at the checkpoint after a batch that took ``busy_ns``, together with its state."""
+        is_watched = self.is_watched and not self._has_warned
+        if not is_watched or checkpoint.snapshot is None or checkpoint.skip:
+            return
+        nbytes = len(checkpoint.snapshot)
+        self._states_ns += checkpoint.state_ns
+        self._batches_ns += busy_ns - checkpoint.state_ns
+        is_slow = self._states_ns > max(_LONG_NS, _SHARE * self._batches_ns)
+        if nbytes < _LARGE_BYTES and not is_slow:
+            return
+        self._has_warned = True
+        cost = f"{nbytes / 1e6:.1f} MB with each batch"
+        if nbytes < _LARGE_BYTES:
+            cost = f"{self._states_ns / max(1, self._batches_ns):.2f} times the batches' own time"
+        warn_user(
+            f"the loader saves the state of the dataset for each batch, which costs {cost}. Set "
+            "snapshot_every_n_steps=0 if no state is needed. For an iterable dataset, 100 saves it "
+            "rarely; 1 saves it for each batch without this warning."
+        )

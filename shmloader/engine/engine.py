@@ -571,7 +571,8 @@ class Engine:
         scheduler = self._scheduler
         state = None
         if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
-            state = answer.snapshot, getattr(answer, "fingerprint", None)
+            state_ns = getattr(answer, "state_ns", 0)
+            state = answer.snapshot, getattr(answer, "fingerprint", None), state_ns
         has_taker = self._pool.has_queue and worker_id != UNASSIGNED
         scheduler.answered(seq, epoch, answer, taker=worker_id if has_taker else None, state=state)
 

@@ -225,7 +225,7 @@ class Scheduler:
         answer: object,
         *,
         taker: int | None = None,
-        state: tuple[bytes | Unsaved | None, int | None] | None = None,
+        state: tuple[bytes | Unsaved | None, int | None, int] | None = None,
     ) -> Ticket:
         """Record the answer to a ticket, and return the ticket. If dropped, its slot is free (I6).
 

@@ -345,7 +345,7 @@ class BatchIterator(_BaseDataLoaderIter):
         times: Any = delivery.times
         busy_ns = sum((times if self._opened is None else times.work)[1:4])
         for _, checkpoint in delivery.datasets:
-            self._parts.state_cost.add(checkpoint)
+            self._parts.state_cost.add(checkpoint, busy_ns)
         if self._adapter is not None:
             wanted = self._adapter.count_batch(ended_ns, ended_ns - began_ns, busy_ns)
             if wanted != self._wanted:

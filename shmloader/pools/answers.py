@@ -38,6 +38,7 @@ class Batch:
         snapshot: State of the worker's dataset after the batch, or why there is none; None if none
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
+        state_ns: How long it took to take the snapshot, in nanoseconds.
         times: Times by the worker's clock; see :class:`~shmloader.insight.measurements.WorkTimes`.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
             arrays.
@@ -53,6 +54,7 @@ class Batch:
     check: tuple[int, int] | None = None
     snapshot: bytes | Unsaved | None = None
     fingerprint: int | None = None
+    state_ns: int = 0
     looked_ns: int = 0
     seen_ns: int = 0
 

@@ -135,7 +135,7 @@ class BatchServer:
                 messages.DONE, seq, epoch, slot_id, used_bytes, *self._timer.read()
             )
         answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
-        answer.fingerprint = fingerprint
+        answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 
     def _save_state(self, error: RemoteError | None) -> tuple[Any, RemoteError | None]:

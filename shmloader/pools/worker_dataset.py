@@ -48,6 +48,7 @@ class WorkerDataset:
         has_ended: Whether the iterable dataset is exhausted in this epoch.
         fingerprint: Fingerprint of a batch. The caller sets it to None before it loads a batch; it
             stays None if none is taken or its samples were not read.
+        state_ns: How long it took to take the newest snapshot, in nanoseconds.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
@@ -81,6 +82,7 @@ class WorkerDataset:
         self.error: RemoteError | None = None
         self.is_lost = self.is_ready = self.has_ended = False
         self.fingerprint: int | None = None
+        self.state_ns = 0
         # Where the dataset is resumed.
         self._checkpoint = Checkpoint()
         # Whether batches that were delivered before still have to be read again.
@@ -265,6 +267,7 @@ class WorkerDataset:
             return None
         assert self._maker is not None
         state: _T | Unsaved | None = self._maker.save(keep)
+        self.state_ns = self._maker.state_ns
         return state
 
     def pop_report(self) -> SampleReport | None:

@@ -205,7 +205,7 @@ def test_another_number_of_workers_is_refused(worker_count, other):
         DatasetCheckpoints.load(state, other)
     assert str(raised.value) == (
         f"the state does not fit this loader:\n- num_workers: {worker_count} in the state, {other} "
-        "in this loader. Each worker's dataset has a state of its own: set "
+        "in this loader. Each worker reads its own part of an IterableDataset: set "
         f"num_workers={worker_count}, or start the epoch from the beginning."
     )
 
