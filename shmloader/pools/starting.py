@@ -270,10 +270,12 @@ def raise_with_remedy(error: OSError) -> None:
     Raises:
         OSError: With the same number, and ``error`` as its cause.
     """
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: no worker process could be started. Please lower num_workers, or "
-            "increase the limit: of files using `ulimit -n` in the shell, of processes using "
-            "`ulimit -u` or pids.max of the container, or of memory.",
-        ) from error
+    remedy = {
+        errno.EMFILE: "increase the limit using `ulimit -n` in the shell",
+        errno.ENFILE: "close files of other programs (the limit is the whole machine's)",
+        errno.EAGAIN: "increase the limit on processes (`ulimit -u`, or pids.max of the container)",
+        errno.ENOMEM: "make more memory available",
+    }.get(error.errno or 0)
+    if remedy is not None:
+        text = f"{error.strerror}: no worker process could be started. Please {remedy}, or lower "
+        raise OSError(error.errno, f"{text}num_workers.") from error
