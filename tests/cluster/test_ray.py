@@ -392,8 +392,7 @@ os._exit(0)
 
 def test_a_killed_node_s_batches_are_made_again() -> None:
     cluster = cluster_utils.Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES},
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES}
     )
     try:
         doomed = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)

@@ -384,10 +384,7 @@ def test_a_wake_ends_a_wait_now_or_the_next(kind, before) -> None:
     with opened(kind, squared) as pool:
         pool.enable_wake()
         wake = threading.Thread(
-            target=lambda: (
-                before or wait_until(lambda: pool.is_waiting),
-                pool.wake(),
-            )
+            target=lambda: (before or wait_until(lambda: pool.is_waiting), pool.wake())
         )
         wake.start()
         if before:

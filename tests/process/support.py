@@ -327,12 +327,7 @@ class Program:
     """A Python program in a session of its own, in an interpreter as if it were new."""
 
     def __init__(
-        self,
-        source: str,
-        path: Path | None = None,
-        *,
-        stdin: bool = False,
-        is_fresh: bool = False,
+        self, source: str, path: Path | None = None, *, stdin: bool = False, is_fresh: bool = False
     ) -> None:
         """Start the program.
 

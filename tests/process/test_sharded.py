@@ -451,11 +451,7 @@ def test_pinned_steps_are_lists_of_pinned_batches() -> None:
         ),
         ({"batch_size": 2, "devices": [None, 1.5]}, TypeError, r"^devices\[1\] should be a device"),
         ({"batch_size": 2, "devices": ["cpu"], "num_shards": 2}, ValueError, "num_shards=2"),
-        (
-            {"batch_size": 2, "devices": ["cpu"], "device": "cpu"},
-            ValueError,
-            "devices is mutually",
-        ),
+        ({"batch_size": 2, "devices": ["cpu"], "device": "cpu"}, ValueError, "devices is mutually"),
         ({"batch_size": 2, "devices": ["nowhere"]}, ValueError, "nowhere"),
         ({"batch_sampler": [[1]], "num_shards": 2}, ValueError, "num_shards is mutually"),
         *(

@@ -352,11 +352,7 @@ class Dies(Saved):
     ("every", "text", "made_again"),
     [
         (1, "resumes from its state after 3 batches.", 2),
-        (
-            2,
-            "resumes from its state after 2 batches, skipping 1 batch already delivered.",
-            4,
-        ),
+        (2, "resumes from its state after 2 batches, skipping 1 batch already delivered.", 4),
         (1000, "resumes from its beginning, skipping 3 batches already delivered.", 8),
     ],
 )

@@ -17,14 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 # What the trace event format asks of each phase that is used here.
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "M": {"name": str, "pid": int, "args": dict},
-    "X": {
-        "name": str,
-        "cat": str,
-        "pid": int,
-        "tid": int,
-        "ts": (int, float),
-        "dur": (int, float),
-    },
+    "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": (int, float), "dur": (int, float)},
 }
 
 
@@ -144,11 +137,7 @@ def slow(index: int) -> int:
 
 def test_a_block_that_raises_leaves_a_trace(tmp_path) -> None:
     path = tmp_path / "run.json"
-    with (
-        pytest.raises(Bad),
-        DataLoader(Numbers(8, 5), num_workers=1) as loader,
-        loader.trace(path),
-    ):
+    with pytest.raises(Bad), DataLoader(Numbers(8, 5), num_workers=1) as loader, loader.trace(path):
         for _ in loader:
             pass
     events = check_format(path)

@@ -106,12 +106,7 @@ def test_start_up() -> None:
     ) as loader:
         for _ in loader:
             pass
-    check(
-        loader.stats(),
-        Finding.START_UP,
-        "persistent_workers=True",
-        "workers started or ended",
-    )
+    check(loader.stats(), Finding.START_UP, "persistent_workers=True", "workers started or ended")
 
 
 def test_memory_near_the_cap() -> None:

@@ -15,14 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from shmloader import ShardedDataLoader, TooManyFailures
 from tests.late import compile_library, reason_to_skip, switched_on, to_host
-from tests.process.host_loaders import (
-    COUNT,
-    WORKERS,
-    Samples,
-    contents,
-    loader,
-    owner_of,
-)
+from tests.process.host_loaders import COUNT, WORKERS, Samples, contents, loader, owner_of
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
 

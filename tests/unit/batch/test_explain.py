@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, default_collate
 
-from shmloader.batch.explain import (
-    explain_collate_error,
-    find_unpicklable,
-)
+from shmloader.batch.explain import explain_collate_error, find_unpicklable
 
 Pair = namedtuple("Pair", ["image", "label"])
 

@@ -5,12 +5,7 @@ import weakref
 
 import pytest
 
-from shmloader.batch.failures import (
-    LISTED,
-    BadSample,
-    RemoteError,
-    SampleReport,
-)
+from shmloader.batch.failures import LISTED, BadSample, RemoteError, SampleReport
 
 WHERE = "in DataLoader worker process 3"
 NOTE = "Worker 3 (pid 812) was loading batch 41 (indices 2624 to 2687)."

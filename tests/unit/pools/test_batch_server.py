@@ -10,13 +10,7 @@ import torch
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.maker import BatchMaker
 from shmloader.memory.arena import Arena
-from shmloader.messages import (
-    DONE,
-    DONE_HEAD,
-    Answered,
-    Task,
-    unpack,
-)  # fmt: skip
+from shmloader.messages import DONE, DONE_HEAD, Answered, Task, unpack  # fmt: skip
 from shmloader.pools.answers import Batch
 from shmloader.pools.batch_server import BatchServer, TaskConfig
 from tests.unit.memory.support import MIB

@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from shmloader.sampling.samplers import (
-    FilterSampler,
-    IntervalSampler,
-    SplitSampler,
-)
+from shmloader.sampling.samplers import FilterSampler, IntervalSampler, SplitSampler
 from shmloader.sampling.sharded import DistributedWeightedSampler
 
 
