@@ -134,8 +134,7 @@ class DataLoader(ResumableLoader[_T_co]):
             attribute ``num_workers`` is the present number, and ``get_worker_info().num_workers``
             the maximum. The batches do not depend on the number if samples do not depend on their
             worker: with ``seed``, or if the dataset draws no random numbers. Without ``seed``, a
-            warning says so. "auto" is for map-style datasets and worker processes only. With
-            ``worker_scope="host"`` it means the number of cores that the first rank may use.
+            warning says so. "auto" is for map-style datasets and worker processes only.
         thread_pool: Whether workers are threads of this process. For map-style datasets that wait
             or release the interpreter, and are safe to use from several threads. Nothing is
             copied, and ``get_worker_info()`` is None. The threads use the random generators of
@@ -370,8 +369,6 @@ class DataLoader(ResumableLoader[_T_co]):
         ):
             return int(num_workers)  # another loader's number, which this one cannot adapt
         cores = usable_cores(Path("/"))
-        if self._sharing.scope == "host":
-            return AutoCount(cores)
         self._adapter = Adapter(max(1, cores // 2), 2 * cores)
         return AutoCount(self._adapter.count)
 

@@ -56,6 +56,7 @@ class Workers:
 
     engine: Engine
     pool: Any
+    adapter: Any
     _arrays: Arrays | None = None
 
     def __init__(
@@ -178,14 +179,17 @@ class Workers:
                 pool_of_host = self._parts.host_pool = host_pool.open_host_pool(
                     config.dataset,
                     config.worker_init_fn,
-                    config.num_workers,
+                    config.most_workers,
                     base_seed,
+                    self.adapter,
                     rank=config.rank,
                     is_alone=config.host_ranks == 1,
                 )
-                # Of automatic numbers, that of the rank that began the pool counts.
-                count = pool_of_host.worker_count
-                config = config.replace(num_workers=count, most_workers=count)
+                if self.adapter is not None:
+                    # The rank that began the pool decides the maximum; the pool adapts the number.
+                    self.adapter = host_pool.SharedAdapter(pool_of_host)
+                    most = pool_of_host.worker_count
+                    config = config.replace(num_workers=self.adapter.count, most_workers=most)
             tasks = _make_tasks(config)
             stack.callback(tasks.close)
             if is_shared:

@@ -15,6 +15,7 @@ worker's process, so it sees a worker's death as that of a worker of its own.
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,14 +23,17 @@ from shmloader.batch.content_hash import digests_of
 from shmloader.batch.payload import Payload
 from shmloader.errors import WorkerDiedError
 from shmloader.host import Meeting
-from shmloader.pools.adapting import AutoCount
+from shmloader.pools.adapting import Adapter
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.handle import WorkerHandle
 from shmloader.pools.nursery import Nursery, start_nursery
-from shmloader.pools.nursery_process import Facts, HostStart
+from shmloader.pools.nursery_process import Demand, Facts, HostStart
 from shmloader.pools.starting import pickle_for_workers, raise_with_remedy
 from shmloader.pools.status_page import StatusPage
 from shmloader.process_state import PROCESS
+
+#: How often an iterator reports how long it waits. A decision takes reports of half a second.
+REPORT_NS = 100_000_000
 
 
 @dataclass(eq=False)
@@ -39,7 +43,7 @@ class HostPool:
     Attributes:
         nursery: The process that owns the workers.
         number: Tells the pools of a run apart, and is the same in all ranks.
-        worker_count: How many workers the host has.
+        worker_count: The most workers of the host.
         name: The name at which the ranks meet.
         objects: Dataset and ``worker_init_fn``, which are kept alive.
     """
@@ -56,6 +60,7 @@ def open_host_pool(
     worker_init_fn: Callable[[int], None] | None,
     worker_count: int,
     base_seed: int,
+    adapter: Adapter | None = None,
     *,
     rank: int = 0,
     is_alone: bool = False,
@@ -65,9 +70,11 @@ def open_host_pool(
     Args:
         dataset: The dataset. Loaders of one process that have the same object share a pool.
         worker_init_fn: Called in each worker with the worker's number.
-        worker_count: How many workers the host has. Of automatic numbers, that of the rank that
+        worker_count: The most workers of the host. Of automatic numbers, that of the rank that
             begins the pool counts.
         base_seed: Seeds the workers' random generators, if this rank starts the nursery.
+        adapter: Decides how many workers there are, if this rank starts the nursery; None if their
+            number is fixed.
         rank: Number of this rank.
         is_alone: Whether this host has no other rank.
 
@@ -75,7 +82,7 @@ def open_host_pool(
         ValueError: If another rank has begun the pool with other arguments or another dataset.
         Exception: What pickling the dataset or starting a process raises.
     """
-    number_of_workers = "auto" if isinstance(worker_count, AutoCount) else worker_count
+    number_of_workers = worker_count if adapter is None else "auto"
     key = (id(dataset), id(worker_init_fn), number_of_workers)
     old: HostPool | None = PROCESS.host_pools.get(key)
     if old is not None and old.nursery.is_alive:
@@ -92,7 +99,9 @@ def open_host_pool(
     objects = (dataset, worker_init_fn)
     while True:
         meeting = Meeting(f"workers {number}", rank, is_alone=is_alone)
-        nursery = _start(meeting, objects, base_seed, facts) if meeting.is_host else None
+        nursery = None
+        if meeting.is_host:
+            nursery = _start(meeting, objects, base_seed, facts, adapter)
         nursery = nursery or Nursery(meeting.detach())
         try:
             found = nursery.await_facts()
@@ -109,13 +118,19 @@ def open_host_pool(
     return pool
 
 
-def _start(meeting: Meeting, objects: tuple[object, ...], base_seed: int, facts: Facts) -> Nursery:
+def _start(
+    meeting: Meeting,
+    objects: tuple[object, ...],
+    base_seed: int,
+    facts: Facts,
+    adapter: Adapter | None,
+) -> Nursery:
     """Start the nursery, at which the other ranks will arrive."""
     try:
         payload = pickle_for_workers(objects, ("dataset", "worker_init_fn"), "spawn")
         try:
             return start_nursery(
-                HostStart(meeting.detach(), meeting.roll, payload, base_seed, facts)
+                HostStart(meeting.detach(), meeting.roll, payload, base_seed, facts, adapter)
             )
         finally:
             payload.close()
@@ -228,3 +243,33 @@ class SharedWorkers:
         if self.page is not None:
             self.page.close()
         self._pool = None
+
+
+class SharedAdapter:
+    """Has the nursery choose the worker count, from what the iterators of all ranks report.
+
+    Has the methods of :class:`~shmloader.pools.adapting.Adapter`.
+    """
+
+    _demand, _reported_ns = Demand(), 0
+
+    def __init__(self, pool: HostPool) -> None:
+        self._nursery = pool.nursery
+        self.count = self._nursery.wanted() or pool.worker_count
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._report(Demand(), time.monotonic_ns())
+
+    def _report(self, demand: Demand, now_ns: int) -> None:
+        self._nursery.tell(demand)
+        self._reported_ns, self._demand = now_ns, Demand()
+
+    def count_batch(self, now_ns: int, wait_ns: int, busy_ns: int) -> int:
+        """Count a batch that the rank has received. Returns the worker count from now on."""
+        batches, waited_ns, worked_ns = self._demand
+        self._demand = Demand(batches + 1, waited_ns + wait_ns, worked_ns + busy_ns)
+        if now_ns - self._reported_ns >= REPORT_NS:
+            self._report(self._demand, now_ns)
+        self.count = self._nursery.wanted() or self.count
+        return self.count

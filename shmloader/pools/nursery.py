@@ -56,7 +56,7 @@ from shmloader.pools.forking import (
     name_of,
     sigint_blocked,
 )
-from shmloader.pools.nursery_process import Facts, HostStart, Report, serve
+from shmloader.pools.nursery_process import Demand, Facts, HostStart, Report, serve
 from shmloader.process_state import PROCESS
 
 # How long the nursery may take to report the exit code of a worker that has ended, and how long it
@@ -132,6 +132,7 @@ class Nursery:
         self._facts: Facts | None = None
         self._forked: tuple[Report, Descriptors] | None = None
         self._codes: dict[int, int | None] = {}
+        self._wanted_count: int | None = None
         channel.setblocking(True)  # whatever socket.setdefaulttimeout() says
         self.close = weakref.finalize(self, _close, os.getpid(), channel, process, is_own)
         PROCESS.meetings.add(channel)
@@ -188,7 +189,7 @@ class Nursery:
 
     def attach(self, worker_id: int, descriptor: int) -> tuple[int, Descriptors]:
         """Send a worker of the ranks' a socket. Returns and raises as :meth:`fork`."""
-        data = str(worker_id).encode()
+        data = pickle.dumps(worker_id)
         return self._ask_for_worker(lambda channel: socket.send_fds(channel, [data], [descriptor]))
 
     def _ask_for_worker(self, send: Callable[[socket.socket], object]) -> tuple[int, Descriptors]:
@@ -210,6 +211,18 @@ class Nursery:
         if not found.numbers():
             raise OSError(number or errno.EMFILE, os.strerror(number or errno.EMFILE))
         return pid, found
+
+    def tell(self, demand: Demand) -> None:
+        """Send a rank's report, unless there are too many unread ones."""
+        with self._lock, Suppressed(OSError):
+            self._channel.send(pickle.dumps(demand), socket.MSG_DONTWAIT)
+
+    def wanted(self) -> int | None:
+        """Return how many workers ranks should use; None if their number is fixed."""
+        with self._lock, Suppressed(ConnectionError):
+            while self._receive(0):
+                pass
+        return self._wanted_count
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a worker that has ended; None if it is not reported in time."""
@@ -237,6 +250,8 @@ class Nursery:
             self.pid, self._facts = report.pid, report.value
         elif report.kind == "forked":
             self._forked = report, received
+        elif report.kind == "wanted":
+            self._wanted_count = report.value
         else:
             self._codes[report.pid] = report.value
         return True

@@ -4,7 +4,8 @@ It loops: it receives a message, makes the batch, and answers. Whose batches it 
 socket and, where any worker may make any batch, a queue of tasks. A worker that serves one process
 has one client, and ends when the client's socket is closed. A worker that the ranks of a host share
 has one for each iterator of each rank, with the rank's own slots, functions and seed. The nursery
-passes their sockets, and the worker ends when the nursery closes the socket that brings them.
+passes their sockets. Once it has closed the socket that brings them, the worker ends with the last
+client.
 
 Clients are served in turns: the next message is that of the client that was served longest ago, of
 those that have any. A rank that does not wait for batches has no tasks in its queue. So a rank
@@ -278,6 +279,7 @@ class _Worker:
         self._dataset: Any = None
         self._by_value = False
         self._error: RemoteError | None = None
+        self._is_released = False  # no further client comes
         self._poll = select.epoll()
         self._poll.register(channel, select.EPOLLIN)
         if start.client is not None:
@@ -351,9 +353,11 @@ class _Worker:
 
     def _wait(self, *, is_idle: bool) -> bool:
         """Add a client that has come; if idle, first wait. Returns False if it is to end."""
+        if self._is_released and not self._clients:
+            return False
         ready = self._poll.poll(LOOK_S if is_idle else 0)
         if self._is_shared and any(fd == self._channel.fileno() for fd, _ in ready):
-            return self._add_client()
+            self._add_client()
         return True
 
     # Getting ready ------------------------------------------------------------------------
@@ -392,11 +396,13 @@ class _Worker:
 
     # Clients that come and go -------------------------------------------------------------
 
-    def _add_client(self) -> bool:
-        """Receive a rank's channel. Returns False if this worker is to end."""
+    def _add_client(self) -> None:
+        """Receive a rank's channel, or that no further one comes."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, messages.RECEIVE_BYTES, 1)
         if not data:
-            return False
+            self._is_released = True
+            self._poll.unregister(self._channel)
+            return
         # If no descriptor came, this process has none left. The kernel has then closed the rank's
         # channel, and this process ends, since the rank would wait for it.
         (fd,) = descriptors
@@ -412,13 +418,12 @@ class _Worker:
             functions = receive_payload(channel)
         except ConnectionError:
             channel.close()
-            return True
+            return
         client = _Client(channel, tasks, page, self._start.worker_id, self._poll)
         self._poll.register(channel, select.EPOLLIN)
         self._clients.insert(0, client)
         self._turn_to(client)
         self._open(client, functions)
-        return True
 
     def _drop(self, client: _Client) -> None:
         """Forget a rank that has closed its channel."""
