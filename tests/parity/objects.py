@@ -229,6 +229,12 @@ def nan_with_payload() -> torch.Tensor:
     return bits.view(torch.float32)
 
 
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.float64, torch.int8, torch.int32, torch.uint32, torch.int64),
+    *(torch.uint64, torch.float32, torch.complex32, torch.complex128, torch.float8_e4m3fn),
+    torch.float8_e5m2,
+]
 WHOLE: dict[str, Callable[[int], Any]] = {
     # plain Python
     "None": lambda n: None,
@@ -330,29 +336,7 @@ WHOLE: dict[str, Callable[[int], Any]] = {
     ),
     "a dtype and a Generator of numpy": lambda n: [STRUCTURE, np.dtype("f4")],
     # tensors
-    "tensors of all types": lambda n: [
-        (torch.arange(6) + n).to(dtype)
-        for dtype in (
-            torch.bool,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.uint16,
-            torch.int32,
-            torch.uint32,
-            torch.int64,
-            torch.uint64,
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.complex32,
-            torch.complex64,
-            torch.complex128,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        )
-    ],
+    "tensors of all types": lambda n: [(torch.arange(6) + n).to(dtype) for dtype in DTYPES],
     "NaNs with their payload": lambda n: [nan_with_payload(), torch.tensor([float("nan"), -0.0])],
     "0-d tensors": lambda n: [torch.tensor(n), torch.tensor(True), torch.tensor(n / 3)],
     "empty tensors": lambda n: [torch.empty(0, 3), torch.empty(2, 0, dtype=torch.int8)],
@@ -450,19 +434,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "sliced arrays": lambda n: np.arange(30).reshape(5, 6)[::2, 1::2] + n,
     "empty arrays": lambda n: np.empty((0, 4), dtype=np.int32),
     "tensors": lambda n: floats(3, 4, start=n),
-    "tensors of many types": lambda n: [
-        torch.full((2,), n).to(dtype)
-        for dtype in (
-            torch.bool,
-            torch.uint8,
-            torch.int16,
-            torch.uint16,
-            torch.float16,
-            torch.bfloat16,
-            torch.complex64,
-            torch.float64,
-        )
-    ],
+    "tensors of many types": lambda n: [torch.full((2,), n).to(dtype) for dtype in DTYPES[:8]],
     "0-d tensors": lambda n: torch.tensor(n / 3),
     "empty tensors": lambda n: torch.empty(0, 3),
     "transposed tensors": lambda n: floats(3, 4, start=n).t(),

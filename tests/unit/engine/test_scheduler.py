@@ -1,46 +1,18 @@
-"""The scheduler against a simple model, invariant by invariant."""
+"""The scheduler under random orders of events, and single decisions of it."""
 
-import collections
-import pickle
-from dataclasses import dataclass
+import random
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.records import SlotState, WorkerState
-from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
+from shmloader.engine.scheduler import Scheduler, Ticket
 from shmloader.errors import InternalError
 from shmloader.pools.answers import Death
 
 DEATH = Death(7, -9)
-
-# What the model knows of a ticket.
-WAITING, ANSWERED, ENDED, ABANDONED = "waiting", "answered", "ended", "abandoned"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a worker gave: unique, so that a second delivery shows."""
-
-    epoch: int
-    seq: int
-    kind: str
-
-
-@dataclass
-class Known:
-    """A ticket as the model sees it."""
-
-    seq: int
-    worker_id: int
-    slot_id: int
-    state: str = WAITING
-    answer: Answer | None = None
-    kills: int = 0
-    is_sent: bool = False
 
 
 def sent(subject: Scheduler) -> list[Ticket]:
@@ -59,564 +31,315 @@ def pop_next(subject: Scheduler) -> Ticket | None:
     return ticket
 
 
-# For what would end every epoch early if it were as likely as the rest.
-RARELY = st.sampled_from([False] * 6 + [True])
+class Play:
+    """A scheduler, and what its workers and its user do, in a random order.
 
+    Workers answer first come, first served. A task is the number and the slot of a ticket, as it
+    was sent.
+    """
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Workers answer first come, first served; among workers any order is possible."""
-
-    @initialize(
-        worker_count=st.integers(1, 4),
-        window=st.integers(1, 8),
-        lend_limit=st.integers(0, 3),
-        in_order=st.booleans(),
-        epoch_length=st.none() | st.integers(0, 30),
-        restart_limit=st.sampled_from([0, 1, 3]),
-        has_queue=st.booleans(),
-        present=st.integers(1, 4),
-    )
-    def begin(
-        self,
-        worker_count,
-        window,
-        lend_limit,
-        in_order,
-        epoch_length,
-        restart_limit,
-        has_queue,
-        present,
-    ):
-        self.worker_count = worker_count
-        self.window = window
-        self.lend_limit = lend_limit
-        self.in_order = in_order
-        self.epoch_length = epoch_length
-        self.has_queue = has_queue
-        self.wanted = min(present, worker_count) if has_queue else worker_count
-        self.scheduler = Scheduler(
-            worker_count,
-            window,
-            lend_limit,
-            in_order=in_order,
-            restart_limit=restart_limit,
-            has_queue=has_queue,
-            present=self.wanted,
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.count, self.window = draw.randint(1, 4), draw.randint(1, 8)
+        self.lend_limit = draw.randint(0, 3)
+        self.in_order, self.has_queue = draw.random() < 0.5, draw.random() < 0.5
+        self.restart_limit = draw.choice([0, 1, 3])
+        self.length = draw.choice([10**9, draw.randint(0, 30)])
+        self.subject = Scheduler(
+            self.count,
+            self.window,
+            self.lend_limit,
+            in_order=self.in_order,
+            restart_limit=self.restart_limit,
+            has_queue=self.has_queue,
+            present=draw.randint(1, self.count) if self.has_queue else None,
         )
-        self.restart_limit = restart_limit
-        self.is_absent = [False] * worker_count  # dead, and to be replaced
-        self.queues: list[collections.deque[Known]] = [
-            collections.deque() for _ in range(worker_count)
-        ]
-        self.is_dead = [False] * worker_count
-        self.deaths = [Death(1000 + number, -9) for number in range(worker_count)]
-        self.unsent: list[Known] = []
+        self.workers = self.subject.workers
+        self.pool: list[tuple[int, int]] = []  # the tasks in the pool's queue
+        self.queues: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
         self.lent: list[int] = []
-        self.known_slots: set[int] = set()
-        self.epoch = 0
-        self._forget_epoch()
+        self.deaths: list[Death] = []
+        self.begin()
 
-    def _forget_epoch(self):
-        self.is_running = True
-        self.restarts = 0
-        self.has_ended = [False] * self.worker_count  # the stream, as the worker knows it
-        self.is_passed_over = [False] * self.worker_count  # as the scheduler was told
-        self.next_worker = 0
-        self.offered = 0
-        self.tickets: dict[int, Known] = {}  # in flight
+    def begin(self) -> None:
+        self.is_running, self.restarts, self.turn = True, 0, 0
+        self.worker_of: list[int] = []  # by ticket
+        self.ended_at: dict[int, int] = {}  # by worker, the ticket at which its stream ended
+        self.kills: dict[int, int] = {}
         self.arrived: list[int] = []
         self.delivered: list[int] = []
-        self.lost_to_stream_ends: set[int] = set()
-        self.waiting: list[Known] = []  # in the pool's queue, or about to be sent to it
-        self.unreported: Death | None = None  # a death that no ticket was there to report
+        self.unreported: Death | None = None  # no ticket was there to report it
 
-    def _may_offer(self):
-        return (
-            self.is_running
-            and len(self.tickets) < self.window
-            and (self.epoch_length is None or self.offered < self.epoch_length)
-        )
+    def in_state(self, *states: WorkerState) -> list[int]:
+        return [worker.worker_id for worker in self.workers if worker.state in states]
 
-    @precondition(_may_offer)
-    @rule()
-    def offer(self):
-        indices = object()
-        self._note_offered(self.scheduler.offer(indices), indices)
+    @property
+    def alive(self) -> list[int]:
+        return self.in_state(WorkerState.RUNNING, WorkerState.LEAVING)
 
-    @precondition(_may_offer)
-    @rule()
-    def fill_the_window(self):
-        while self._may_offer() and not all(self.is_passed_over):
-            self.offer()
+    @property
+    def busy(self) -> list[int]:
+        return [number for number in self.alive if self.queues[number]]
 
-    def _note_offered(self, ticket: Ticket | None, indices: object):
-        if self.has_queue:
-            assert ticket.seq == self.offered
-            assert ticket.indices is indices
-            assert ticket.slot_id not in self._held(), "I1: the slot of a new ticket has a holder"
-            self.known_slots.add(ticket.slot_id)
-            self.offered += 1
-            known = self.tickets[ticket.seq] = Known(ticket.seq, UNASSIGNED, ticket.slot_id)
-            if self.unreported is None:
-                assert ticket.worker_id == UNASSIGNED
-                self.waiting.append(known)
-            else:
-                assert ticket.answer is self.unreported, "a death was not reported"
-                self.unreported = None
-                self._note_answer(known, ticket.answer)
-            self._send_tasks()
-            return
-        if all(self.is_passed_over):
-            assert ticket is None, "no worker has a stream, and yet a ticket was taken"
-            return
-        assert ticket is not None, "I5: an offer was refused though workers take tickets"
-        assert ticket.seq == self.offered, "I7: tickets are numbered one after the other"
-        assert ticket.indices is indices, "nothing lost: the indices are the ticket's"
-        assert not self.is_passed_over[ticket.worker_id], "the worker's stream has ended"
-        if self.in_order:
-            expected = self.next_worker
-            while self.is_passed_over[expected]:
-                expected = (expected + 1) % self.worker_count
-            assert ticket.worker_id == expected, "I7: round robin, or the content would differ"
-            self.next_worker = (expected + 1) % self.worker_count
-        else:
-            loads = [len(queue) for queue in self.queues]
-            takers = [w for w, is_out in enumerate(self.is_passed_over) if not is_out]
-            limit = max(self.window // len(takers) - 1, min(loads[w] for w in takers))
-            assert loads[ticket.worker_id] <= limit, "a worker has more than its share"
-        assert ticket.slot_id not in self._held(), "I1: the slot of a new ticket has a holder"
-        self.known_slots.add(ticket.slot_id)
-        self.offered += 1
-        known = self.tickets[ticket.seq] = Known(ticket.seq, ticket.worker_id, ticket.slot_id)
-        if self.is_dead[ticket.worker_id]:
-            assert ticket.answer is self.deaths[ticket.worker_id], "a dead worker cannot answer"
-            self._note_answer(known, ticket.answer)
-        else:
-            assert ticket.answer is None, "an answer that nobody gave"
-            self.queues[ticket.worker_id].append(known)
-            self._send_tasks()
+    @property
+    def idle(self) -> list[int]:
+        return [one for one in self.in_state(WorkerState.RUNNING) if not self.queues[one]]
 
-    def _send_tasks(self):
-        """What the engine does after each event: send what there is to be sent."""
-        for ticket in sent(self.scheduler):
-            known, worker_id = self.tickets[ticket.seq], ticket.worker_id
-            assert ticket.slot_id == known.slot_id
+    @property
+    def streams(self) -> list[int]:
+        return [number for number in range(self.count) if number not in self.ended_at]
+
+    def may_offer(self) -> bool:
+        is_room = len(self.subject.tickets) < self.window and len(self.worker_of) < self.length
+        return self.is_running and is_room and bool(self.streams)
+
+    def events(self) -> list:
+        """What may happen now, with what is likely several times."""
+        often = [self.next_batch]
+        often += [self.offer] * self.may_offer()
+        often += [self.answer] * bool(self.busy)
+        often += [self.receive] * bool(self.pool and self.idle)
+        seldom = [self.stray_answer, self.leave]
+        seldom += [self.drop_batch] * bool(self.lent)
+        seldom += [self.replace] * bool(self.in_state(WorkerState.LOST))
+        seldom += [self.want_workers] * self.has_queue
+        seldom += [self.next_epoch] * (not self.is_running)
+        rare = [self.break_off] * self.is_running + [self.die] * bool(self.alive)
+        rare += [self.end_stream] * bool(self.busy and not self.has_queue)
+        return often * 12 + seldom * 4 + rare
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.draw.choice(self.events())()
+            self.send()
+            self.check()
+        self.finish()
+
+    def send(self) -> None:
+        for ticket in sent(self.subject):
+            assert ticket.is_awaited, "a task is sent that nobody wants"
+            assert ticket.seq not in self.tasks(), "a task is sent twice"
             if self.has_queue:
-                older = [one for one in self.waiting if one.seq < known.seq]
-                assert all(one.is_sent for one in older), "a task overtakes an older one"
-                assert known in self.waiting, "a task is sent that a worker has"
+                self.pool.append((ticket.seq, ticket.slot_id))
+                assert self.pool == sorted(self.pool), "a task overtakes an older one"
             else:
-                assert worker_id == known.worker_id
-                assert known in self.queues[worker_id], "a worker is sent what it does not owe"
-                assert worker_id in self._alive(), "a task is sent to a worker that does not run"
-            assert known.state == WAITING, "a task is sent that nobody wants"
-            assert not known.is_sent, "a task is sent twice"
-            known.is_sent = True
-        assert all(known.is_sent for known in self.waiting), "nothing lost: a task is never sent"
-        for worker_id in self._alive():
-            owed = [known for known in self.queues[worker_id] if known not in self.unsent]
-            assert all(known.is_sent for known in owed if known.state == WAITING), (
-                "nothing lost: a task is never sent"
-            )
+                assert self.workers[ticket.worker_id].state is WorkerState.RUNNING
+                self.queues[ticket.worker_id].append((ticket.seq, ticket.slot_id))
 
-    @precondition(lambda self: self.waiting and self._idle())
-    @rule(data=st.data())
-    def a_worker_receives_the_oldest_task(self, data):
-        worker_id = data.draw(st.sampled_from(self._idle()))
-        known = self.waiting.pop(0)
-        known.worker_id = worker_id
-        self.queues[worker_id].append(known)
+    def tasks(self) -> dict[int, int]:
+        """What was sent and has not been answered: the slot of each ticket."""
+        return dict(task for queue in [self.pool, *self.queues] for task in queue)
 
-    def _idle(self):
-        return [one for one in self._present() if not self.queues[one]]
+    def offer(self) -> None:
+        indices, seq = object(), len(self.worker_of)
+        owed = [one.worker_id for one in self.subject.tickets if one.answer is None]
+        ticket = self.subject.offer(indices)
+        assert ticket is not None, "I5: refused though workers take tickets"
+        assert (ticket.seq, ticket.indices) == (seq, indices)
+        self.worker_of.append(ticket.worker_id)
+        expected = self.unreported
+        self.unreported = None
+        if not self.has_queue:
+            worker = self.workers[ticket.worker_id]
+            assert ticket.worker_id in self.streams, "its stream has ended"
+            if worker.state is WorkerState.DEAD:
+                expected = worker.death
+            if self.in_order:
+                turn = [*range(self.turn, self.count), *range(self.turn)]
+                assert ticket.worker_id == next(one for one in turn if one in self.streams), "I7"
+                self.turn = (ticket.worker_id + 1) % self.count
+            else:
+                loads = {one: owed.count(one) for one in self.streams}
+                share = max(self.window // len(loads) - 1, min(loads.values()))
+                assert loads[ticket.worker_id] <= share, "more than its share"
+        assert ticket.answer is expected, "a dead worker's death answers, and nothing else"
 
-    def _state(self, worker_id: int) -> WorkerState:
-        return self.scheduler.workers[worker_id].state
+    def receive(self) -> None:
+        self.queues[self.draw.choice(self.idle)].append(self.pool.pop(0))
 
-    def _alive(self):
-        """Workers that run."""
-        return [
-            worker_id
-            for worker_id in range(self.worker_count)
-            if not self.is_dead[worker_id]
-            and not self.is_absent[worker_id]
-            and self._state(worker_id) is not WorkerState.GONE
-        ]
-
-    def _present(self):
-        """Workers that run and are to go on."""
-        return [one for one in self._alive() if self._state(one) is not WorkerState.LEAVING]
-
-    @precondition(lambda self: self.has_queue)
-    @rule(count=st.integers(1, 4))
-    def so_many_workers_are_wanted(self, count):
-        self.wanted = min(count, self.worker_count)
-        self.scheduler.workers_wanted(self.wanted)
-        workers = self.scheduler.workers
-        leaving = [worker.worker_id for worker in iter(workers.next_leaving, None)]
-        assert not leaving or min(leaving) >= self.wanted, "the last leave first"
-        assert not [one for one in self._present() if one >= self.wanted], "a worker too many"
-        while (worker := workers.next_missing()) and worker.state is WorkerState.GONE:
-            self.scheduler.worker_started(worker.worker_id)
-        self._send_tasks()
-
-    @rule()
-    def a_worker_has_left(self):
-        for worker_id in range(self.worker_count):
-            if self._state(worker_id) is WorkerState.LEAVING and not self.queues[worker_id]:
-                self.scheduler.worker_left(worker_id)
-
-    @precondition(lambda self: any(self.is_absent))
-    @rule()
-    def a_replacement_starts(self):
-        worker_id = self.is_absent.index(True)
-        self.is_absent[worker_id] = False
-        assert self.scheduler.workers.first(WorkerState.LOST).worker_id == worker_id
-        self.scheduler.worker_started(worker_id)
-        self._send_tasks()
-
-    def _note_answer(self, known: Known, answer: object):
-        known.state = ANSWERED
-        known.answer = answer
-        self.arrived.append(known.seq)
-
-    def _busy(self):
-        """Workers that can answer something."""
-        return [
-            worker_id
-            for worker_id, queue in enumerate(self.queues)
-            if queue and worker_id in self._alive()
-        ]
-
-    @precondition(lambda self: self._busy())
-    @rule(data=st.data(), kind=st.sampled_from(["batch", "batch", "batch", "failure"]))
-    def answer(self, data, kind):
-        self._answer(data.draw(st.sampled_from(self._busy())), kind)
-
-    @precondition(lambda self: not self.has_queue and self._busy())
-    @rule(data=st.data(), happens=RARELY)
-    def stream_end(self, data, happens):
-        if not happens:
+    def answer(self, worker_id: int | None = None) -> None:
+        subject = self.subject
+        if worker_id is None:
+            worker_id = self.draw.choice(self.busy)
+        seq, slot_id = self.queues[worker_id].pop(0)
+        if worker_id in self.ended_at:
+            subject.pop_wanted_tickets()
+            had_stream = self.workers[worker_id].has_stream
+            subject.stream_ended(seq, subject.epoch, Checkpoint())
+            assert subject.pop_wanted_tickets() == had_stream, "one ticket more for each stream"
+            assert not self.workers[worker_id].has_stream
+            assert not subject.wanted_of(worker_id), "what follows the end is awaited"
             return
-        worker_id = data.draw(st.sampled_from(self._busy()))
-        self.has_ended[worker_id] = True
-        self._answer(worker_id, "end")
-
-    def _answer(self, worker_id, kind):
-        known = self.queues[worker_id].popleft()
-        if self.has_ended[worker_id]:
-            self._answer_end(worker_id, known)
-            return
-        answer = Answer(self.epoch, known.seq, kind)
+        answer = (subject.epoch, seq)
         taker = worker_id if self.has_queue else None
-        ticket = self.scheduler.answered(known.seq, self.epoch, answer, taker=taker)
-        assert ticket.slot_id == known.slot_id, "I1: a ticket keeps its slot"
-        if known.state == ABANDONED:
-            assert ticket.is_dropped, "I6: nobody wants the answer of a given-up ticket"
-            del self.tickets[known.seq]
+        ticket = subject.answered(seq, subject.epoch, answer, taker=taker)
+        assert ticket.slot_id == slot_id, "I1: a ticket keeps its slot"
+        assert ticket.is_dropped == (not self.is_running), "I6, or a wanted answer was dropped"
+        self.arrived += [seq] * self.is_running
+
+    def end_stream(self) -> None:
+        worker_id = self.draw.choice(self.busy)
+        self.ended_at.setdefault(worker_id, self.queues[worker_id][0][0])
+        self.answer(worker_id)
+
+    def next_batch(self, *, may_lend: bool = True) -> bool:
+        subject = self.subject
+        is_here = any(one.answer is not None and not one.is_dropped for one in subject.tickets)
+        ticket = pop_next(subject)
+        if ticket is None:
+            assert self.in_order or not is_here, "I5: the next batch is here"
+            return False
+        assert self.is_running, "I6"
+        assert subject.slots.states[ticket.slot_id] is SlotState.TAKEN, "I1"
+        if isinstance(ticket.answer, Death):
+            assert self.workers[ticket.worker_id].death is ticket.answer
         else:
-            assert not ticket.is_dropped, "nothing lost: a wanted answer was dropped"
-            self._note_answer(known, answer)
-        self._send_tasks()
-
-    def _answer_end(self, worker_id, known):
-        self.scheduler.pop_wanted_tickets()
-        self.scheduler.stream_ended(known.seq, self.epoch, Checkpoint())
-        wanted = self.scheduler.pop_wanted_tickets()
-        if known.state != ABANDONED:
-            self.lost_to_stream_ends.add(known.seq)
-        del self.tickets[known.seq]
-        if self.is_running:  # else there is nothing to draw a ticket from
-            is_first = not self.is_passed_over[worker_id]
-            assert wanted == is_first, "one further ticket for each stream that ends"
-        self.is_passed_over[worker_id] = True
-        for other in self.queues[worker_id]:
-            if other.state == WAITING:
-                other.state = ENDED
-                self.lost_to_stream_ends.add(other.seq)
-        if wanted and self._may_offer():
-            self.offer()
-
-    @precondition(_may_offer)
-    @rule(happens=RARELY)
-    def the_user_interrupts_the_sending_of_a_ticket(self, happens):
-        if not happens:
-            return
-        self.offer()
-        for worker_id, queue in enumerate(self.queues):
-            # What a worker is to be sent once it has been restarted is not being sent now.
-            if queue and queue[-1].seq == self.offered - 1 and worker_id in self._alive():
-                self.unsent.append(queue.pop())
-        self.the_user_breaks_off(happens=True)
-
-    @precondition(lambda self: self._alive())
-    @rule(data=st.data(), happens=RARELY)
-    def worker_dies(self, data, happens):
-        """It was loading the first ticket that it has, or was just about to."""
-        if not happens:
-            return
-        worker_id = data.draw(st.sampled_from(self._alive()))
-        queue = self.queues[worker_id]
-        at_work = queue[0] if queue and (self.has_queue or data.draw(st.booleans())) else None
-        if at_work is not None and at_work.state == WAITING:
-            at_work.kills += 1
-        death = self.deaths[worker_id]
-        is_leaving = self._state(worker_id) is WorkerState.LEAVING
-        held = [
-            known.seq
-            for one in range(self.worker_count)
-            if one != worker_id
-            for known in self.queues[one]
-        ]
-        if self.has_queue:
-            for known in self.waiting:
-                known.is_sent = False
-            self.scheduler.recalled(known.seq for known in self.waiting)
-        seq = at_work.seq if at_work else None
-        self.scheduler.worker_lost(worker_id, death, seq, held=held)
-        is_restarted = self.restarts < self.restart_limit and not (at_work and at_work.kills > 1)
-        expected = WorkerState.DEAD
-        if is_restarted:
-            expected = WorkerState.GONE if is_leaving else WorkerState.LOST
-        assert self._state(worker_id) is expected, "a restart too many, or too few"
-        assert self.scheduler.workers[worker_id].death is death
-        if is_restarted:
-            self.restarts += 1
-            self.is_absent[worker_id] = not is_leaving
-            self._note_restart(worker_id)
-            return
-        self.is_dead[worker_id] = True
-        if self.has_queue and not queue:
-            if self.waiting:
-                queue.append(self.waiting.pop(0))
-            elif self.is_running:
-                self.unreported = death
-        for known in queue:
-            if known.state == WAITING:
-                self._note_answer(known, death)
-            else:
-                del self.tickets[known.seq]
-        queue.clear()
-        for known in [known for known in self.unsent if known.worker_id == worker_id]:
-            self.unsent.remove(known)
-            del self.tickets[known.seq]
-        self._send_tasks()
-
-    def _note_restart(self, worker_id):
-        """The new worker is sent what the old one had, but for what nobody wants.
-
-        With a queue, any worker may receive that.
-        """
-        queue = self.queues[worker_id]
-        wanted = [known for known in queue if known.state == WAITING]
-        for known in [*queue, *self.unsent]:
-            if known.worker_id == worker_id and known.state != WAITING:
-                del self.tickets[known.seq]
-        for known in wanted:
-            known.is_sent = False
-        self.unsent = [known for known in self.unsent if known.worker_id != worker_id]
-        if self.has_queue:
-            self.waiting = sorted([*wanted, *self.waiting], key=lambda known: known.seq)
-            wanted = []
-        again = self.scheduler.wanted_of(worker_id)
-        assert [ticket.seq for ticket in again] == [known.seq for known in wanted]
-        assert [ticket.slot_id for ticket in again] == [known.slot_id for known in wanted]
-        self.queues[worker_id] = collections.deque(wanted)
-        self._send_tasks()
-
-    def _expected(self) -> Known | None:
-        """The ticket that is to be delivered next, if its answer is here."""
-        if not self.in_order:
-            return self.tickets[self.arrived[0]] if self.arrived else None
-        first = self._first_wanted()
-        return first if first is not None and first.state == ANSWERED else None
-
-    def _first_wanted(self) -> Known | None:
-        wanted = [t for t in self.tickets.values() if t.state in {WAITING, ANSWERED}]
-        return min(wanted, key=lambda known: known.seq, default=None)
-
-    @rule(is_large=st.booleans())
-    def next_batch(self, is_large):
-        expected = self._expected()
-        ticket = pop_next(self.scheduler)
-        if expected is None:
-            assert ticket is None, "I7: a batch out of turn, or one of an epoch given up (I6)"
-            return
-        assert ticket is not None, "I5: the next batch is here and is not delivered"
-        assert ticket.seq == expected.seq, "I7: batches come in order"
-        assert ticket.answer is expected.answer, "I7: the answer is another ticket's"
-        if isinstance(ticket.answer, Answer):
-            assert ticket.answer.epoch == self.epoch, "I6: a result of an earlier epoch"
-        assert ticket.seq not in self.delivered, "I7: delivered twice"
-        assert self.scheduler.slots.states[ticket.slot_id] is SlotState.TAKEN, (
-            "I1: the slot is the reorder buffer's until its batch is built"
-        )
-        del self.tickets[ticket.seq]
-        self.arrived.remove(ticket.seq)
+            assert ticket.answer == (subject.epoch, ticket.seq), "another ticket's answer"
+            assert self.in_order or ticket.seq == self.arrived[0], "not in order of arrival"
+            self.arrived.remove(ticket.seq)
         self.delivered.append(ticket.seq)
-        if is_large and self.scheduler.slots.lent_count < self.lend_limit:
-            self.scheduler.slots.lend(ticket.slot_id)
+        if may_lend and len(self.lent) < self.lend_limit and self.draw.random() < 0.5:
+            subject.slots.lend(ticket.slot_id)
             self.lent.append(ticket.slot_id)
         else:
-            self.scheduler.slots.free(ticket.slot_id)
+            subject.free_slot(ticket)
+        return True
 
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data())
-    def the_user_drops_a_batch(self, data):
-        slot_id = data.draw(st.sampled_from(self.lent))
-        self.lent.remove(slot_id)
-        self.scheduler.slots.free(slot_id)
+    def drop_batch(self) -> None:
+        self.subject.slots.free(self.lent.pop(self.draw.randrange(len(self.lent))))
 
-    @precondition(lambda self: self.is_running)
-    @rule(happens=RARELY)
-    def the_user_breaks_off(self, happens):
-        if not happens:
-            return
-        self.scheduler.end_epoch(known.seq for known in self.waiting)
-        self.is_running = False
-        self.arrived.clear()
-        self.waiting.clear()
-        for known in list(self.tickets.values()):
-            if known.state == ANSWERED or (self.has_queue and known.worker_id == UNASSIGNED):
-                del self.tickets[known.seq]
-            else:
-                known.state = ABANDONED
+    def die(self) -> None:
+        """A worker dies, while it loads its first ticket or none."""
+        subject, worker_id = self.subject, self.draw.choice(self.alive)
+        queue, worker = self.queues[worker_id], self.workers[worker_id]
+        at_work = queue[0][0] if queue and (self.has_queue or self.draw.random() < 0.5) else None
+        if at_work is not None:
+            self.kills[at_work] = self.kills.get(at_work, 0) + 1
+        is_restarted = self.restarts < self.restart_limit and self.kills.get(at_work, 0) < 2
+        expected = WorkerState.DEAD
+        if is_restarted:
+            self.restarts += 1
+            expected = WorkerState.GONE if worker.state is WorkerState.LEAVING else WorkerState.LOST
+        had_task = bool(queue or self.pool)
+        queue.clear()
+        subject.recalled(seq for seq, _ in self.pool)
+        self.pool.clear()
+        death = Death(len(self.deaths), -9)
+        self.deaths.append(death)
+        subject.worker_lost(worker_id, death, at_work, held=self.tasks())
+        assert worker.state is expected, "a restart too many, or too few"
+        assert worker.death is death
+        if not is_restarted and self.has_queue and self.is_running and not had_task:
+            self.unreported = death
 
-    @precondition(lambda self: not self.is_running)
-    @rule()
-    def all_answer_and_the_next_epoch_starts(self):
-        while any(self.is_absent):
-            assert not self.scheduler.is_epoch_left
-            self.a_replacement_starts()
-        while busy := self._busy():
-            self._answer(busy[0], "batch")
-        for worker_id in self._alive():
-            self.scheduler.left_epoch(worker_id)
-        assert self.scheduler.is_epoch_left
-        self.scheduler.start_epoch()
-        self.unsent.clear()
-        self.epoch += 1
-        assert self.scheduler.epoch == self.epoch
-        self._forget_epoch()
+    def replace(self) -> None:
+        worker_id = self.workers.first(WorkerState.LOST).worker_id
+        self.subject.worker_started(worker_id)
+        assert self.workers[worker_id].has_left_epoch, "it has no earlier epoch"
 
-    @rule(seq=st.integers(-1, 40), epochs_back=st.integers(0, 2))
-    def an_answer_that_nobody_waits_for_is_an_error(self, seq, epochs_back):
-        waiting = [known for queue in [*self.queues, self.unsent, self.waiting] for known in queue]
-        is_waiting = any(known.seq == seq for known in waiting)
-        if epochs_back or not is_waiting:
-            before = [*self.scheduler.slots.states]
+    def want_workers(self) -> None:
+        count = self.draw.randint(1, self.count)
+        self.subject.workers_wanted(count)
+        leaving = list(iter(self.workers.next_leaving, None))
+        assert all(worker.worker_id >= count for worker in leaving), "the last leave first"
+        assert all(number < count for number in self.in_state(WorkerState.RUNNING))
+        while (one := self.workers.next_missing()) and one.state is WorkerState.GONE:
+            self.subject.worker_started(one.worker_id)
+
+    def leave(self) -> None:
+        for worker_id in self.in_state(WorkerState.LEAVING):
+            if not self.queues[worker_id]:
+                self.subject.worker_left(worker_id)
+
+    def break_off(self) -> None:
+        """The user leaves the epoch, perhaps by an interruption while a ticket is sent."""
+        if self.may_offer() and not self.has_queue and self.draw.random() < 0.5:
+            self.offer()
+            if self.subject.unsent:
+                self.subject.unsent.popleft()
+        self.subject.end_epoch(seq for seq, _ in self.pool)
+        self.pool.clear()
+        self.is_running, self.unreported = False, None
+
+    def next_epoch(self) -> None:
+        while self.in_state(WorkerState.LOST):
+            assert not self.subject.is_epoch_left
+            self.replace()
+            self.send()
+        while self.busy:
+            self.answer()
+        for worker_id in self.alive:
+            assert not self.subject.is_epoch_left or self.workers[worker_id].has_left_epoch
+            self.subject.left_epoch(worker_id)
+        assert self.subject.is_epoch_left
+        epoch = self.subject.epoch
+        self.subject.start_epoch()
+        assert self.subject.epoch == epoch + 1
+        assert self.subject.tickets == []
+        self.begin()
+
+    def stray_answer(self) -> None:
+        seq, back = self.draw.randint(-1, 40), self.draw.randint(0, 2)
+        if back or all(one.seq != seq or one.answer for one in self.subject.tickets):
+            before = [*self.subject.slots.states]
             with pytest.raises(InternalError):
-                self.scheduler.answered(seq, self.epoch - epochs_back, "stray", taker=0)
-            assert self.scheduler.slots.states == before, "I6: a stray answer moved a slot"
+                self.subject.answered(seq, self.subject.epoch - back, "stray", taker=0)
+            assert self.subject.slots.states == before, "I6: a stray answer moved a slot"
 
-    def _held(self) -> dict[int, SlotState]:
-        """Every slot that somebody holds, by the model."""
-        held: dict[int, SlotState] = {}
-        holdings = [
-            *(
-                (known.slot_id, SlotState.TAKEN)
-                for queue in [*self.queues, self.unsent, self.waiting]
-                for known in queue
-            ),
-            *(
-                (known.slot_id, SlotState.TAKEN)
-                for known in self.tickets.values()
-                if known.state == ANSWERED
-            ),
-            *((slot_id, SlotState.LENT) for slot_id in self.lent),
-        ]
-        for slot_id, state in holdings:
-            assert slot_id not in held, f"I1: slot {slot_id} has two holders"
-            held[slot_id] = state
-        return held
-
-    @invariant()
-    def i1_a_slot_has_exactly_one_holder(self):
-        states = dict(enumerate(self.scheduler.slots.states))
-        free = self.scheduler.slots.free_ids
-        held = self._held()
-        assert len(free) == len(set(free)), "I1: a slot stands on the free list twice"
-        assert set(free) == {s for s, state in states.items() if state is SlotState.FREE}, (
-            "I1: the free list and the states disagree"
-        )
-        in_use = {s: state for s, state in states.items() if state is not SlotState.FREE}
-        assert in_use == held, "I1: the table and the holders disagree"
-        assert set(states) == self.known_slots, "I1: a slot is nobody's (nothing lost)"
-
-    @invariant()
-    def i4_slots_are_bounded(self):
-        slots = self.scheduler.slots
-        assert len(slots.states) <= self.window + self.lend_limit, "I4: too many slots"
-        assert slots.lent_count == len(self.lent), "I4: lent slots are miscounted"
-        assert slots.lent_count <= self.lend_limit, "I4: too many slots are lent"
-
-    @invariant()
-    def i5_a_further_ticket_finds_a_slot(self):
-        # A copy, in a tenth of the time of copy.deepcopy, which took a third of this test's.
-        trial = pickle.loads(pickle.dumps(self.scheduler, pickle.HIGHEST_PROTOCOL))
-        if self._may_offer() and not all(self.is_passed_over):
-            assert trial.offer(None) is not None, "I5: no slot or no worker for a ticket"
-
-    @invariant()
-    def i7_nothing_is_lost_and_nothing_comes_twice(self):
-        scheduler = self.scheduler
-        assert [t.seq for t in scheduler.tickets] == list(self.tickets), "nothing lost: in flight"
-        wanted = self._first_wanted()
-        assert scheduler.is_exhausted == (wanted is None), "nothing lost: the end is misjudged"
+    def check(self) -> None:
+        """The invariants, after each event."""
+        subject, slots, tasks = self.subject, self.subject.slots, self.tasks()
+        tickets = {ticket.seq: ticket.slot_id for ticket in subject.tickets}
+        assert tasks.items() <= tickets.items(), "I1: a task's ticket or slot is gone"
+        held = [*tickets.values(), *self.lent]
+        assert len(set(held)) == len(held), "I1: a slot has two holders"
+        assert sorted([*held, *slots.free_ids]) == [*range(len(slots.states))], "I1"
+        for slot_id, state in enumerate(slots.states):
+            taken = SlotState.TAKEN if slot_id in held else SlotState.FREE
+            assert state is (SlotState.LENT if slot_id in self.lent else taken), "I1"
+        assert len(slots.states) <= self.window + self.lend_limit, "I4"
+        assert slots.lent_count == len(self.lent), "I4"
+        for ticket in subject.tickets:
+            is_to_come = ticket.worker_id in self.in_state(WorkerState.LOST)
+            assert ticket.seq in tasks or is_to_come or not ticket.is_awaited, "never sent"
         if self.in_order:
-            first = scheduler.first()
-            assert (first and first.seq) == (wanted and wanted.seq), "I7: awaits another"
-        if self.is_running:
-            here = {known.seq for known in self.tickets.values() if known.state != ENDED}
-            assert sorted([*self.delivered, *here, *self.lost_to_stream_ends]) == list(
-                range(self.offered)
-            ), "I7: each ticket is delivered, in flight, or beyond its stream, and only one of it"
-            if self.in_order:
-                assert self.delivered == sorted(self.delivered), "I7: out of order"
+            assert subject.is_exhausted == (subject.first() is None)
 
-    @invariant()
-    def each_ticket_names_its_slot(self):
-        slot_ids = {ticket.seq: ticket.slot_id for ticket in self.scheduler.tickets}
-        for known in self.tickets.values():
-            assert slot_ids[known.seq] == known.slot_id
-
-    def teardown(self):
-        """Let everything end: all that was wanted comes, and all slots come back."""
-        if not hasattr(self, "scheduler"):
+    def finish(self) -> None:
+        """All answer, and all that was wanted comes, once; then no slot is held."""
+        while self.in_state(WorkerState.LOST):
+            self.replace()
+            self.send()
+        if self.pool and not self.in_state(WorkerState.RUNNING):
             return
-        while any(self.is_absent):
-            self.a_replacement_starts()
-        if self.has_queue and not self._present():
-            return
-        while self.waiting or self._busy():
-            if not self._busy():
-                self.queues[self._present()[0]].append(self.waiting.pop(0))
-            self._answer(self._busy()[-1], "batch")
-        while self._expected() is not None:
-            self.next_batch(is_large=False)
-        self.next_batch(is_large=False)
-        for slot_id in self.lent:
-            self.scheduler.slots.free(slot_id)
+        while self.pool or self.busy:
+            if self.busy:
+                self.answer(self.busy[-1])
+            else:
+                self.receive()
+        while self.next_batch(may_lend=False):
+            pass
         if self.is_running:
-            every = set(range(self.offered)) - self.lost_to_stream_ends
-            assert set(self.delivered) == every, "I5, I7: not all was delivered"
+            ended = {
+                seq
+                for seq, worker_id in enumerate(self.worker_of)
+                if seq >= self.ended_at.get(worker_id, self.length)
+            }
+            assert sorted([*self.delivered, *ended]) == [*range(len(self.worker_of))], "I5, I7"
+            assert not self.in_order or self.delivered == sorted(self.delivered), "I7"
         else:
-            self.all_answer_and_the_next_epoch_starts()
-        assert self.scheduler.is_exhausted
-        assert set(self.scheduler.slots.states) <= {SlotState.FREE}, (
-            "I1: a slot is still held at the end"
-        )
+            self.next_epoch()
+        assert self.subject.is_exhausted
+        while self.lent:
+            self.drop_batch()
+        self.check()
+        assert set(self.subject.slots.states) <= {SlotState.FREE}, "I1"
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=120,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    # Explaining a failure traces every line, which takes most of the time under Python 3.11.
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)
+@given(st.integers(0, 2**32))
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_every_order_of_events_keeps_the_invariants(seed):
+    Play(seed).run(100)
 
 
 def scheduler(
