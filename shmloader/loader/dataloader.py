@@ -408,9 +408,13 @@ class DataLoader(ResumableLoader[_T_co]):
             try:
                 if resumed is not None:
                     plan.drop_state_of_another()  # a sampler's set_epoch() may have been called
-                with contextlib.nullcontext() if plan.resumed is None else self._resuming(plan):
+                if plan.resumed is None:  # loaders may be made for short epochs
                     self._begin_epoch(plan, draws_seed=draws_seed)
                     iterator = make()
+                else:
+                    with self._resuming(plan):
+                        self._begin_epoch(plan, draws_seed=draws_seed)
+                        iterator = make()
             except BaseException:
                 plan.undo_begin(resumed)
                 raise
