@@ -189,47 +189,72 @@ def _word(words: Any) -> tuple[Any, Callable[[Any], object]]:
 
 _TABLE = (
     Option(
-        "shm_size", None, "a positive number of bytes or a text such as '512MiB' or '8GiB'",
-        (Integral, str), lambda value: _size(value) >= 1, _size,
+        "shm_size",
+        None,
+        "a positive number of bytes or a text such as '512MiB' or '8GiB'",
+        (Integral, str),
+        lambda value: _size(value) >= 1,
+        _size,
     ),
     Option("worker_restarts", 0, "a number of workers, 0 or more", *_from(0), needs="workers"),
     Option("device", None, "a device", object, read=_device),
     Option("device_transform", None, "callable", Callable),
     Option("device_prefetch", DEVICE_PREFETCH, "a positive number", *_from(1)),
     Option(
-        "on_error", "raise", "'raise', 'skip' or a function (index, exception) -> sample",
-        (str, Callable), lambda value: callable(value) or value in ("raise", "skip"),
+        "on_error",
+        "raise",
+        "'raise', 'skip' or a function (index, exception) -> sample",
+        (str, Callable),
+        lambda value: callable(value) or value in ("raise", "skip"),
         needs="indices",
     ),
     Option(
-        "max_failures", None,
+        "max_failures",
+        None,
         "an int, 0 or more, or a share above 0 and at most 1 (a float or a Fraction)",
-        Real, _is_share_or_count, _share_or_count, "indices",
+        Real,
+        _is_share_or_count,
+        _share_or_count,
+        "indices",
     ),
     Option("last_batch", None, "'keep', 'discard', 'rollover' or 'pad'", *_word(LastBatch)),
     Option(
-        "thread_pool", False, "a bool", bool, needs="workers, indices",
+        "thread_pool",
+        False,
+        "a bool",
+        bool,
+        needs="workers, indices",
         excludes=("multiprocessing_context", "shm_size", "worker_restarts"),
     ),
     Option("seed", None, "a whole number, 0 or more", *_from(0)),
     Option(
-        "snapshot_every_n_steps", "auto", "'auto', a number of batches, or 0 or None for never",
-        (Integral, str, type(None)), _is_interval,
+        "snapshot_every_n_steps",
+        "auto",
+        "'auto', a number of batches, or 0 or None for never",
+        (Integral, str, type(None)),
+        _is_interval,
+    ),
+    Option("fetch_concurrency", None, "a positive number of samples", *_from(1), needs="indices"),
+    Option(
+        "sample_timeout",
+        None,
+        "a positive number of seconds or None",
+        Real,
+        lambda value: 0 < float(value) < math.inf,
+        float,
+        "workers",
     ),
     Option(
-        "fetch_concurrency", None, "a positive number of samples", *_from(1), needs="indices"
-    ),
-    Option(
-        "sample_timeout", None, "a positive number of seconds or None", Real,
-        lambda value: 0 < float(value) < math.inf, float, "workers",
-    ),
-    Option(
-        "executor", None, "a concurrent.futures.Executor of processes, for Dask "
+        "executor",
+        None,
+        "a concurrent.futures.Executor of processes, for Dask "
         "shmloader.cluster.DaskExecutor(client); thread_pool=True makes batches on threads",
-        concurrent.futures.Executor, _has_processes, needs="workers, indices",
+        concurrent.futures.Executor,
+        _has_processes,
+        needs="workers, indices",
         excludes=("thread_pool", "multiprocessing_context", "sample_timeout", "shm_size"),
     ),
-)  # fmt: skip
+)
 
 _AUTO = Option(
     "num_workers='auto'", 0, "'auto'", object, needs="indices", excludes=("thread_pool", "executor")
@@ -237,9 +262,13 @@ _AUTO = Option(
 
 # Only ShardedDataLoader has it.
 _SCOPE = Option(
-    "worker_scope", "rank", "'rank' or 'host'", *_word(WorkerScope), needs="workers",
+    "worker_scope",
+    "rank",
+    "'rank' or 'host'",
+    *_word(WorkerScope),
+    needs="workers",
     excludes=("thread_pool", "executor", "multiprocessing_context"),
-)  # fmt: skip
+)
 
 #: The arguments that torch's loader does not have, in the order of the constructor.
 OPTIONS = {option.name: option for option in _TABLE}

@@ -77,9 +77,9 @@ class Progress:
 
     def left_to_do(self, items: Iterator[Any]) -> Iterator[Any]:
         """Return the items from the start on without those that were done ahead of their turn."""
-        before, numbers = self._before, itertools.count(self.start, self.unit)
-        if not before:
+        if not self._before:
             return items
+        before, numbers = self._before, itertools.count(self.start, self.unit)
 
         def is_left(_: object) -> bool:
             number = next(numbers)

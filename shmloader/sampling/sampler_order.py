@@ -11,7 +11,11 @@ from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.loader_samplers import RolloverBatchSampler
 from shmloader.sampling.progress import Progress
-from shmloader.sampling.rng import GLOBAL_GENERATORS, global_rng_state
+from shmloader.sampling.rng import (
+    GLOBAL_GENERATORS,
+    global_rng_state,
+    with_global_rng_state,
+)
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
     DrawnEpoch,
@@ -104,9 +108,11 @@ class SamplerOrder(Order):
 
     def commit(self) -> None:
         """Carry over what the newest epoch leaves over, if the user is done with the epoch."""
-        super().commit()
-        if self._epoch.progress.is_ended:
-            self.begin(0, self._epoch.progress)  # a used loader keeps little memory
+        progress = self._epoch.progress
+        if self.carry_over.steps is not None:
+            self.carry_over.commit(progress, self.index_sampler)
+        if progress.is_ended and self._epoch.state:
+            self._epoch = DrawnEpoch(progress=progress)  # a used loader keeps little memory
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
@@ -143,11 +149,14 @@ class EpochDraw(Iterator[Any]):
         self._order, self._epoch, self._state, self._drawing = order, epoch, state, drawing
         # Numbers of the batches, without those that were delivered ahead of their turn.
         progress = epoch.progress
-        self._position = progress.left_to_do(itertools.count(progress.start))
+        self._position: Iterator[int] = itertools.count(progress.start)
+        if progress.ahead:
+            self._position = progress.left_to_do(self._position)
         self._items: Iterator[Any] | None = None
         self._error: Exception | None = None
         epoch.undrawn = self
-        self._register(drawing)
+        if isinstance(order.index_sampler, RolloverBatchSampler):
+            self._register(drawing)
 
     def __next__(self) -> Any:
         if self._items is None:
@@ -177,20 +186,32 @@ class EpochDraw(Iterator[Any]):
             epoch.state = {**state.dump(has_started=False), "has_started": True, **DRAWN_ELSEWHERE}
             self._items = only_next(drawing)
             return
-        is_resumed = saved.get("has_started", False)
-        if not is_resumed:
+        if saved:
             state.restore_generators(saved)
-        epoch.state = saved if is_resumed else state.dump(has_started=True)
-        with state.drawing(epoch.state, is_resumed=is_resumed):
-            items = only_next(drawing)
-            if state.restore_own(saved):
-                epoch.state["state"] = saved["state"]
+        if saved and saved["has_started"]:
+            epoch.state = saved
+            with with_global_rng_state(saved.get("global_generators", {})):
+                items = self._draw_one(is_resumed=True)
+        else:
+            epoch.state = state.dump(has_started=True)
+            items = self._draw_one(is_resumed=False)
+        self._items = epoch.progress.left_to_do(items)
+
+    def _draw_one(self, *, is_resumed: bool) -> Iterator[Any]:
+        """Return an iterator of the batches from the position on, of which one is drawn."""
+        epoch, state = self._epoch, self._state
+        state.seed(epoch.state.get("seed"))
+        try:
+            items = only_next(self._drawing)
+            if "state" in epoch.saved and state.restore_own(epoch.saved):
+                epoch.state["state"] = epoch.saved["state"]
                 items = restart_if_exhausted(self._iterate)
             if is_resumed:
                 self._pass_over(items)
             self._items = items  # which may go on after an error
-            first = list(itertools.islice(items, 1))
-        self._items = epoch.progress.left_to_do(itertools.chain(first, items))
+            return itertools.chain(list(itertools.islice(items, 1)), items)
+        finally:
+            state.seed(None)
 
     def _pass_over(self, items: Iterator[Any]) -> None:
         """Draw the batches before the position; raise ValueError if they are not the same."""

@@ -11,11 +11,9 @@ Guarantees:
       draws its epoch again, up to the first batch that was not delivered.
 """
 
-import contextlib
 import copy
 import json
 import zlib
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +38,6 @@ from shmloader.sampling.rng import (
     dump_generator,
     global_rng_state,
     load_generator,
-    with_global_rng_state,
 )
 from shmloader.sampling.samplers import EpochSampler
 from shmloader.sampling.steps import CarryOver
@@ -121,38 +118,46 @@ class SamplerState:
         generator: torch.Generator | None,
     ) -> None:
         self._carry_over = carry_over
-        samplers = chain(index_sampler)
-        unknown = [sampler for sampler in samplers if not is_known(sampler)]
+        self._is_known = True
         # The sampler that has a state of its own.
-        self._stateful = next(filter(has_own_state, unknown), None)
-        others = [sampler for sampler in samplers if type(sampler) not in _TORCHS]
-        self._counting = [one for one in others if callable(probe(one, "set_epoch"))]
-        # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
-        # generators that depend only on that sampler's seed and epoch.
-        sets_generators = any(isinstance(one, EpochSampler) for one in others)
-        generators, drawing = [generator], []
-        for sampler in samplers:
-            own = probe(sampler, "generator")
-            generators.append(own)
-            if own is None and not sets_generators and not unknown:
-                drawing.append(sampler)
-        are_generators = [one for one in generators if isinstance(one, torch.Generator)]
-        self._generators = list(dict.fromkeys(are_generators))
+        self._stateful: Any = None
+        generators = [] if generator is None else [generator]
         # These draw one seed from torch's global generator, and everything else from that seed.
-        self._seeding = [one for one in drawing if type(one) is RandomSampler]
+        self._seeding: list[RandomSampler] = []
+        self._counting: list[Any] = []
+        draws = sets_generators = False
+        for sampler in chain(index_sampler):
+            if type(sampler) in _TORCHS:
+                own = getattr(sampler, "generator", None)
+            else:
+                # What one of ours draws from, such as the sampler in a ShardedSampler, finds global
+                # generators that depend only on that sampler's seed and epoch.
+                sets_generators = sets_generators or isinstance(sampler, EpochSampler)
+                own = probe(sampler, "generator")
+                if callable(probe(sampler, "set_epoch")):
+                    self._counting.append(sampler)
+                if not is_known(sampler):
+                    self._is_known = False
+                    if self._stateful is None and has_own_state(sampler):
+                        self._stateful = sampler
+            if own is not None:
+                if isinstance(own, torch.Generator) and own not in generators:
+                    generators.append(own)
+            elif not sets_generators:
+                if type(sampler) is RandomSampler:
+                    self._seeding.append(sampler)
+                draws = draws or type(sampler) in _DRAWING
+        self._generators = generators
+        self.global_generators: tuple[str, ...] = ("torch",) if draws else ()
+        if not self._is_known:  # it may draw from any, also one with a state
+            self.global_generators, self._seeding = GLOBAL_GENERATORS, []
         self.draws_seed = bool(self._seeding)
-        self.global_generators: tuple[str, ...] = ()
-        if unknown:  # they may draw from any
-            self.global_generators = GLOBAL_GENERATORS
-        elif any(type(one) in _DRAWING for one in drawing):
-            self.global_generators = ("torch",)
-        self._is_known = not unknown
 
     def dump(self, *, has_started: bool) -> dict[str, Any]:
         """Return the state, as plain values.
 
         Args:
-            has_started: Whether an epoch begins now, within :meth:`drawing`. Otherwise the states
+            has_started: Whether an epoch begins now. Otherwise the states
                 of the process's global generators are left out, since they may change before an
                 epoch begins.
         """
@@ -173,25 +178,10 @@ class SamplerState:
             state["global_generators"] = global_rng_state(self.global_generators)
         return state
 
-    @contextlib.contextmanager
-    def drawing(self, state: dict[str, Any], *, is_resumed: bool) -> Iterator[None]:
-        """Let an epoch draw its first batch from a state, in the block.
-
-        Args:
-            state: The state, with ``has_started``.
-            is_resumed: Whether the state was loaded. Then the generators are set to it, but after
-                the block, the global ones have the process's own states again.
-        """
-        with contextlib.ExitStack() as stack:
-            if is_resumed:
-                self.restore_generators(state)
-                saved = state.get("global_generators", {})
-                stack.enter_context(with_global_rng_state(saved))
-            seed = state.get("seed")
-            for sampler in self._seeding:
-                sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
-                stack.callback(setattr, sampler, "generator", None)
-            yield
+    def seed(self, seed: int | None) -> None:
+        """Let RandomSamplers begin with a seed; None for one that they draw themselves."""
+        for sampler in self._seeding:
+            sampler.generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Make the next epoch begin as in the state; raise ValueError if it does not fit."""

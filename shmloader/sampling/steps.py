@@ -265,20 +265,27 @@ class DrawnSteps(Steps):
 
 
 class CarryOver:
-    """The samples that the next epoch begins with. Used on the user's thread."""
+    """The samples that the next epoch begins with. Used on the user's thread.
+
+    Attributes:
+        samples: The samples.
+        steps: The steps of the running epoch, if that may leave samples over.
+    """
+
+    __slots__ = ("_size", "samples", "steps")  # a program may keep very many loaders
 
     def __init__(self, samples: Iterable[Any] = ()) -> None:
         self.samples: list[Any] = list(samples)
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None
         self._size = 1
 
     def begin(self, steps: Steps, size: int) -> None:
         """Begin an epoch whose steps begin with the samples, ``size`` items a batch."""
-        self._steps, self._size = steps, size
+        self.steps, self._size = steps, size
 
     def replace(self, samples: Iterable[Any]) -> None:
         """Make the next epoch begin with these samples, whatever the running one leaves over."""
-        self.samples, self._steps = list(samples), None
+        self.samples, self.steps = list(samples), None
 
     def commit(self, progress: Progress, batches: Sized) -> None:
         """Take over what the running epoch leaves over, if the user is done with all its batches.
@@ -286,7 +293,7 @@ class CarryOver:
         With ``on_error="skip"``, the last batches may not be delivered, and then only the epoch's
         end counts. ``batches`` has the number of batches in the epoch, if it has a length.
         """
-        steps = self._steps
+        steps = self.steps
         is_done = steps is not None and progress.position * self._size >= steps.position
         if steps is None or not (progress.is_ended or is_done):
             return
