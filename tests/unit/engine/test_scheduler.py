@@ -342,39 +342,11 @@ def test_every_order_of_events_keeps_the_invariants(seed):
     Play(seed).run(100)
 
 
-def scheduler(
-    worker_count=2, window=4, lend_limit=2, *, in_order=True, restart_limit=0
-) -> Scheduler:
-    return Scheduler(
-        worker_count, window, lend_limit, in_order=in_order, restart_limit=restart_limit
-    )
-
-
 def offered(subject: Scheduler, count: int) -> list[Ticket]:
     tickets = [subject.offer([number]) for number in range(count)]
     assert all(tickets)
-    assert taken(subject) == [
-        (ticket.seq, ticket.worker_id) for ticket in tickets if ticket.answer is None
-    ]
+    assert sent(subject) == tickets
     return tickets
-
-
-def taken(subject: Scheduler) -> list[tuple[int, int]]:
-    """Tickets that are to be sent now, each with its worker."""
-    return [(ticket.seq, ticket.worker_id) for ticket in sent(subject)]
-
-
-def lose(subject: Scheduler, worker_id: int, death=DEATH, at_work=None) -> None:
-    subject.worker_lost(worker_id, death, at_work)
-    assert subject.workers[worker_id].death == death
-
-
-def restarted(subject: Scheduler) -> list[Ticket]:
-    """Restart the worker that was lost; the tickets that are sent to it."""
-    worker = subject.workers.first(WorkerState.LOST)
-    subject.worker_started(worker.worker_id)
-    assert worker.death is None
-    return sent(subject)
 
 
 def test_an_epoch_may_go_on_at_any_worker():
@@ -386,35 +358,10 @@ def test_an_epoch_may_go_on_at_any_worker():
 
 
 def test_more_tickets_than_the_window_are_an_internal_error():
-    subject = scheduler(window=2, lend_limit=0)
+    subject = Scheduler(2, 2, 0, in_order=True)
     offered(subject, 2)
     with pytest.raises(InternalError, match="I5"):
         subject.offer([2])
-
-
-def with_workers(present: int, worker_count=3, restart_limit=0) -> Scheduler:
-    return Scheduler(
-        worker_count,
-        2 * worker_count,
-        2,
-        in_order=True,
-        restart_limit=restart_limit,
-        has_queue=True,
-        present=present,
-        tickets_each=2,
-    )
-
-
-def test_a_worker_that_is_wanted_is_started_and_asks_for_its_share_of_tickets():
-    subject = with_workers(1)
-    assert subject.tickets_asked == 2
-    offered(subject, 2)
-    subject.workers_wanted(2)
-    assert subject.workers.next_missing().worker_id == 1
-    assert subject.pop_wanted_tickets() == 0
-    subject.worker_started(1)
-    assert subject.workers.next_missing() is None
-    assert subject.pop_wanted_tickets() == 2
 
 
 def test_an_engine_that_shares_workers_asks_for_tickets_for_its_share_of_them():
@@ -431,7 +378,8 @@ def test_an_engine_that_shares_workers_asks_for_tickets_for_its_share_of_them():
 
 
 def test_a_worker_that_comes_back_asks_for_no_further_tickets():
-    subject = with_workers(1)
+    subject = Scheduler(3, 6, 2, in_order=True, has_queue=True, present=1, tickets_each=2)
+    assert subject.tickets_asked == 2
     for count, asked in ((2, 2), (1, 0), (2, 0), (3, 2)):
         subject.workers_wanted(count)
         while (worker := subject.workers.next_leaving()) is not None:
@@ -441,59 +389,17 @@ def test_a_worker_that_comes_back_asks_for_no_further_tickets():
         assert subject.pop_wanted_tickets() == asked
 
 
-def hang(subject: Scheduler, worker_id: int, seq: int, epoch: int = 0, sample: int = 0) -> None:
-    subject.sample_timed_out(worker_id, seq, epoch, sample, "in f", "it hung")
-
-
 def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_left():
-    subject = scheduler(worker_count=1)
+    subject = Scheduler(1, 4, 2, in_order=True)
     offered(subject, 3)
     for sample in (2, 5):
-        hang(subject, 0, seq=0, sample=sample)
+        subject.sample_timed_out(0, 0, 0, sample, "in f", "it hung")
         assert subject.workers[0].hang == "it hung"
-        lose(subject, 0, at_work=0)
-        assert [ticket.seq for ticket in restarted(subject)] == [0, 1, 2]
+        subject.worker_lost(0, DEATH, at_work=0)
+        subject.worker_started(0)
+        assert [ticket.seq for ticket in sent(subject)] == [0, 1, 2]
         assert not subject.workers[0].hang
     assert subject.tickets[0].hung == {2: "in f", 5: "in f"}
     assert subject.tickets[1].hung is None
     subject.worker_lost(0, DEATH, at_work=0)
     assert [ticket.answer for ticket in subject.tickets] == [DEATH] * 3
-
-
-def test_a_sample_whose_batch_came_after_all_is_forgotten():
-    subject = scheduler(worker_count=1)
-    offered(subject, 2)
-    subject.answered(0, 0, "batch")
-    hang(subject, 0, seq=0)
-    lose(subject, 0, at_work=1)
-    assert [ticket.seq for ticket in restarted(subject)] == [1]
-    assert pop_next(subject).answer == "batch"
-    assert subject.tickets[0].hung is None
-
-
-def test_with_a_queue_a_ticket_that_hangs_is_sent_again_when_its_thread_is_replaced():
-    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
-    for number in range(3):
-        subject.offer([number])
-    assert len(sent(subject)) == 3
-    hang(subject, 1, seq=1, sample=3)
-    assert subject.workers.first(WorkerState.LOST).worker_id == 1
-    (ticket,) = restarted(subject)
-    assert (ticket.seq, ticket.hung) == (1, {3: "in f"})
-    for seq in range(3):
-        subject.answered(seq, 0, f"batch {seq}", taker=0)
-    assert [pop_next(subject).answer for _ in range(3)] == ["batch 0", "batch 1", "batch 2"]
-
-
-def test_a_thread_that_hangs_in_an_earlier_epoch_is_replaced_and_nothing_sent_again():
-    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
-    for number in range(3):
-        subject.offer([number])
-    sent(subject)
-    subject.end_epoch(range(3))
-    subject.start_epoch()
-    subject.offer([7])
-    assert subject.unsent.popleft().indices == [7]
-    hang(subject, 0, seq=0, epoch=0)
-    assert restarted(subject) == []
-    assert subject.tickets[0].hung is None

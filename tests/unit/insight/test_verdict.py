@@ -51,30 +51,11 @@ def stats_of(
 
 
 STALLED = {"cpu_s": 5.0, "stalled_s": 4.0}
-FULL = SlotStats(largest_bytes=49, share_bytes=50)
-ROOMY = SlotStats(nbytes=95, largest_bytes=10, share_bytes=50)
 CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
     "no batch": (judged(LoaderStats()), Finding.NOTHING_YET, "No batch"),
     "hardly a wait": (stats_of(fetch=0.2, share=0.02), Finding.NOTHING_TO_GAIN, "waited 2.0%"),
-    "a full share": (
-        stats_of(fetch=5, slots=FULL),
-        Finding.MEMORY,
-        "49 B of the 50 B that shm_size leaves for each. Lower num_workers",
-    ),
-    "little memory": (
-        stats_of(fetch=5, slots=ROOMY, machine=Machine(4, 5, "limit of the machine")),
-        Finding.MEMORY,
-        "takes 95 B, and 5 B is free (limit of the machine). Lower num_workers",
-    ),
-    "start": (stats_of(start=3, fetch=1), Finding.START_UP, "workers started or ended"),
     "end": (stats_of(end=3, fetch=1), Finding.START_UP, "persistent_workers=True"),
-    "sampler": (stats_of(draw=4, fetch=1), Finding.SAMPLER, "drawing many indices at once"),
     "errors": (stats_of(other=4, fetch=1), Finding.UNKNOWN, "on_error="),
-    "no workers": (
-        stats_of(kind="in-process", workers=0, fetch=4, collate=1),
-        Finding.TOO_FEW_WORKERS,
-        "which is loaded mostly in `__getitem__`: add workers (0 for 4 cores)",
-    ),
     "no workers, pinning": (
         stats_of(kind="in-process", workers=0, pin=4, fetch=1),
         Finding.COPYING,
@@ -85,8 +66,6 @@ CASES: dict[str, tuple[LoaderStats, Finding, str]] = {
         Finding.SAMPLER,
         "consumer's thread",
     ),
-    "pinning": (stats_of(pin=4, fetch=1), Finding.COPYING, "being pinned"),
-    "device": (stats_of(device=4, fetch=1), Finding.COPYING, "copied to the device"),
     "copies": (
         stats_of(build=4, fetch=1, slots=SlotStats(lent=20, copied=80)),
         Finding.SLOTS_HELD,

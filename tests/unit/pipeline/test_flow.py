@@ -163,16 +163,6 @@ def test_a_consumer_that_takes_nothing_stops_the_source(stages, sink, seed):
     assert sink <= runner.drawn <= bound
 
 
-@pytest.mark.parametrize(("drop_last", "expected"), [(False, [[0, 1], [2]]), (True, [[0, 1]])])
-def test_a_last_list_that_is_short_is_kept_or_left_out(drop_last, expected):
-    runner = Runner((2, drop_last, "list"), sink=3, count=3)
-    while runner.jobs:
-        runner.step(0)
-    while not runner.is_ended:
-        runner.consume()
-    assert runner.taken == expected
-
-
 def test_what_failed_comes_after_what_was_before_it_and_begins_no_list():
     hand = Hand((1, False), (2, False, "list"), (1, False), sink=4)
     error = ValueError("of the op")

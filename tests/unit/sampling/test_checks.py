@@ -1,5 +1,7 @@
 """Numbers, sequences of them and flags as users give them."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -15,32 +17,25 @@ def test_a_whole_number_is_an_int_afterwards(value):
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, np.True_, 3.0, np.float32(3), "3", [3], torch.tensor(3)]
+    "value", [None, np.True_, 3.0, np.float32(3), "3", [3], torch.tensor(3), True]
 )
-def test_what_is_no_whole_number_is_a_type_error(value):
-    with pytest.raises(TypeError, match="some should be an int, but got some=") as caught:
+def test_what_is_no_whole_number_or_no_flag_is_a_type_error(value):
+    with pytest.raises(TypeError, match=re.escape(f"an int, but got some={value!r}")):
         whole_number(value, "some", minimum=0)
-    assert repr(value) in str(caught.value)
+    if value is not True:
+        with pytest.raises(TypeError, match=re.escape(f"True or False, but got some={value!r}")):
+            flag(value, "some")
 
 
-def test_the_bounds_are_told():
+def test_the_bounds_are_told_and_a_flag_is_itself():
     assert whole_number(1, "some", minimum=1, below=2) == 1
     with pytest.raises(ValueError, match=r"some should be 1 or more, but got some=0$"):
         whole_number(0, "some", minimum=1, below=2)
     with pytest.raises(ValueError, match=r"some should be below 2, but got some=2$"):
         whole_number(2, "some", minimum=1, below=2)
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_flag_is_itself(value):
-    assert flag(value, "some") is value
-
-
-@pytest.mark.parametrize("value", [None, 0, 1, "True", np.True_, torch.tensor(True)])
-def test_what_is_neither_true_nor_false_is_a_type_error(value):
-    with pytest.raises(TypeError, match="some should be True or False, but") as caught:
-        flag(value, "some")
-    assert f"got some={value!r}" in str(caught.value)
+    assert (flag(True, "some"), flag(False, "some")) == (True, False)
+    with pytest.raises(TypeError, match="True or False, but got some=1"):
+        flag(1, "some")
 
 
 @pytest.mark.parametrize(

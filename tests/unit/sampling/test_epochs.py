@@ -18,12 +18,6 @@ class Numbered(EpochSampler[int]):
         return [epoch, epoch]
 
 
-def test_each_epoch_counts_one():
-    sampler = Numbered(0)
-    assert [list(sampler) for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
-    assert sampler.epoch == 3
-
-
 def test_an_epoch_begins_with_its_first_index():
     sampler = Numbered(0)
     iter(sampler)
@@ -60,25 +54,13 @@ def test_epochs_of_torchs_loader_count_one_each(persistent):
     assert [torch.cat(list(loader)).tolist() for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize("value", [None, True, 1.5, "1"])
-def test_a_seed_or_an_epoch_that_is_no_int_is_a_type_error(value):
-    with pytest.raises(TypeError, match="seed should be an int") as caught:
-        Numbered(value)
-    assert f"seed={value!r}" in str(caught.value)
-    with pytest.raises(TypeError, match="epoch should be an int") as caught:
-        Numbered(0).set_epoch(value)
-    assert f"epoch={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [-1, 2**64])
+@pytest.mark.parametrize("value", [None, True, 1.5, "1", -1, 2**64])
 def test_a_seed_or_an_epoch_is_a_word_without_sign(value):
     Numbered(2**64 - 1).set_epoch(2**64 - 1)
-    with pytest.raises(ValueError, match="seed should be") as caught:
-        Numbered(value)
-    assert f"seed={value}" in str(caught.value)
-    with pytest.raises(ValueError, match="epoch should be") as caught:
-        Numbered(0).set_epoch(value)
-    assert f"epoch={value}" in str(caught.value)
+    kind = ValueError if type(value) is int else TypeError
+    for name, call in (("seed", Numbered), ("epoch", Numbered(0).set_epoch)):
+        with pytest.raises(kind, match=rf"{name} should be .*{name}={value!r}"):
+            call(value)
 
 
 def first_words(seed, epoch, part):

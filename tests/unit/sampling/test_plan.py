@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.seeded_order import SeededOrder
@@ -69,12 +69,6 @@ def flat(step: Any) -> list[Any]:
 def epoch_of(plan: SeededOrder, epoch: int = 0) -> list[Any]:
     plan.begin(epoch, Progress())
     return [step.indices for step in plan]
-
-
-def commit(plan: SeededOrder, position: int) -> None:
-    """Have the user be done with so many steps of the newest epoch."""
-    plan._epoch.progress.position = position
-    plan.commit()
 
 
 def union(plans: list[SeededOrder], epoch: int = 0) -> list[list[Any]]:
@@ -142,37 +136,6 @@ def test_the_ranks_together_have_the_one_global_order(
             assert repeated == share - min(share, max(0, left - rank * share))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("last_batch", LAST_BATCHES)
-def test_the_order_is_the_same_for_every_world_size_with_as_large_a_global_batch(kind, last_batch):
-    def steps(world_size: int, shards: int) -> list[Any]:
-        batch_size = 48 // world_size // max(1, shards)
-        return union(
-            [
-                plan_of(kind, 130, batch_size=batch_size, shards=shards, rank=rank,
-                        world_size=world_size, last_batch=last_batch)
-                for rank in range(world_size)
-            ],
-            epoch=1,
-        )  # fmt: skip
-
-    expected = steps(1, 0)
-    assert len(expected) == {"pad": 3, "keep": 3}.get(last_batch, 2)
-    for world_size, shards in [
-        (1, 4),
-        (2, 0),
-        (2, 3),
-        (3, 0),
-        (3, 2),
-        (4, 1),
-        (8, 0),
-        (12, 2),
-        (48, 0),
-    ]:
-        assert steps(world_size, shards) == expected
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
     steps = epoch_of(plan_of(kind, 50, batch_size=4, shards=3))
@@ -182,75 +145,12 @@ def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
     assert all(type(index) is int for index in plain[0])
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_seed_and_epoch_choose_the_order(kind) -> None:
-    orders = [
-        [index for step in epoch_of(plan_of(kind, 40, seed=seed), epoch) for index in step]
-        for seed in range(2)
-        for epoch in range(2)
-    ]
-    assert len({tuple(order) for order in orders}) == 4
-    again = [index for step in epoch_of(plan_of(kind, 40, seed=1), 1) for index in step]
-    assert again == orders[3]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_process_keeps_its_own_streams(kind) -> None:
-    def drawn() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    def seed() -> None:
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-
-    seed()
-    expected = [drawn() for _ in range(4)]
-    seed()
-    seen = [drawn()]
-    steps = iter(plan_of(kind, 30, batch_size=4))
-    for _ in range(3):
-        next(steps)
-        seen.append(drawn())
-    assert seen == expected
-    # Nor does what the process draws meanwhile change the order.
-    assert [index for step in steps for index in step.indices] == [
-        index for step in epoch_of(plan_of(kind, 30, batch_size=4))[3:] for index in step
-    ]
-
-
 def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() -> None:
     weights = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))
     expected = list(weights)
     weights.generator.manual_seed(3)
     plan = SeededOrder(1, 0, Cut(1), "pad", 0, items=weights)
     assert [index for step in epoch_of(plan) for index in step] == expected
-
-
-def batches(length: int, size: int = 3) -> BatchSampler:
-    return BatchSampler(SequentialSampler(range(length)), size, drop_last=False)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_batches_are_dealt_whole(world_size) -> None:
-    every = list(batches(33))  # eleven
-
-    def steps(rank: int, last_batch: LastBatch) -> list[Any]:
-        plan = SeededOrder(None, 0, Cut(1, rank, world_size), last_batch, 0, items=batches(33))
-        found = epoch_of(plan)
-        assert len(found) == len(plan)
-        return found
-
-    for last_batch in ("pad", "discard", "keep"):
-        ranks = [steps(rank, last_batch) for rank in range(world_size)]
-        dealt = [batch for step in itertools.zip_longest(*ranks) for batch in step if batch]
-        missing = -len(every) % world_size
-        if last_batch == "pad":
-            assert dealt == every + every[:missing]
-        elif last_batch == "discard":
-            assert dealt == every[: len(every) // world_size * world_size]
-        else:
-            assert dealt == every
 
 
 def test_repeats_are_counted_in_samples_where_batches_are_dealt() -> None:
@@ -275,49 +175,3 @@ def test_a_step_that_cannot_be_loaded_is_named(step) -> None:
     assert next(steps).indices == [1, 2]
     with pytest.raises(ValueError, match="step 1 of the batch sampler should be a list of indices"):
         next(steps)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_an_epoch_leaves_over_comes_first_in_the_next(kind, world_size) -> None:
-    plans = [
-        plan_of(kind, 10, batch_size=4 // world_size, rank=rank, world_size=world_size,
-                last_batch="rollover")
-        for rank in range(world_size)
-    ]  # fmt: skip
-    orders = [
-        epoch_of(plan_of(kind, 10, batch_size=10, last_batch="keep"), epoch)[0]
-        for epoch in range(4)
-    ]
-    seen, lengths = [], []
-    for epoch in range(4):
-        lengths.append(len(plans[0]))
-        steps = union(plans, epoch)
-        seen += [index for step in steps for index in step]
-        for plan in plans:
-            commit(plan, len(steps))
-    assert lengths == [2, 3, 2, 3]
-    assert seen == [index for order in orders for index in order]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_that_is_left_early_takes_nothing_over(kind) -> None:
-    plan = plan_of(kind, 10, batch_size=4, last_batch="rollover")
-    epoch_of(plan, 0)
-    commit(plan, 2)
-    first = epoch_of(plan, 1)
-    assert len(first) == len(plan) == 3
-    commit(plan, 2)  # the user left before the third
-    assert epoch_of(plan, 1) == first
-    commit(plan, 3)
-    assert len(plan) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_whose_end_nobody_asked_for_is_complete(kind) -> None:
-    plan = plan_of(kind, 10, batch_size=4, last_batch="rollover")
-    steps = iter(plan)
-    for _ in range(2):
-        next(steps)
-    commit(plan, 2)
-    assert len(epoch_of(plan, 1)) == 3
