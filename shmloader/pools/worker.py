@@ -150,9 +150,11 @@ class _Client:
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
-        # From where messages are received. Tasks of the queue are not, before the worker knows
-        # where its dataset resumes, and after it was asked to leave.
+        # From where messages are received.
         self._sockets: tuple[socket.socket, ...] = (channel,)
+        # Whether tasks of the queue are served: not before the worker knows where its dataset
+        # resumes, and not after it was asked to leave.
+        self._serves_queue = False
         # Whether the channel may not take a further answer, so that nothing is received.
         self.is_full = False
         self._writable = select.poll()
@@ -198,18 +200,20 @@ class _Client:
         elif isinstance(message, messages.ResumeStream):
             if message.checkpoint:
                 self.server.dataset.resume(message.checkpoint)
-            self._use_queue(uses=True)
+            self._serve_queue(is_served=True)
         elif isinstance(message, messages.Leave):
-            self._use_queue(uses=False)
+            self._serve_queue(is_served=False)
             self._send(messages.pack(messages.Left()))
         else:
             raise InternalError(f"a worker does not take {message!r}")
 
-    def _use_queue(self, *, uses: bool) -> None:
-        """Receive tasks from the queue, and be woken for them, or not."""
-        if self._queue is None or uses is (len(self._sockets) > 1):
+    def _serve_queue(self, *, is_served: bool) -> None:
+        """Receive tasks from the queue from now on, and be woken for them, or not."""
+        self._serves_queue = is_served
+        is_received = is_served and not self.is_full
+        if self._queue is None or is_received is (len(self._sockets) > 1):
             return
-        if uses:
+        if is_received:
             self._sockets = (self.channel, self._queue)
             watch_queue(self._poll, self._queue)
         else:
@@ -226,7 +230,7 @@ class _Client:
         if is_full is not self.is_full:
             self.is_full = is_full
             self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
-            self._use_queue(uses=not is_full)
+            self._serve_queue(is_served=self._serves_queue)
 
     def _make_batch(self, task: messages.Task) -> None:
         line, dataset = self.line, self.server.dataset
@@ -257,7 +261,7 @@ class _Client:
 
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
-        self._use_queue(uses=False)
+        self._serve_queue(is_served=False)
         self._poll.unregister(self.channel)
         self.channel.close()
         if self._queue is not None:
