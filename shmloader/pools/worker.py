@@ -13,6 +13,8 @@ whose batches take long, and which therefore waits, gets more of the workers' ti
 served that takes no answers, such as a stopped one: sending would keep the worker from the others.
 
 A worker shares no lock with its siblings. It ends at once when the process that owns it dies.
+
+The module is long because a worker's whole life is in it, with one client and with many.
 """
 
 import contextlib
