@@ -403,3 +403,22 @@ def test_a_worker_that_is_ended_for_a_sample_is_restarted_whatever_restarts_are_
     assert subject.tickets[1].hung is None
     subject.worker_lost(0, DEATH, at_work=0)
     assert [ticket.answer for ticket in subject.tickets] == [DEATH] * 3
+
+
+def test_only_a_sample_that_is_awaited_counts_as_hung():
+    subject = Scheduler(2, 4, 0, in_order=True, has_queue=True, has_slots=False)
+    offered(subject, 3)
+    subject.answered(1, 0, "batch", taker=0)
+    for seq, hung, again in ((1, None, []), (2, {3: "in f"}, [2])):
+        subject.sample_timed_out(1, seq, 0, 3, "in f", "it hung")
+        assert subject.workers.first(WorkerState.LOST).worker_id == 1
+        subject.worker_started(1)
+        assert [ticket.seq for ticket in sent(subject)] == again
+        assert subject.tickets[seq].hung == hung
+    subject.end_epoch([0, 2])
+    subject.start_epoch()
+    offered(subject, 1)
+    subject.sample_timed_out(0, 0, 0, 3, "in f", "it hung")  # in the epoch before
+    subject.worker_started(0)
+    assert sent(subject) == []
+    assert subject.tickets[0].hung is None

@@ -1,7 +1,6 @@
 """Where a ticket's samples stand: the same for all ways of cutting one order."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -15,48 +14,11 @@ from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut
 
 
-def flat(step):
-    return [*itertools.chain(*step)] if step and isinstance(step[0], list) else step
-
-
-def keys(placed):
-    """Each sample's index and where it stands."""
-    indices = flat(placed.indices)
-    return [(index, placed.key(number)) for number, index in enumerate(indices)]
-
-
 def plan_of(world_size=1, rank=0, shards=0, batch=12, length=50, last_batch="pad", **options):
     size = batch // world_size // max(1, shards)
     cut = Cut(batch // world_size, rank, world_size)
     options = {"length": length, "shuffle": True, **options}
     return SeededOrder(size, shards, cut, last_batch, 3, **options)
-
-
-@pytest.mark.parametrize("last_batch", ["pad", "discard", "keep"])
-@pytest.mark.parametrize(("world_size", "shards"), [(2, 0), (3, 0), (4, 0), (1, 3), (2, 3), (3, 2)])
-def test_a_sample_stands_where_it_would_for_one_rank(last_batch, world_size, shards):
-    alone = {key: index for step in plan_of(last_batch=last_batch) for index, key in keys(step)}
-    assert [*alone] == [(position, 0) for position in range(len(alone))]
-    seen = {}
-    for rank in range(world_size):
-        for step in plan_of(world_size, rank, shards, last_batch=last_batch):
-            seen.update((key, index) for index, key in keys(step))
-    assert seen == alone
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_whole_batch_stands_where_its_batch_sampler_gave_it(world_size):
-    batches = [[5], [1, 2, 3], [4, 4], [9], [[7, 7], [8]], [6]]
-    found = {}
-    for rank in range(world_size):
-        plan = SeededOrder(None, 0, Cut(1, rank, world_size), "discard", 3, items=batches)
-        for step in plan:
-            found.update((key, index) for index, key in keys(step))
-    assert found == {
-        (number, place): index
-        for number, batch in enumerate(batches)
-        for place, index in enumerate(flat(batch))
-    }
 
 
 def test_a_position_counts_what_the_epoch_before_has_left_over():

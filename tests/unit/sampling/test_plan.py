@@ -145,6 +145,43 @@ def test_a_step_of_shards_is_a_list_of_batches(kind) -> None:
     assert all(type(index) is int for index in plain[0])
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_seed_and_epoch_choose_the_order(kind) -> None:
+    orders = [
+        [index for step in epoch_of(plan_of(kind, 40, seed=seed), epoch) for index in step]
+        for seed in range(2)
+        for epoch in range(2)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    again = [index for step in epoch_of(plan_of(kind, 40, seed=1), 1) for index in step]
+    assert again == orders[3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_process_keeps_its_own_streams(kind) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = [drawn() for _ in range(4)]
+    seed()
+    seen = [drawn()]
+    steps = iter(plan_of(kind, 30, batch_size=4))
+    for _ in range(3):
+        next(steps)
+        seen.append(drawn())
+    assert seen == expected
+    # Nor does what the process draws meanwhile change the order.
+    assert [index for step in steps for index in step.indices] == [
+        index for step in epoch_of(plan_of(kind, 30, batch_size=4))[3:] for index in step
+    ]
+
+
 def test_a_sampler_that_does_not_draw_from_global_streams_gives_its_own_order() -> None:
     weights = WeightedRandomSampler([1.0, 2.0, 3.0], 20, generator=torch.Generator().manual_seed(3))
     expected = list(weights)
