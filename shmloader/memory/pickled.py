@@ -217,12 +217,17 @@ def batch_reducers() -> dict[type, Any]:
 
 
 def reduce_data(value: Any, parts: OutOfBand) -> Any:
-    """Return the reduction of a CPU tensor or array; NotImplemented for other values."""
+    """Return the reduction of a CPU tensor, storage or array; NotImplemented for other values."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _reduce_tensor(value, parts)
     if kind is np.ndarray:
         return _reduce_array(value)
+    if kind is torch.UntypedStorage and value.device.type == "cpu":
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
+        return rebuild_storage, (parts.mark(whole),)
+    if kind is torch.TypedStorage and value._untyped_storage.device.type == "cpu":
+        return rebuild_typed_storage, (value._untyped_storage, value.dtype)
     return NotImplemented
 
 
@@ -313,6 +318,16 @@ def rebuild_sparse(parts: Any, shape: tuple[int, ...], options: dict[str, Any]) 
     make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
     tensor: torch.Tensor = make(*parts, shape, check_invariants=False, **options)
     return tensor
+
+
+def rebuild_storage(partial: PartialStorage) -> torch.UntypedStorage:
+    """Return the storage. All its bytes were needed."""
+    return partial.storage
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Make a typed storage."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def storage_over(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
