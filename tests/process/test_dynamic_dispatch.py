@@ -17,7 +17,7 @@ from shmloader.memory.arena import Arena
 from shmloader.pools import worker as program
 from shmloader.pools import worker_processes
 from shmloader.pools.batch_server import TaskConfig
-from shmloader.pools.status_page import NO_TASK, RECEIVING, StatusPage
+from shmloader.pools.status_page import FIRST_TASK, NO_TASK, RECEIVING, StatusPage
 from shmloader.pools.task_queue import TaskQueue
 from shmloader.pools.worker import _Client
 from tests.process.support import Calls, Gate, Switch, only, wait_for_end, wait_until
@@ -215,6 +215,27 @@ def test_a_worker_that_left_while_its_answers_were_not_read_takes_no_task() -> N
     child.start()
     child.join()
     assert child.exitcode == 0
+
+
+def test_a_worker_says_that_it_may_receive_a_task_and_then_which_it_has(monkeypatch) -> None:
+    is_silent, gate, serve = Switch(is_on=False), Gate(), _Client.serve
+
+    def look(client: _Client, data: bytes) -> None:
+        if data[0] == messages.TASK and client.line.held[0] != RECEIVING:
+            is_silent.turn(on=True)
+        serve(client, data)
+
+    def sample(index):
+        gate.pass_through()
+        return index
+
+    monkeypatch.setattr(_Client, "serve", look)
+    batches = iter(make(sample, 8))
+    page = batches._pool._page
+    wait_until(lambda: {page.held(0), page.held(1)} == {FIRST_TASK, FIRST_TASK + 1})
+    gate.open(8)
+    assert list(batches) == list(range(8))
+    assert not is_silent
 
 
 def test_a_worker_that_dies_while_it_receives_loses_nothing(monkeypatch) -> None:

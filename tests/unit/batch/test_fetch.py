@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from shmloader import sample_rng
 from shmloader.batch.collator import Timer, bytes_of
@@ -71,6 +72,17 @@ def counts(fetcher):
     indices = [bad.index for bad in report.newest]
     assert report.failed_count == len(indices)
     return report.sample_count, indices
+
+
+def test_samples_that_cannot_be_collated_are_named_by_their_indices_though_one_was_skipped():
+    class Growing(Keyed):
+        def __getitem__(self, key):
+            return torch.zeros(super().__getitem__(key))
+
+    with pytest.raises(RuntimeError) as raised:
+        tolerant(Growing(1), collate=default_collate).fetch([1, 3, 4])
+    (note,) = raised.value.__notes__
+    assert "of shape [3] for index 3; a float32 Tensor of shape [4] for index 4." in note
 
 
 def test_a_good_sample_that_cannot_be_copied_is_repeated_as_it_is():

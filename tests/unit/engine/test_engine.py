@@ -47,6 +47,15 @@ def report(samples: int, failed: int) -> SampleReport:
     return made
 
 
+def test_what_is_left_out_is_told_with_the_next_batch():
+    engine, pool = engine_of(nothing, watch=watch(), worker_count=1)
+    engine.start(iter(range(3)))
+    for answer in (Empty(report(2, 2)), Empty(report(2, 2)), Batch(2, report=report(2, 0))):
+        pool.answer(0, answer=answer)
+    assert next_of(engine) == 2
+    assert (engine.delivery.seq, engine.delivery.left_out) == (2, (0, 1))
+
+
 def test_what_is_left_out_at_an_epoch_s_end_is_not_told_in_the_next():
     engine, pool = engine_of(nothing, watch=watch(), worker_count=1)
     engine.start(iter(range(2)))

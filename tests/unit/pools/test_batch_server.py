@@ -1,5 +1,6 @@
 """How a worker makes the batch of a task, and its answer, without a process or a socket."""
 
+import functools
 import pickle
 import zlib
 from types import SimpleNamespace
@@ -34,8 +35,8 @@ class Fetcher:
 class Bench:
     """A worker with one slot."""
 
-    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0):
-        config = FetchConfig(False, auto_collation=True, drop_last=False, snapshot_every=1)
+    def __init__(self, *, is_debugging=False, dataset=(), state_slots=0, collates=True):
+        config = FetchConfig(False, auto_collation=collates, drop_last=False, snapshot_every=1)
         self.dataset = dataset
         self.arena = Arena.create(8 * MIB, 1 + state_slots)
         self.slot = self.arena.slots[0]
@@ -83,6 +84,21 @@ def test_a_batch_that_is_not_kept_leaves_its_slot_mapped(make_bench):
     address = bench.slot.address
     assert bench.serve(make).layout is None
     assert bench.slot.address == address
+
+
+def test_code_that_has_kept_memory_of_a_slot_is_offered_none(make_bench):
+    bench, kept, offers = make_bench(collates=False), [], []
+    writer = bench.server.writer
+
+    def make(keeps):
+        offers.append(writer.is_offered)
+        made = writer.empty((10,), torch.float32)
+        kept.extend([made] * keeps)
+        return {"x": made}
+
+    for keeps in (False, True, False, False):
+        bench.serve(functools.partial(make, keeps))
+    assert offers == [True, True, False, False]
 
 
 def test_a_failure_reports_how_much_of_the_slot_was_touched(make_bench):

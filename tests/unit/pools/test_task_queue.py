@@ -38,6 +38,15 @@ def test_no_task_is_sent_twice_though_a_signal_handler_raises() -> None:
     queue.close()
 
 
+def test_what_the_kernel_did_not_take_is_recalled_once_as_well() -> None:
+    queue, count = TaskQueue(), 1
+    while queue.send(TASK_HEAD.pack(TASK, count - 1, 0, 0, 0, 0) + bytes(10_000)):
+        count += 1
+    assert queue.recall() == [*range(count)]
+    assert queue.recall() == []
+    queue.close()
+
+
 def test_after_an_interrupted_close_nothing_is_recalled_for_ever(monkeypatch) -> None:
     queue, close = TaskQueue(), socket.socket.close
 
