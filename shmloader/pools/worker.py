@@ -108,7 +108,9 @@ def worker_main(
         FAULTS.reach("worker.start")
     channel.setblocking(True)  # whatever socket.setdefaulttimeout() says here
     start.parent_death.hold()
-    worker = _Worker(start, channel)  # before what this process has inherited is closed
+    client = None
+    if start.client is not None:  # before what this process has inherited is closed
+        client = _Client(channel, *start.client, start.worker_id)
     if close_inherited is not None:
         close_inherited()
         # A thread that this process does not have may hold the lock of NumPy's generator.
@@ -122,7 +124,7 @@ def worker_main(
     try:
         if start.reports:
             report_unlocked(channel)
-        worker.run(payload)
+        _Worker(start, channel, client).run(payload)
     except ConnectionError:
         return  # the main process is gone, or has closed the loader
     except BaseException:  # noqa: BLE001 - a worker's outermost line
@@ -138,7 +140,12 @@ def report_unlocked(channel: socket.socket) -> None:
 
 
 class _Client:
-    """One client of this worker: its socket, its queue, and what makes its batches."""
+    """One client of this worker: its socket, its queue, and what makes its batches.
+
+    The worker sets ``poll``, by which it waits for messages.
+    """
+
+    poll: select.epoll
 
     def __init__(
         self,
@@ -146,9 +153,8 @@ class _Client:
         tasks: TaskConfig,
         page: StatusPage,
         worker_id: int,
-        poll: select.epoll,
     ) -> None:
-        self.channel, self._tasks, self._poll = channel, tasks, poll
+        self.channel, self._tasks = channel, tasks
         self.line = page.open_line(worker_id)
         self.server = BatchServer(tasks, worker_id, self.line)
         self._queue = None if tasks.queue is None else tasks.queue.pop_receiver()
@@ -217,10 +223,10 @@ class _Client:
             return
         if is_received:
             self._sockets = (self.channel, self._queue)
-            watch_queue(self._poll, self._queue)
+            watch_queue(self.poll, self._queue)
         else:
             self._sockets = (self.channel,)
-            self._poll.unregister(self._queue)
+            self.poll.unregister(self._queue)
 
     def look_whether_full(self) -> None:
         """Set ``is_full``, for a rank that shares this worker.
@@ -231,7 +237,7 @@ class _Client:
         is_full = not self._writable.poll(0)
         if is_full is not self.is_full:
             self.is_full = is_full
-            self._poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+            self.poll.modify(self.channel, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
             self._serve_queue(is_served=self._serves_queue)
 
     def _make_batch(self, task: messages.Task) -> None:
@@ -264,7 +270,7 @@ class _Client:
     def close(self) -> None:
         """Close the channel and the queue, and unmap the client's slots and status page."""
         self._serve_queue(is_served=False)
-        self._poll.unregister(self.channel)
+        self.poll.unregister(self.channel)
         self.channel.close()
         if self._queue is not None:
             self._queue.close()
@@ -275,22 +281,22 @@ class _Client:
 class _Worker:
     """State of a worker between its messages."""
 
-    def __init__(self, start: WorkerStart, channel: socket.socket) -> None:
+    def __init__(self, start: WorkerStart, channel: socket.socket, client: _Client | None) -> None:
         self._start, self._channel = start, channel
-        self._is_shared = start.client is None
+        self._is_shared = client is None
         # The one that was served longest ago comes first.
         self._clients: list[_Client] = []
         # The client that was served last: the dataset is in its epoch.
-        self._served: _Client | None = None
+        self._served = client
         self._dataset: Any = None
         self._by_value = False
         self._error: RemoteError | None = None
         self._is_released = False  # no further client comes
         self._poll = select.epoll()
         self._poll.register(channel, select.EPOLLIN)
-        if start.client is not None:
-            self._served = _Client(channel, *start.client, start.worker_id, self._poll)
-            self._clients.append(self._served)
+        if client is not None:
+            client.poll = self._poll
+            self._clients.append(client)
 
     def run(self, payload: Any) -> None:
         """Get ready, then serve until the channel is closed."""
@@ -425,7 +431,8 @@ class _Worker:
         except ConnectionError:
             channel.close()
             return
-        client = _Client(channel, tasks, page, self._start.worker_id, self._poll)
+        client = _Client(channel, tasks, page, self._start.worker_id)
+        client.poll = self._poll
         self._poll.register(channel, select.EPOLLIN)
         self._clients.insert(0, client)
         self._turn_to(client)
