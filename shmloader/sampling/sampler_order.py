@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler
 
 from shmloader.sampling.hooks import set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
-from shmloader.sampling.loader_samplers import RolloverBatchSampler
+from shmloader.sampling.loader_samplers import RolloverBatchSampler, carries_over
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import (
     GLOBAL_GENERATORS,
@@ -117,7 +117,7 @@ class SamplerOrder(Order):
     def facts(self) -> dict[str, Any]:
         """Return the properties that a state and this loader must have in common."""
         sampler, last_batch = self.index_sampler, "keep"
-        if isinstance(sampler, RolloverBatchSampler) and sampler.drop_last:
+        if carries_over(sampler):
             last_batch = "rollover"
         elif type(sampler) is BatchSampler and sampler.drop_last:
             last_batch = "discard"

@@ -157,9 +157,8 @@ class SamplerState:
         """Return the state, as plain values.
 
         Args:
-            has_started: Whether an epoch begins now. Otherwise the states
-                of the process's global generators are left out, since they may change before an
-                epoch begins.
+            has_started: Whether an epoch begins now. Otherwise the states of the process's global
+                generators are left out, since they may change before an epoch begins.
         """
         state: dict[str, Any] = {"has_started": has_started}
         if self._generators:
