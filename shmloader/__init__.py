@@ -17,6 +17,7 @@ The layers; imports run downward only::
     host        what the ranks of one host share
     batch       how a batch is made
     shared      datasets in shared memory, once for all processes
+    collate     collate functions for samples of different lengths
     memory      shared-memory slots, and how batches get in and out
     sampling    orders of samples, and how they are cut for ranks and shards
     threads     background threads, and protection against forks and Ctrl-C
@@ -71,7 +72,7 @@ from shmloader.errors import (
 )
 
 if TYPE_CHECKING:
-    from shmloader import sampling, sequence
+    from shmloader import collate, sampling, sequence
     from shmloader.batch.sample_rng import sample_rng
     from shmloader.host import share_on_host
     from shmloader.insight.stats import LoaderStats
@@ -94,10 +95,11 @@ __all__ = [
     "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardedDataLoader",
     "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset", "SubsetRandomSampler",
     "TensorDataset", "TooManyFailures", "WeightedRandomSampler", "WorkerDiedError", "__version__",
-    "argument_validation", "default_collate", "default_convert", "empty", "functional_datapipe",
-    "get_worker_info", "guaranteed_datapipes_determinism", "install", "installed",
-    "non_deterministic", "random_split", "runtime_validation", "runtime_validation_disabled",
-    "sample_rng", "sampling", "sequence", "share", "share_on_host", "uninstall",
+    "argument_validation", "collate", "default_collate", "default_convert", "empty",
+    "functional_datapipe", "get_worker_info", "guaranteed_datapipes_determinism", "install",
+    "installed", "non_deterministic", "random_split", "runtime_validation",
+    "runtime_validation_disabled", "sample_rng", "sampling", "sequence", "share", "share_on_host",
+    "uninstall",
 ]  # fmt: skip
 
 # Where the names are that are imported when somebody asks for them. The modules set __module__ of
@@ -112,6 +114,7 @@ _HOMES = {
     "PipelineDataLoader": "pipeline.builder",
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
+    "collate": "collate",
     "empty": "memory.writer",
     "install": "installing",
     "installed": "installing",

@@ -40,7 +40,7 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 
 
 OURS = {
-    *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence"),
+    *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence", "collate"),
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
     *("sample_rng", "share", "share_on_host", "CachedBatches", "LoaderStats", "PipelineStats"),
     *("install", "installed", "uninstall", "InstallReport"),
