@@ -54,6 +54,10 @@ class Report:
         self.meet("begun")
         pool = loader._parts.host_pool
         workers = [each.pid for each in psutil.Process(pool.nursery.pid).children()]
+        # A worker that has not made a batch for this rank may not have heard of it yet.
+        own_cores = os.sched_getaffinity(0)
+        wait_until(lambda: all(os.sched_getaffinity(pid) >= own_cores for pid in workers), LONG_S)
+        self.meet("known")
         self.found |= {
             "owner": pool.nursery.pid,
             "workers": sorted(workers),
