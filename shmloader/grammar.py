@@ -3,9 +3,13 @@
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import _utils, dataloader
 
 #: Stands for the unknown id of a process of the user's executor.
@@ -31,6 +35,20 @@ def with_article(noun: str) -> str:
 def described_type(value: object) -> str:
     """Return the name of an object's class with its article: "an int"."""
     return with_article(type(value).__name__)
+
+
+def described_data(part: Any) -> str:
+    """Return the kind of a part of a sample: "a float32 Tensor of shape [3]"."""
+    kind = type(part).__name__
+    if isinstance(part, torch.Tensor | np.ndarray):
+        dtype = str(part.dtype).removeprefix("torch.")
+        grad = " that requires grad" if getattr(part, "requires_grad", False) else ""
+        return f"{with_article(f'{dtype} {kind}')} of shape {list(part.shape)}{grad}"
+    if isinstance(part, Mapping):
+        return f"{with_article(kind)} with the keys {list(part)}"
+    if isinstance(part, Sequence) and not isinstance(part, str | bytes):
+        return f"{with_article(kind)} of length {len(part)}"
+    return with_article(kind)
 
 
 def describe_worker(worker_id: int, pid: int | None) -> str:

@@ -13,13 +13,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from shmloader.batch.failures import add_note, describe_index
 from shmloader.batch.payload import Recorder, reduce_bulk, reducers_of_multiprocessing, spawning
-from shmloader.grammar import with_article
+from shmloader.grammar import described_data, with_article
 from shmloader.interruptions import Caught, Suppressed, attempt
 from shmloader.memory.pickled import PICKLE_ERRORS, OutOfBand, dump, pickle_batch
 
@@ -60,6 +58,12 @@ _ATTRIBUTES = {
 
 def explain_collate_error(error: Exception, samples: Any, indices: Any) -> None:
     """Add a note to an exception of collating that is about the samples."""
+    number = getattr(error, "sample_number", None)
+    if type(number) is int:  # of shmloader.collate
+        if _have_names(samples, indices):
+            index = describe_index(indices[number])
+            add_note(error, f"Sample {number} of the batch is index {index} of the dataset.")
+        return
     is_known = type(error) in (RuntimeError, TypeError, ValueError)
     is_known = is_known and str(error).startswith(_COLLATE_ERRORS)
     if not isinstance(samples, list) or not (is_known or type(error) is KeyError):
@@ -91,29 +95,21 @@ def _find_uncollatable(parts: list[Any], path: str) -> tuple[str, list[Any]] | N
     return next((one for one in found if one is not None), None)
 
 
+def _have_names(parts: Any, indices: Any) -> bool:
+    """Whether each sample has an index. The indices of an iterable dataset are None."""
+    is_known = isinstance(indices, Sequence) and len(indices) == len(parts)
+    return is_known and indices[0] is not None
+
+
 def _describe(parts: list[Any], indices: Any) -> str:
     """Return what some samples have: "a float32 Tensor of shape [3] for index 0; …"."""
     names = [f"sample {number}" for number in range(len(parts))]
-    # The indices of an iterable dataset are None.
-    if isinstance(indices, Sequence) and len(indices) == len(parts) and indices[0] is not None:
+    if _have_names(parts, indices):
         names = [f"index {describe_index(index)}" for index in indices]
     kinds: dict[str, str] = {}
     for part, name in zip(parts, names, strict=True):
-        kinds.setdefault(_kind_of(part), name)
+        kinds.setdefault(described_data(part), name)
     return "; ".join(f"{kind} for {name}" for kind, name in list(kinds.items())[:_SHOWN])
-
-
-def _kind_of(part: Any) -> str:
-    kind = type(part).__name__
-    if isinstance(part, torch.Tensor | np.ndarray):
-        dtype = str(part.dtype).removeprefix("torch.")
-        grad = " that requires grad" if getattr(part, "requires_grad", False) else ""
-        return f"{with_article(f'{dtype} {kind}')} of shape {list(part.shape)}{grad}"
-    if isinstance(part, Mapping):
-        return f"{with_article(kind)} with the keys {list(part)}"
-    if isinstance(part, Sequence) and not isinstance(part, str | bytes):
-        return f"{with_article(kind)} of length {len(part)}"
-    return with_article(kind)
 
 
 # Objects that cannot be pickled -----------------------------------------------------------

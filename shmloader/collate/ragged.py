@@ -46,7 +46,8 @@ class Ragged(Sequence[Any]):
         dtype: Any = None,
         as_item: Callable[[_Array], Any] | None = None,
     ) -> None:
-        self.values, self._as_item = values, as_item
+        self.values: _Array = np.asarray(values)  # slices of a memory map cost more
+        self._as_item = as_item
         self.starts: _Array = np.asarray(starts, dtype=np.int64)
         self.lengths: _Array = np.asarray(lengths, dtype=np.int64)
         self.dtype: np.dtype[Any] = values.dtype if dtype is None else np.dtype(dtype)

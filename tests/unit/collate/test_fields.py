@@ -1,0 +1,137 @@
+"""Fields of dicts and tuples, each by a function of its own."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from shmloader.collate import AsList, Fields, Pack, Pad, Ragged, RaggedBatch, Stack
+from tests.parity.compare import assert_same
+
+SAMPLES = [
+    {"input_ids": [1, 2], "labels": [3], "id": 7, "text": "a", "left": "out"},
+    {"input_ids": [4], "labels": [5, 6], "id": 8, "text": "b"},
+]
+EXPECTED = {
+    "input_ids": torch.tensor([[1, 2], [4, 0]]),
+    "labels": torch.tensor([[3, -100], [5, 6]]),
+    "id": torch.tensor([7, 8]),
+    "text": ["a", "b"],
+    "count": 2,
+}
+BY_KEY = {"input_ids": Pad(0), "labels": Pad(-100), "id": Stack(), "text": AsList()}
+
+
+def count_texts(texts):
+    assert type(texts) is list
+    return len(texts)
+
+
+def with_count(samples):
+    return [{**sample, "count": sample["text"]} for sample in samples]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_dicts_are_collated_by_key(kind):
+    collate = Fields(**BY_KEY, count=count_texts)
+    assert_same(collate([kind(sample) for sample in with_count(SAMPLES)]), EXPECTED)
+
+
+def test_a_batch_of_columns_is_collated_by_key():
+    batch = RaggedBatch({
+        "input_ids": Ragged(np.array([4, 1, 2]), [1, 0], [2, 1]),
+        "labels": Ragged(np.array([3, 5, 6]), [0, 1], [1, 2], as_item=np.ndarray.tolist),
+        "id": np.array([7, 8]),
+        "text": ["a", "b"],
+        "count": ("a", "b"),
+    })  # fmt: skip
+    assert_same(Fields(**BY_KEY, count=count_texts)(batch), EXPECTED)
+    assert Fields(labels=AsList())(batch) == {"labels": [[3], [5, 6]]}
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_tuples_are_collated_by_position(kind):
+    samples = [kind(sample[key] for key in BY_KEY) for sample in SAMPLES]
+    expected = [EXPECTED[key] for key in BY_KEY]
+    assert_same(Fields(*BY_KEY.values())(samples), expected)
+
+
+def test_functions_nest():
+    samples = [{"text": ([1, 2], 0)}, {"text": ([3], 1)}]
+    batch = Fields(text=Fields(Pack(), Stack()))(samples)
+    assert_same(batch, {"text": [Pack()([[1, 2], [3]]), torch.tensor([0, 1])]})
+    with pytest.raises(ValueError, match=r"field 'text': sample 1 of the batch is an int"):
+        Fields(text=Fields(Pack(), Stack()))([{"text": ([1], 0)}, {"text": 3}])
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1, 2],
+        [0.5, 1.5],
+        [torch.ones(2), torch.zeros(2)],
+        [np.ones(2), np.zeros(2)],
+        ["a", "b"],
+        [(1, "a"), (2, "b")],
+    ],
+)
+def test_stack_is_default_collate(samples):
+    assert_same(Stack()(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("rows", [np.arange(6).reshape(3, 2), torch.arange(3.0)])
+def test_columns_are_stacked_as_their_items_are(rows):
+    assert_same(Stack()(rows), default_collate(list(rows)))
+
+
+@pytest.mark.parametrize(
+    ("collate", "samples", "text"),
+    [
+        (
+            Fields(x=Stack()),
+            [{"x": torch.ones(2)}, {"x": torch.ones(3)}],
+            r"field 'x': sample 1 of the batch is a float32 Tensor of shape \[3\], but sample 0 is",
+        ),
+        (Fields(x=Stack()), [{"x": None}], "field 'x': sample 0 of the batch cannot be stacked: "),
+        (
+            Fields(x=Pad()),
+            [{"x": [1]}, {"y": 1}],
+            r"sample 1 of the batch has no key 'x', but \['y",
+        ),
+        (Fields(x=Pad()), [{"x": [1]}, [1]], "sample 1 of the batch is a list of length 1, but sh"),
+        (
+            Fields(Pad()),
+            [([1],), ([1], 2)],
+            "sample 1 .* is a tuple of length 2, but .* of 1 items",
+        ),
+        (
+            Fields(Pad()),
+            [{"x": 1}],
+            r"sample 0 .* is a dict with the keys \['x'\], but should be a",
+        ),
+        (Fields(Pad()), [], "a batch without samples"),
+        (Fields(x=Pad()), [], "a batch without samples"),
+    ],
+)
+def test_samples_without_these_fields_are_named(collate, samples, text):
+    with pytest.raises(ValueError, match=text):
+        collate(samples)
+
+
+def test_an_error_of_the_users_function_stays_as_it_is():
+    def fail(samples):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        Fields(x=fail)([{"x": 1}])
+
+
+def test_bad_functions_are_refused():
+    with pytest.raises(ValueError, match=r"by key, for dicts, or by position"):
+        Fields()
+    with pytest.raises(ValueError, match=r"by key, for dicts, or by position"):
+        Fields(Pad(), x=Pad())
+    with pytest.raises(TypeError, match=r"field 'x' should have a function, but has 3"):
+        Fields(x=3)
