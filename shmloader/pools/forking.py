@@ -131,11 +131,13 @@ def fork(run: Callable[[], NoReturn]) -> tuple[int, Descriptors]:
 
 
 def exit_code_of_child(pid: int) -> int | None:
-    """Reap a child that has ended. Returns its exit code; None if other code has reaped it."""
+    """Reap a child that has ended. Returns its exit code; None if that cannot be known."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return None
+    except OSError as error:
+        if error.errno is None:  # a signal handler's
+            raise
+        return None  # other code has reaped it, or a sandbox forbids the call
 
 
 def run_process(load: Callable[[], Any]) -> NoReturn:
@@ -222,7 +224,8 @@ class ParentDeathPipe:
         else:
             self.close_read()
         fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it: then SIGIO ends this process
+            fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
         poll = select.poll()
         poll.register(read, 0)  # hanging up is always reported

@@ -42,6 +42,9 @@ LOOKS = 50
 # The same in a rank that shares workers.
 SHARED_LOOKS = 5
 
+# Said for descriptors, too: else Python asks the kernel, which a sandbox may forbid.
+_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
+
 
 def let_others_run() -> None:
     """Let another process have this core, if one is ready to run."""
@@ -105,7 +108,7 @@ class TaskQueue(Outbox):
     """
 
     def __init__(self) -> None:
-        sender, self._receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sender, self._receiver = socket.socketpair(*_KIND)
         super().__init__(sender)
         sender.setblocking(False)
         self._receiver.setblocking(False)
@@ -115,11 +118,11 @@ class TaskQueue(Outbox):
         return reduction.DupFd(self._receiver.fileno())
 
     def __setstate__(self, duplicate: Any) -> None:
-        self._receiver = socket.socket(fileno=duplicate.detach())
+        self._receiver = socket.socket(*_KIND, fileno=duplicate.detach())
 
     def pop_receiver(self) -> socket.socket:
         """Return the receiving end in a worker, which owns it from now on."""
-        receiver = socket.socket(fileno=self._receiver.detach())
+        receiver = socket.socket(*_KIND, fileno=self._receiver.detach())
         receiver.setblocking(False)
         return receiver
 

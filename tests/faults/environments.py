@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 
-import shmloader
+# Imported here: another user may be unable to read it.
+from shmloader import DataLoader, SharedMemoryError
 from tests.faults import docs
 from tests.faults.harness import end_session, session_of
 
@@ -246,7 +247,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
     options: dict[str, Any] = {"num_workers": 2, "batch_size": 1}
     make: Any = torch.utils.data.DataLoader
     if kind != "torch":
-        make = shmloader.DataLoader
+        make = DataLoader
         options |= {"seed": 1} if kind == "seed" else {}
     told: list[str] = []
     came: list[int] = []
@@ -261,7 +262,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
                     values, labels = next(batches)
                 except StopIteration:
                     break
-                except shmloader.SharedMemoryError as error:  # in place of a batch
+                except SharedMemoryError as error:  # in place of a batch
                     told.append(f"{type(error).__name__}: {error}")
                     failed += 1
                     continue
@@ -285,6 +286,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
 
 def _child(environment: Environment, kind: str, said: int) -> None:
     """Run a trial, and write its outcome to the pipe ``said``."""
+    torch.set_num_threads(1)  # OpenMP ends the process if it cannot start a thread for a comparison
     try:
         environment.enter()
         with contextlib.suppress(RuntimeError):  # it takes a thread

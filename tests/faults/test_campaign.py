@@ -137,6 +137,11 @@ def test_where_the_system_gives_less_a_loader_works_falls_back_or_says_why() -> 
         "sched_yield EPERM, plain": "works",
         "sigaltstack ENOSYS, plain": "works",
         "prlimit64 EPERM, plain": "works",
+        "fcntl(F_SETSIG) EPERM, plain": "works",
+        "wait4 EPERM, plain": "works",
+        "getsockname EPERM, seed": "works",
+        "clone3 EPERM, plain": "works",
+        "RLIMIT_NPROC 1, plain": "says why",
         "user namespace, 1 MB /dev/shm, no /proc, plain": "works",
     }
     # In a new interpreter, since one that has computed with torch must not be forked.

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -36,6 +38,33 @@ def test_a_worker_whose_main_process_is_gone_already_ends_at_once():
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     parent_death.close()
+
+
+@pytest.mark.parametrize("is_denied", [False, True])
+def test_a_worker_ends_with_its_main_process_also_where_a_sandbox_keeps_its_signal(
+    is_denied, monkeypatch
+):
+    def deny(fd: int, command: int, value: int = 0) -> int:
+        if is_denied and command == fcntl.F_SETSIG:
+            raise PermissionError(errno.EPERM, "no signal of your own")
+        return control(fd, command, value)
+
+    control = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", deny)
+    parent_death = ParentDeathPipe()
+    held, holds = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        parent_death.hold()
+        os.write(holds, b"x")
+        signal.pause()
+    os.read(held, 1)
+    parent_death.close_write()  # as the end of this process would
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == -(signal.SIGIO if is_denied else signal.SIGKILL)
+    parent_death.close()
+    os.close(held)
+    os.close(holds)
 
 
 def test_no_message_overtakes_those_that_the_socket_did_not_take() -> None:
