@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from tests.process.support import wait_until
 
 FORK = multiprocessing.get_context("fork")
 LONG_S = 60
@@ -21,6 +24,12 @@ def variables(run_id: str, rank: int, ranks: int, restarts: int = 0) -> dict[str
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
+
+
+def meet(folder: Path, what: str = "begun", *, ranks: int = 2) -> None:
+    """Wait, in a rank, until all ranks have come here."""
+    (folder / f"{what} {os.environ['RANK']}").touch()
+    wait_until(lambda: len([*folder.glob(f"{what} *")]) == ranks, LONG_S)
 
 
 class Rank:

@@ -71,7 +71,7 @@ def test_batches_are_the_same_whatever_the_number(expected, options) -> None:
 
 def test_workers_that_are_not_wanted_end_and_come_back() -> None:
     before = workers_alive()
-    with auto(400) as loader:
+    with auto(100_000) as loader:
         batches = iter(loader)
         for count in (6, 1, 4):
             loader._adapter.count = count

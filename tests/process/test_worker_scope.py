@@ -26,7 +26,7 @@ from tests.process.host_loaders import (
     owner_of,
     pids,
 )
-from tests.process.ranks import LONG_S
+from tests.process.ranks import LONG_S, meet
 from tests.process.support import TOLD_S, wait_until
 
 
@@ -76,16 +76,17 @@ class Waiting:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __call__(self) -> None:
+    def __call__(self, _: int = 0) -> None:
         wait_until(self.path.exists, LONG_S)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize("is_persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent):
+def test_ranks_get_their_batches_from_the_same_workers(run, ranks, is_persistent, tmp_path):
     def epochs() -> Any:
         with loader(persistent_workers=is_persistent) as one:
             found = [list(one) for _ in range(2)]
+            meet(tmp_path, ranks=ranks)  # the last one to leave ends the workers
         return [contents(batches) for batches in found], set.union(*map(pids, found))
 
     found = run.results(epochs, ranks)
@@ -112,13 +113,11 @@ def test_each_rank_gets_samples_of_its_own_epoch(run, tmp_path):
         rank = int(os.environ["RANK"])
         with loader(Epochs()) as one:
             found = []
-            for epoch in (0, 5 + rank, 10 * (1 + rank)):
+            for number, epoch in enumerate((0, 5 + rank, 10 * (1 + rank))):
                 one.set_epoch(epoch)
                 batches = iter(one)
                 found.append({*next(batches).tolist()})
-                (tmp_path / f"{len(found)} {rank}").touch()
-                begun = f"{len(found)} *"  # both ranks are in the midst of their epochs
-                wait_until(lambda begun=begun: len([*tmp_path.glob(begun)]) == 2, LONG_S)
+                meet(tmp_path, str(number))  # both are in the midst of their epochs
                 found[-1].update(*(batch.tolist() for batch in batches))
         return found
 
@@ -191,9 +190,7 @@ def test_if_the_owner_dies_each_rank_gets_one_error_and_the_next_epoch_new_worke
         waits = {index: Waiting(told) for index in range(COUNT)}
         with loader(Samples(at=waits), worker_restarts=restarts) as one:
             iterator = iter(one)
-            (tmp_path / f"begun {os.environ['RANK']}").touch()
-            # Or else a slow rank would find, and kill, the owner that comes next.
-            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
+            meet(tmp_path)  # else a slow rank would find, and kill, the owner that comes next
             with contextlib.suppress(ProcessLookupError):  # the other rank was faster
                 os.kill(owner_of(one), signal.SIGKILL)
             killed_s = time.monotonic()
@@ -220,8 +217,7 @@ def test_batches_in_slots_are_those_of_own_workers_and_outlive_the_owner(run, tm
             slots = one.stats().slots
             iterator = iter(one)
             kept += [next(iterator) for _ in range(3)]
-            (tmp_path / f"begun {os.environ['RANK']}").touch()
-            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
+            meet(tmp_path)
             with contextlib.suppress(ProcessLookupError):  # the other rank was faster
                 os.kill(owner_of(one), signal.SIGKILL)
         with loader(Large(), worker_scope="rank") as own:
@@ -275,34 +271,48 @@ def rank_of_index(index: int, ranks: int = 2) -> int:
     )
 
 
-def note(index: int, log: Path, opened: Path) -> None:
-    wait_until(opened.exists, LONG_S)
-    with log.open("a") as file:
-        file.write(f"{index}\n")
+class Note:
+    """Writes which sample is made, once that is allowed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.making, self.opened, self.log = (folder / each for each in ("making", "opened", "log"))
+
+    def __call__(self, index: int) -> None:
+        self.making.touch()
+        wait_until(self.opened.exists, LONG_S)
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+
+    def made(self) -> list[int]:
+        return [int(line) for line in self.log.read_text().splitlines()]
 
 
-def test_ranks_whose_batches_wait_are_served_in_turns(run, tmp_path):
-    """The worker makes one rank's first batch when the other rank comes."""
-    opened, log, each = tmp_path / "opened", tmp_path / "log", 4
-    log.touch()
+@pytest.mark.parametrize(("is_late", "more"), [(False, 0), (True, 2)])
+def test_ranks_whose_batches_wait_are_served_in_turns(run, tmp_path, is_late, more):
+    """The other rank comes before the worker makes a batch, or while it makes the first one."""
+    note, each = Note(tmp_path), 4
+    note.log.touch()
 
     def begin() -> Any:
-        at = {n: functools.partial(note, n, log, opened) for n in range(COUNT)}
-        with loader(Samples(at=at), num_workers=1, prefetch_factor=2 * each) as one:
+        if is_late and os.environ["RANK"] == "1":
+            wait_until(note.making.exists, LONG_S)
+        at = {index: functools.partial(note, index) for index in range(COUNT)}
+        get_ready = None if is_late else Waiting(note.opened)
+        with loader(
+            Samples(at=at), num_workers=1, prefetch_factor=2 * each, worker_init_fn=get_ready
+        ) as one:
             iterator = iter(one)
-            (tmp_path / f"begun {os.environ['RANK']}").touch()
-            wait_until(lambda: len([*tmp_path.glob("begun *")]) == 2, LONG_S)
-            opened.touch()
+            meet(tmp_path)
+            note.opened.touch()
             # Nothing is taken meanwhile, so no rank's queue has more tasks than the other's.
-            wait_until(lambda: log.read_text().count("\n") >= 2 * each * BATCH, LONG_S)
-            made = log.read_text().splitlines()[: 2 * each * BATCH]
-            return contents(iterator), [int(index) for index in made[::BATCH]]
+            wait_until(lambda: len(note.made()) >= 2 * each * BATCH, LONG_S)
+            return note.made()[: 2 * each * BATCH : BATCH], contents(iterator)
 
     found = run.results(begin, 2)
-    assert [batches for batches, _ in found] == [expected(rank)[0] for rank in range(2)]
-    ranks = [rank_of_index(index) for index in found[0][1]]
-    assert ranks[0::2] == [ranks[0]] * each
-    assert ranks[1::2] == [1 - ranks[0]] * each
+    assert [batches for _, batches in found] == [expected(rank)[0] for rank in range(2)]
+    ranks = [rank_of_index(index) for index in found[0][0]]
+    # The late one is heard once the batch is made and the next task is received.
+    assert ranks == [ranks[0]] * more + [ranks[0], 1 - ranks[0]] * (each - more // 2)
 
 
 BAD_SAMPLES: dict[str, tuple[Any, dict[str, Any], Any, str]] = {

@@ -22,7 +22,8 @@ from tests.process.support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-COUNT = 4_000
+#: More than are taken while a busy machine starts and ends workers.
+COUNT = 12_000
 SECOND_NS = 1_000_000_000
 
 
@@ -87,14 +88,20 @@ IS_SUPPLIED = Demand(1_000, 0, 0)
 def test_workers_come_and_go_for_all_ranks_by_what_one_reports(run, tmp_path, ranks):
     told = tmp_path / "told"
 
+    def wait_for_followers(number: int) -> None:
+        """Wait until they have seen so many numbers: a slow one would miss some."""
+        wait_until(lambda: len([*tmp_path.glob(f"{number} *")]) == ranks - 1, LONG_S)
+
     def decides() -> Any:
         one = Trainer()
         one.begin()
         counts = [one.loader.num_workers]
+        wait_for_followers(1)
         for count, demand in ((3, WAITS), (2, IS_SUPPLIED), (1, IS_SUPPLIED)):
             one.until(one.has(count), demand)
             one.until(lambda count=count: len(one.worker_processes()) == count)
             counts.append(len(one.worker_processes()))
+            wait_for_followers(len(counts))
         told.touch()
         return one.end(), counts
 
@@ -106,6 +113,7 @@ def test_workers_come_and_go_for_all_ranks_by_what_one_reports(run, tmp_path, ra
         def is_told() -> bool:
             if one.loader.num_workers != seen[-1]:
                 seen.append(one.loader.num_workers)
+            (tmp_path / f"{len(seen)} {os.environ['RANK']}").touch()
             return told.exists()
 
         one.until(is_told)

@@ -15,8 +15,16 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from shmloader import ShardedDataLoader, TooManyFailures
 from tests.late import compile_library, reason_to_skip, switched_on, to_host
-from tests.process.host_loaders import COUNT, WORKERS, Samples, contents, loader, owner_of
-from tests.process.ranks import LONG_S
+from tests.process.host_loaders import (
+    COUNT,
+    WORKERS,
+    Samples,
+    contents,
+    expected,
+    loader,
+    owner_of,
+)
+from tests.process.ranks import LONG_S, meet
 from tests.process.support import wait_until
 
 
@@ -124,17 +132,22 @@ def test_too_many_failures_end_the_epoch_of_their_rank_alone(run):
 
 @pytest.mark.slow
 def test_worker_init_fn_is_called_once_in_each_worker_of_the_host(run, tmp_path):
+    workers = tmp_path / "workers"
+    workers.mkdir()
+
     def have_all_begun() -> bool:
-        return {path.name.split()[0] for path in tmp_path.iterdir()} == {*map(str, range(WORKERS))}
+        return {path.name.split()[0] for path in workers.iterdir()} == {*map(str, range(WORKERS))}
 
     def epochs() -> Any:
         # One worker alone may load all batches before the other begins: the first sample waits.
         dataset = Samples(at={0: functools.partial(wait_until, have_all_begun, LONG_S)})
-        with loader(dataset, worker_init_fn=Note(tmp_path)) as one:
-            return [contents(one) for _ in range(2)]
+        with loader(dataset, worker_init_fn=Note(workers)) as one:
+            found = [contents(one) for _ in range(2)]
+            meet(tmp_path)  # the last one to leave ends the workers
+            return found
 
-    run.results(epochs, 2)
-    called = sorted(path.name.split()[0] for path in tmp_path.iterdir())
+    assert run.results(epochs, 2) == [expected(rank, epochs=2) for rank in range(2)]
+    called = sorted(path.name.split()[0] for path in workers.iterdir())
     assert called == [str(worker_id) for worker_id in range(WORKERS)]
 
 
