@@ -27,6 +27,7 @@ from shmloader.loader.options import (
 )
 from shmloader.loader.resumable import FixedArgument
 from shmloader.sampling.arguments import Ranks, divides_for_ranks, whole_number
+from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import SeededShardSampler, leave_out_repeats
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.progress import EpochCounter
@@ -88,7 +89,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
         batch_sampler: Yields the steps of all ranks: each is a list of indices, or a list of index
             lists. A step of the second kind is a **list** of batches, one for each index list, all
             in one slot. The two kinds may be mixed. Steps are distributed whole: step s of rank r
-            is number ``s * world_size + r``.
+            is number ``s * world_size + r``. If steps do not fill the last global step, it is
+            filled up from the epoch's start; with :class:`shmloader.sampling.TokenBatches`, as its
+            ``last_batch`` says.
         seed: A whole number, 0 or more. Orders the epoch, and sets the random generators for each
             sample by its position in the global order, as ``seed`` of
             :class:`shmloader.DataLoader` does. So a run is the same on any number of ranks, as long
@@ -272,6 +275,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
                 is_sharded=True,
             )
             last_batch = "discard" if self.drop_last else self.last_batch or "pad"
+            if probe(seekable(batches), "last_batch") == "discard":
+                last_batch = "discard"
         carries = last_batch == "rollover" and self._plan is not None
         order = self._seeded_order(
             sampler,

@@ -8,6 +8,7 @@ They are subclasses of torch's ``Sampler``, so torch's own loader takes them as 
 ``IntervalSampler``             every n-th index, then the same from the next index on
 ``FilterSampler``               the samples that satisfy a function, found as they are drawn
 ``BucketBatchSampler``          batches of samples of similar length, for one or several devices
+``TokenBatches``                batches of a token budget, planned from lengths alone
 ``DistributedWeightedSampler``  a rank's share of one weighted draw
 ==============================  ====================================================================
 
@@ -20,6 +21,10 @@ epoch and the position in it, which ``progress`` counts. ``seeded_order`` and ``
 yield the index batches. ``steps`` cuts an order into batches, and carries over what is left.
 ``sampler_state`` saves what the order of a sampler depends on, and checks that it yields the same
 again. ``loader_samplers`` has the samplers that frameworks find in a loader.
+
+``TokenBatches`` plans one window of samples after the other. ``packing`` makes batches of lengths,
+``balancing`` orders them by cost, and ``token_windows`` does both for any window of an epoch.
+``sample_lengths`` checks lengths, ``pieces`` cuts long samples, and ``plan_report`` has figures.
 """
 
 from shmloader.sampling.samplers import (
@@ -29,6 +34,7 @@ from shmloader.sampling.samplers import (
     SplitSampler,
 )
 from shmloader.sampling.sharded import DistributedWeightedSampler, ShardedSampler
+from shmloader.sampling.token_batches import TokenBatches
 
 __all__ = [
     "BucketBatchSampler",
@@ -37,4 +43,5 @@ __all__ = [
     "IntervalSampler",
     "ShardedSampler",
     "SplitSampler",
+    "TokenBatches",
 ]

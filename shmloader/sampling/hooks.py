@@ -99,6 +99,33 @@ def epoch_of(sampler: object) -> int | None:
     return epoch if type(epoch) is int and epoch >= 0 else None
 
 
+# Samplers that begin anywhere -------------------------------------------------------------
+
+
+def seekable(sampler: object) -> Any:
+    """Return a sampler that can begin an epoch at any item; None for any other.
+
+    These are ours, with ``can_seek``, and have two methods:
+
+    * ``seek(position)`` returns an iterator of the next epoch from an item on, which costs little
+      compared with drawing the items before.
+    * ``fill_step(items, count)`` returns ``count`` items for a last step that has fewer, and how
+      many of these, the first ones, have no sample that the epoch has had before.
+    """
+    return sampler if probe(sampler, "can_seek", False) is True else None
+
+
+def check_lengths(batch_sampler: object, dataset: Any) -> None:
+    """Raise ValueError if a batch sampler has the lengths of another number of samples.
+
+    Called with the arguments of a loader when it is constructed.
+    """
+    for each in (batch_sampler, probe(batch_sampler, "sampler")):
+        check = probe(seekable(each), "check_dataset")
+        if check is not None and hasattr(dataset, "__len__"):
+            check(dataset)
+
+
 # Epochs of datasets -----------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from shmloader.sampling.hooks import set_epoch_of
+from shmloader.sampling.hooks import seekable, set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, array_batches, is_drawn
 from shmloader.sampling.loader_samplers import RolloverBatchSampler, carries_over
 from shmloader.sampling.progress import Progress
@@ -22,6 +22,7 @@ from shmloader.sampling.sampler_state import (
     Order,
     SamplerState,
     describe,
+    identify,
     size_of_batches,
 )
 from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few
@@ -123,7 +124,7 @@ class SamplerOrder(Order):
             last_batch = "discard"
         return {
             "global_batch": size_of_batches(sampler),
-            "order": None if self._is_iterable else describe(sampler),
+            "order": None if self._is_iterable else identify(sampler),
             "last_batch": last_batch,
             "seed": self._seed,
         }
@@ -207,21 +208,31 @@ class EpochDraw(Iterator[Any]):
                 epoch.state["state"] = epoch.saved["state"]
                 items = restart_if_exhausted(self._iterate)
             if is_resumed:
-                self._pass_over(items)
+                items = self._pass_over(items)
             self._items = items  # which may go on after an error
             return itertools.chain(list(itertools.islice(items, 1)), items)
         finally:
             state.seed(None)
 
-    def _pass_over(self, items: Iterator[Any]) -> None:
-        """Draw the batches before the position; raise ValueError if they are not the same."""
-        epoch, passed, last = self._epoch, 0, None
+    def _pass_over(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator of the batches from the position on.
+
+        Those before are drawn; of a sampler that can seek, only the last one of them. Raises
+        ValueError if that is not the batch that was delivered.
+        """
+        epoch, last = self._epoch, None
         start, kind = epoch.progress.start, describe(self._order.index_sampler)
-        for passed, last in enumerate(itertools.islice(items, start), 1):  # noqa: B007
+        planned, first = seekable(self._order.index_sampler), 0
+        if planned is not None and start:
+            first = start - 1
+            items = only_next(planned.seek(first))
+        passed = first
+        for passed, last in enumerate(itertools.islice(items, start - first), first + 1):  # noqa: B007
             pass
         if passed < start:
             raise too_few(start, passed, kind)
         epoch.check_passed(last, kind)
+        return items
 
     def _iterate(self) -> Iterator[Any]:
         return self._register(iter(self._order.index_sampler))

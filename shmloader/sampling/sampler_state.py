@@ -30,7 +30,7 @@ from torch.utils.data import (
 from shmloader.interruptions import probe
 from shmloader.messages import Unsaved
 from shmloader.sampling.arguments import is_cut_for_ranks
-from shmloader.sampling.hooks import ask_state, has_own_state
+from shmloader.sampling.hooks import ask_state, has_own_state, seekable
 from shmloader.sampling.indices import as_list
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.rng import (
@@ -79,6 +79,13 @@ def describe(index_sampler: object) -> str:
     samplers = chain(index_sampler)
     kinds = map(attrgetter("__name__"), map(type, samplers))
     return "(".join(kinds) + ")" * (len(samplers) - 1)
+
+
+def identify(index_sampler: object) -> str:
+    """Return the kind of a sampler, with what the order of one that is planned depends on."""
+    planned = [each for each in chain(index_sampler) if seekable(each) is not None]
+    facts = [probe(each, "facts") for each in planned]
+    return ": ".join([describe(index_sampler), *filter(None, facts)])
 
 
 def is_known(sampler: object) -> bool:

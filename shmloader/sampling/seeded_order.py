@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from shmloader.interruptions import probe
 from shmloader.sampling.arguments import Ranks
-from shmloader.sampling.hooks import epoch_of, set_epoch_of
+from shmloader.sampling.hooks import epoch_of, seekable, set_epoch_of
 from shmloader.sampling.indices import PositionedIndices, sample_count, wrong_step
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import RngState
@@ -21,6 +21,7 @@ from shmloader.sampling.sampler_state import (
     Order,
     SamplerState,
     describe,
+    identify,
     size_of_batches,
 )
 from shmloader.sampling.steps import (
@@ -32,6 +33,7 @@ from shmloader.sampling.steps import (
     OrderSteps,
     Steps,
     iterate,
+    only_next,
     restart_if_exhausted,
     too_few,
 )
@@ -200,11 +202,15 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             start=start,
             rng_state=RngState(self._seed, drawn.number),
             check_passed=lambda last: drawn.check_passed(last, describe(items)),
+            planned=seekable(items) if self.takes_batches else None,
             **({"weigh": sample_count} if self._batch_size is None and self._may_shard else {}),
         )
 
-    def _begin_items(self, epoch: int) -> Iterator[Any]:
-        """Begin an epoch of the user's sampler, when its first item is drawn."""
+    def _begin_items(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        """Begin an epoch of the user's sampler, when its first item is drawn.
+
+        With a number, the items begin at that one, from a sampler that can seek.
+        """
         self._named = self.named_epoch()  # set since iter(), for the next epoch
         state, saved = self.state(), self._epoch.saved
         state.restore_generators(saved)
@@ -213,6 +219,8 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
         with contextlib.nullcontext() if self._counter is None else self._counter.telling():
             set_epoch_of(self._sampler, epoch)
         self.known_epochs = epoch, epoch + 1  # which it counts by itself
+        if first:
+            return only_next(self._sampler.seek(first))
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -278,7 +286,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
                 batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
-            "order": kind if self._sampler is None else describe(self._sampler),
+            "order": kind if self._sampler is None else identify(self._sampler),
             "last_batch": self._last_batch,
             "seed": self._seed,
         }

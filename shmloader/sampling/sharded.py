@@ -1,6 +1,5 @@
 """Samplers of one rank's share: of what another sampler yields, and of a weighted draw."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from shmloader.sampling.arguments import (
     resolve_ranks,
     whole_number,
 )
-from shmloader.sampling.hooks import set_epoch_of
+from shmloader.sampling.hooks import seekable, set_epoch_of
 from shmloader.sampling.rng import RngState
 from shmloader.sampling.samplers import EpochSampler, random_numbers
 from shmloader.sampling.steps import Cut, DrawnSteps, iterate
@@ -34,7 +33,8 @@ class ShardedSampler(EpochSampler[Any]):
     0.
 
     Attributes:
-        sampler, batch_size, last_batch, seed: The arguments.
+        sampler, batch_size, last_batch, seed: The arguments; ``last_batch`` is "discard" also if
+            that of a :class:`TokenBatches` is.
         rank, world_size: The arguments, or what was found instead.
         epoch: Number of the next epoch.
 
@@ -50,8 +50,9 @@ class ShardedSampler(EpochSampler[Any]):
             those of a single process.
         world_size: Number of ranks, at least 1.
         last_batch: What happens to items that do not fill the last global step. "pad" fills it up
-            from the epoch's start, so that all ranks have the same number. "discard" leaves them
-            out. "keep" deals them to the first ranks.
+            from the epoch's start, so that all ranks have the same number; batches of
+            :class:`TokenBatches` are divided instead, or left out, as its ``last_batch`` says.
+            "discard" leaves them out. "keep" deals them to the first ranks.
         seed: Seed of the random number generators, from 0 to 2**64 - 1.
 
     Raises:
@@ -83,6 +84,10 @@ class ShardedSampler(EpochSampler[Any]):
         self.last_batch = last_batch
         self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
+        # Batches that are planned, of which a rank can begin anywhere.
+        self._planned: Any = seekable(sampler) if share == 1 else None
+        if self._planned is not None and last_batch == "pad":
+            self.last_batch = "discard" if self._planned.last_batch == "discard" else "pad"
 
     def __len__(self) -> int:
         """Return the number of items of this rank in an epoch.
@@ -92,16 +97,32 @@ class ShardedSampler(EpochSampler[Any]):
         """
         return self._cut.own_count(len(self.sampler), self.last_batch)  # type: ignore[arg-type]
 
-    def _draw(self, epoch: int) -> Iterator[Any]:
+    @property
+    def can_seek(self) -> bool:
+        """Whether an epoch can begin at any item: see ``hooks.seekable``."""
+        return self._planned is not None
+
+    def seek(self, position: int) -> Iterator[Any]:
+        """Yield the items of the next epoch from one on, as ``hooks.seekable`` says."""
+        epoch = self.epoch
+        self.epoch = epoch + 1
+        yield from self._draw(epoch, position)
+
+    def _draw(self, epoch: int, first: int = 0) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(
-            functools.partial(iterate, self.sampler),
+            self._begin,
             self._cut,
             self.last_batch,
+            start=first * self.world_size,
             rng_state=RngState(self.seed, epoch),
+            planned=self._planned,
         )
         for step in steps:
             yield from step
+
+    def _begin(self, first: int = 0) -> Iterator[Any]:
+        return iterate(self.sampler) if not first else iter(self._planned.seek(first))
 
 
 def _check_sampler(sampler: object) -> None:

@@ -7,6 +7,7 @@ sequence for any number of ranks, as long as the global step has the same length
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, cycle, islice, repeat
@@ -184,12 +185,14 @@ class DrawnSteps(Steps):
         rng_state: State of the global generators while the sampler draws; None for the process's
             own.
         weigh: Function that returns the number of samples in an item.
+        planned: The sampler, if it can begin at any item; see ``hooks.seekable``. ``draw`` then
+            takes the first item's number.
         check_passed: Called with the last item that was discarded.
     """
 
     def __init__(
         self,
-        draw: Callable[[], Iterator[Any]],
+        draw: Callable[..., Iterator[Any]],
         cut: Cut,
         last_batch: LastBatch,
         first: Iterable[Any] = (),
@@ -197,10 +200,12 @@ class DrawnSteps(Steps):
         start: int = 0,
         rng_state: RngState | None = None,
         weigh: Callable[[Any], int] = lambda _: 1,
+        planned: Any = None,
         check_passed: Callable[[Any], None] = lambda _: None,
     ) -> None:
         super().__init__(cut, last_batch, start)
         self._draw, self._rng_state = draw, rng_state
+        self._planned = planned
         self._weigh, self._check_passed = weigh, check_passed
         self._items: Iterator[Any] | None = None
         # Items that were drawn, or came before those of the sampler, and belong to no step yet.
@@ -221,7 +226,10 @@ class DrawnSteps(Steps):
             if not items or self._last_batch in {"discard", "rollover"}:
                 self.left_over = items
                 return None
-            if self._last_batch == "pad":
+            if self._last_batch == "pad" and self._planned is not None:
+                items, own = self._planned.fill_step(items, cut.global_count)
+                own_count = cut.count(own)
+            elif self._last_batch == "pad":
                 items += islice(cycle(self._beginning), missing)
             elif not own_count:
                 return None
@@ -234,6 +242,9 @@ class DrawnSteps(Steps):
     def _pass_over(self) -> None:
         """Draw and discard the items before the first step, or raise ValueError."""
         size = self._cut.global_count
+        if self._planned is not None:  # only the last one is drawn
+            self._drawn_count = self._to_pass - 1
+            self._draw, self._to_pass = functools.partial(self._draw, self._drawn_count), 1
         while self._to_pass:
             count = len(self._take(min(self._to_pass, size)))
             self._to_pass -= count

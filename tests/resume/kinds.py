@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import shmloader
-from shmloader.sampling import BucketBatchSampler
+from shmloader.sampling import BucketBatchSampler, ShardedSampler, TokenBatches
 
 LENGTH = 41
 BATCH = 4
@@ -116,6 +116,12 @@ def _rollover() -> dict[str, Any]:
     return {**_shuffle(), "last_batch": "rollover"}
 
 
+def _tokens() -> TokenBatches:
+    """A plan of five windows, with 10 to 12 batches an epoch."""
+    lengths = [1 + number * 7 % 13 for number in range(LENGTH)]
+    return TokenBatches(lengths, 24, window=8, balance="attention", seed=3)
+
+
 def _distributed() -> dict[str, Any]:
     return {"batch_size": BATCH, "sampler": DistributedSampler(Squares(), 2, 1)}
 
@@ -192,6 +198,13 @@ KINDS = {
     ),
     "buckets": Kind(
         lambda: {"batch_sampler": BucketBatchSampler(range(LENGTH), BATCH, shuffle=True, seed=3)}
+    ),
+    "token batches": Kind(lambda: {"batch_sampler": _tokens()}),
+    "token batches of a rank": Kind(
+        lambda: {"batch_sampler": ShardedSampler(_tokens(), rank=1, world_size=3)}
+    ),
+    "by a seed, token batches": Kind(
+        lambda: {"batch_sampler": _tokens(), "seed": 5}, dataset=Noisy
     ),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 import shmloader
-from shmloader.sampling import BucketBatchSampler
+from shmloader.sampling import BucketBatchSampler, TokenBatches
 
 LENGTH = 250
 GLOBAL_BATCH = 24
@@ -231,6 +231,48 @@ def test_a_batch_sampler_goes_on_with_any_number_of_ranks(before):
 
 def indices(batches):
     return [[sample[0] for sample in batch] for batch in batches]
+
+
+SHORT = [length // 5 + 1 for length in LENGTHS]
+
+
+def make_tokens(world_size, workers=0):
+    return [
+        shmloader.ShardedDataLoader(
+            Noisy(),
+            batch_sampler=TokenBatches(SHORT, 24, window=30, balance="attention"),
+            rank=rank,
+            world_size=world_size,
+            num_workers=workers,
+        )
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_token_batches_go_on_with_any_number_of_ranks(before, workers):
+    (alone,) = make_tokens(1)
+    epochs = [values(alone), values(alone)]
+    count = len(epochs[0])
+    for stop, after in itertools.product(range(0, -(-count // before) + 1, 5), (1, 2, 3, 4)):
+        ranks = make_tokens(before, workers)
+        iterators = [iter(rank) for rank in ranks]
+        done = values(take_batches(iterators, stop))
+        state = json.loads(json.dumps(ranks[0].state_dict()))
+        others = load(state, make_tokens(after, workers))
+        drawn = done + values(take_batches(others))
+        where = f"{before} ranks, {stop} steps, then {after} ranks"
+        whole = count - (count - len(done)) % after
+        assert drawn[:whole] == epochs[0][:whole], where
+        # The last step is divided, and each sample comes once.
+        assert len(drawn) == len(done) + -(-(count - len(done)) // after) * after, where
+        assert sorted(itertools.chain(*indices(drawn))) == list(range(len(LENGTHS))), where
+        following = values(take_batches(others))
+        whole = len(epochs[1]) // after * after
+        assert following[:whole] == epochs[1][:whole], where
+        for rank in (*ranks, *others):
+            rank.close()
 
 
 @pytest.mark.parametrize("has_batches", [False, True])

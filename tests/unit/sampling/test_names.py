@@ -25,6 +25,7 @@ SAMPLERS = {
     "ShardedSampler": lambda **seed: sampling.ShardedSampler(
         torch.utils.data.RandomSampler(range(11)), 2, rank=1, world_size=2, **seed
     ),
+    "TokenBatches": lambda **seed: sampling.TokenBatches(range(1, 12), 20, window=5, **seed),
     "DistributedWeightedSampler": lambda **seed: sampling.DistributedWeightedSampler(
         range(1, 12), 9, rank=1, world_size=2, **seed
     ),
@@ -70,7 +71,7 @@ class Echo:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_our_loader_gives_what_torchs_gives(name):
-    role = "batch_sampler" if name == "BucketBatchSampler" else "sampler"
+    role = "batch_sampler" if name in {"BucketBatchSampler", "TokenBatches"} else "sampler"
 
     def two_epochs(kind):
         loader = kind(Echo(), num_workers=1, collate_fn=list, **{role: SAMPLERS[name]()})
@@ -134,6 +135,7 @@ ARGUMENTS = {
     "FilterSampler": {"fn": bool, "dataset": [1]},
     "BucketBatchSampler": {"lengths": [1, 2], "batch_size": 2},
     "ShardedSampler": {"sampler": [1, 2]},
+    "TokenBatches": {"lengths": [1, 2], "max_tokens": 3},
     "DistributedWeightedSampler": {
         "weights": [1, 0, 2], "num_samples": 2, "rank": 0, "world_size": 2,
     },
@@ -168,6 +170,11 @@ ARGUMENTS = {
         ("ShardedSampler", "last_batch", "rollover", ""),
         ("ShardedSampler", "seed", -1, "0 or more"),
         ("ShardedSampler", "rank", 0, "be given both or not"),
+        ("TokenBatches", "lengths", [1, 0], "be whole numbers from 1, but got lengths"),
+        ("TokenBatches", "max_tokens", 0, "1 or more"),
+        ("TokenBatches", "window", 0.5, "an int"),
+        ("TokenBatches", "shuffle", 0, "True or False"),
+        ("TokenBatches", "seed", -1, "0 or more"),
         ("DistributedWeightedSampler", "weights", [1, -1], "have no negative"),
         ("DistributedWeightedSampler", "weights", [0, 0], "have a positive number, but got 2"),
         ("DistributedWeightedSampler", "weights", [], "have a positive number, but got 0"),

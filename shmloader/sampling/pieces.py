@@ -1,0 +1,116 @@
+"""Samples that are cut at the budget of a :class:`~shmloader.sampling.TokenBatches`."""
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from shmloader.sampling.packing import Numbers
+
+
+class Piece(NamedTuple):
+    """A part of a sample.
+
+    Attributes:
+        sample: Index of the sample.
+        start, stop: Its tokens from ``start`` to before ``stop``.
+    """
+
+    sample: int
+    start: int
+    stop: int
+
+
+class CutDataset(Dataset[Any]):
+    """A dataset whose long samples are cut. ``TokenBatches.pieces_of()`` makes it.
+
+    Sample i of the first ``len(dataset)`` ones is the beginning of sample i of the dataset. The
+    further pieces of long samples follow, in order of sample and offset. A piece is loaded by
+    loading its whole sample.
+
+    Of a sample, every sequence that is as long as the sample's length is cut: tensors and arrays
+    along their first dimension, and lists. Other fields stay as they are. Dicts, tuples and lists
+    of fields are looked into.
+
+    Args:
+        dataset: A map-style dataset.
+        long: Indices of the samples to cut, ascending.
+        lengths: Their lengths.
+        limit: Length of all pieces of a sample but the last.
+        owners, starts: Of each further piece: its sample, and its first token.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        long: Numbers,
+        lengths: Numbers,
+        limit: int,
+        owners: Numbers,
+        starts: Numbers,
+    ) -> None:
+        self.dataset = dataset
+        self._long, self._lengths, self._limit = long, lengths, limit
+        self._owners, self._starts = owners, starts
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return len(self.dataset) + len(self._owners)
+
+    def __getitem__(self, number: int) -> Any:
+        """Load a piece.
+
+        Raises:
+            IndexError: If there is no piece of that number.
+            ValueError: If no part of the sample is as long as its length says.
+        """
+        index, start = self._find(number)
+        sample = self.dataset[index]
+        place = int(np.searchsorted(self._long, index))
+        if place == len(self._long) or self._long[place] != index:
+            return sample
+        length = int(self._lengths[place])
+        cut = _cut(sample, length, slice(start, min(start + self._limit, length)))
+        if cut is sample:
+            raise ValueError(
+                f"sample {index} should have a sequence of {length} tokens, as the lengths of "
+                f"TokenBatches say, but no tensor, array or list in it has: {_sizes(sample)}"
+            )
+        return cut
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the index of a piece's sample, and its first token."""
+        count = len(self.dataset)
+        if not 0 <= number < len(self):
+            raise IndexError(f"piece {number} of {len(self)}")
+        if number < count:
+            return int(number), 0
+        return int(self._owners[number - count]), int(self._starts[number - count])
+
+
+def _cut(value: Any, length: int, part: slice) -> Any:
+    """Return a value with its sequences of this length cut; the same object if it has none."""
+    is_sequence = isinstance(value, list) or (
+        isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    )
+    if is_sequence and len(value) == length:
+        return value[part]
+    if isinstance(value, dict):
+        fields = [_cut(field, length, part) for field in value.values()]
+        is_same = all(map(operator.is_, fields, value.values()))
+        return value if is_same else dict(zip(value, fields, strict=True))
+    if isinstance(value, list | tuple):
+        fields = [_cut(field, length, part) for field in value]
+        if not all(map(operator.is_, fields, value)):
+            kind = type(value)
+            return kind(*fields) if hasattr(kind, "_fields") else kind(fields)
+    return value
+
+
+def _sizes(sample: Any) -> str:
+    """Return the lengths of a sample's fields, for a message."""
+    fields = sample if isinstance(sample, dict) else {"the sample": sample}
+    sized = [f"{key}: {len(value)}" for key, value in fields.items() if np.ndim(value)]
+    return ", ".join(sized) or type(sample).__name__

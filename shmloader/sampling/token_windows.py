@@ -1,0 +1,157 @@
+"""One epoch of a :class:`~shmloader.sampling.TokenBatches`: its windows, each planned by itself.
+
+A window is a run of the seeded order. Its batches depend on the lengths, the options, the seed, the
+epoch and the window's number, and their order also on how many batches come before. So a plan
+begins at any window, once the batches of the windows before are counted: 0.1 µs a sample.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shmloader.sampling.balancing import CostFunction, costs_of, order_by_cost, padded
+from shmloader.sampling.indices import Permutation
+from shmloader.sampling.packing import (
+    Budget,
+    Numbers,
+    Packing,
+    best_fit_decreasing,
+    cut_by_longest,
+)
+from shmloader.sampling.sample_lengths import SampleLengths
+from shmloader.sampling.samplers import random_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """How the samples of a window become batches.
+
+    Attributes:
+        budget: The most that a batch may have of each measure.
+        is_padded: Whether a batch takes its longest sample times its count, else the sum.
+        multiple_of: What the longest sample of a padded batch is rounded up to.
+        cost: Cost of samples, whose similar batches come together; None for any order.
+    """
+
+    budget: Budget
+    is_padded: bool
+    multiple_of: int
+    cost: CostFunction | None
+
+    def pack(self, lengths: Numbers) -> Packing:
+        """Return batches of samples of these lengths."""
+        if self.is_padded:
+            return cut_by_longest(self._rounded(lengths), self.budget)
+        return best_fit_decreasing(lengths, self.budget)
+
+    def as_loaded(self, packing: Packing, lengths: Numbers) -> Numbers:
+        """Return the lengths as they are in the batches, with padding."""
+        return padded(packing, self._rounded(lengths)) if self.is_padded else lengths
+
+    def _rounded(self, lengths: Numbers) -> Numbers:
+        return -(-lengths // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The batches of a window, in the order of the epoch.
+
+    Attributes:
+        numbers: Numbers of the window's samples.
+        lengths: Their lengths, of shape (m, k).
+        packing: Rows of these, in batches.
+    """
+
+    numbers: Numbers
+    lengths: Numbers
+    packing: Packing
+
+    def batches(self, start: int = 0) -> list[list[int]]:
+        """Return the batches from this one on, as lists of numbers."""
+        first = int(self.packing.starts[start]) if start < len(self.packing.ends) else 0
+        flat = self.numbers[self.packing.order[first:]].tolist()
+        ends = (self.packing.ends[start:] - first).tolist()
+        return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+class EpochWindows:
+    """The windows of one epoch. Used on the user's thread.
+
+    Args:
+        source: The samples' lengths.
+        packer: Makes batches.
+        size: Samples in a window; the last samples, too few for one, are spread over all windows.
+        shuffle: Whether windows are runs of a shuffled order, and batches are shuffled.
+        seed, epoch: What the order depends on.
+
+    Attributes:
+        window_count: Number of windows.
+    """
+
+    def __init__(
+        self,
+        source: SampleLengths,
+        packer: Packer,
+        size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        epoch: int,
+    ) -> None:
+        self._source, self._packer = source, packer
+        self._seed, self._epoch = seed, epoch
+        count = source.number_count
+        self._order = Permutation(count, seed, epoch) if shuffle else None
+        self.window_count = max(1, count // size) if count else 0
+        # How many batches come before each window; for those that were planned so far.
+        self._firsts = [0]
+
+    def __len__(self) -> int:
+        """Return the number of batches. Plans all windows at the first call."""
+        return self._first(self.window_count)
+
+    def batches(self, position: int = 0) -> Iterator[list[int]]:
+        """Yield the batches from this one on, as lists of numbers."""
+        while self._firsts[-1] <= position and len(self._firsts) <= self.window_count:
+            self._first(len(self._firsts))
+        first = bisect_right(self._firsts, position) - 1
+        start = position - self._firsts[first]
+        for number in range(first, self.window_count):
+            yield from self.window(number).batches(start if number == first else 0)
+
+    def window(self, number: int) -> Window:
+        """Plan a window."""
+        first = self._first(number)
+        numbers, lengths, packing = self._pack(number)
+        if len(self._firsts) == number + 1:
+            self._firsts.append(first + len(packing.ends))
+        cost = self._packer.cost
+        random = None
+        if self._order is not None:
+            random = random_numbers(self._seed, self._epoch, number + 1)
+        if cost is not None:
+            costs = costs_of(packing, self._packer.as_loaded(packing, lengths), cost)
+            order = order_by_cost(costs, first, random)
+        elif random is not None:
+            order = random.permutation(len(packing.ends))
+        else:  # by the first sample of each
+            order = np.argsort(np.minimum.reduceat(packing.order, packing.starts), kind="stable")
+        return Window(numbers, lengths, packing.arranged(order))
+
+    def _first(self, window: int) -> int:
+        """Return how many batches come before a window."""
+        while len(self._firsts) <= window:
+            packing = self._pack(len(self._firsts) - 1)[2]
+            self._firsts.append(self._firsts[-1] + len(packing.ends))
+        return self._firsts[window]
+
+    def _pack(self, number: int) -> tuple[Numbers, Numbers, Packing]:
+        """Return the numbers of a window's samples, their lengths, and batches of them."""
+        count = self._source.number_count
+        begin, end = (count * each // self.window_count for each in (number, number + 1))
+        positions = np.arange(begin, end)
+        order = positions if self._order is None else self._order.at(positions)
+        numbers, lengths = self._source.take(order)
+        return numbers, lengths, self._packer.pack(lengths)
