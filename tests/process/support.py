@@ -86,7 +86,7 @@ class Gate:
     def open(self, times: int = 1) -> None:
         os.write(self._write, b"x" * times)
 
-    def wait_until_open(self, timeout_s: float = 10) -> None:
+    def wait_until_open(self, timeout_s: float = 30) -> None:
         """Wait, in the test, until a worker opens the gate; take one opening."""
         ready, _, _ = select.select([self._read], [], [], timeout_s)
         assert ready, "nothing came through the gate"
@@ -172,7 +172,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in records if one.levelno == logging.WARNING]
 
 
-def wait_for_end(pid: int, timeout_s: float = 10) -> None:
+def wait_for_end(pid: int, timeout_s: float = 30) -> None:
     """Wait until a process has ended, reaped or not."""
     try:
         pidfd = os.pidfd_open(pid)
@@ -191,7 +191,7 @@ def kill(pid: int) -> None:
     wait_for_end(pid)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
     """Check a condition again and again until it holds, if no event tells of it."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -260,7 +260,7 @@ def test_stop_iteration_of_a_sample_is_an_error():
 
 def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
     monkeypatch.setattr(concurrent_fetcher, "_JOIN_S", 0.2)
-    count = 20
+    count = 80
     stuck, let_go = threading.Barrier(count), threading.Event()
 
     class Interrupted(Squares):
@@ -275,7 +275,7 @@ def test_a_ctrl_c_waits_for_no_other_sample(monkeypatch):
     try:
         with pytest.raises(KeyboardInterrupt), loader:
             next(iter(loader))
-        assert time.monotonic() - start < 3  # not 0.2 s for each helper, either
+        assert time.monotonic() - start < 10  # not 0.2 s for each helper, either
     finally:
         let_go.set()
 

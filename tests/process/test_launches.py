@@ -18,7 +18,7 @@ import torch.distributed
 
 from shmloader import host, share_on_host
 from tests.process.host_loaders import Samples, loader
-from tests.process.ranks import FORK, LONG_S
+from tests.process.ranks import FORK, LONG_S, meet
 
 
 @pytest.fixture
@@ -208,13 +208,15 @@ class Holder(Samples):
         self.parts = parts
 
 
-def differences(make: Any) -> Any:
+def differences(make: Any, folder: Path) -> Any:
     """Begin an epoch of a dataset; return the error, or None."""
     with loader(make()) as one:
         try:
             next(iter(one))
         except ValueError as error:
             return str(error)
+        finally:
+            meet(folder)  # a rank that comes when the others have left has a pool of its own
         return None
 
 
@@ -235,13 +237,15 @@ class TorchHolder(Holder, torch.utils.data.Dataset[int]):
     ],
     ids=["number", "array", "tensor", "constant", "method", "inner function"],
 )
-def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(run, of_rank, kind) -> None:
+def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(
+    run, of_rank, kind, tmp_path
+) -> None:
     def make() -> Holder:
         found = kind(same=lambda x: x)
         found.seed = of_rank(int(os.environ["RANK"]))
         return found
 
-    ranks = [run.start(lambda: differences(make), rank) for rank in range(2)]
+    ranks = [run.start(lambda: differences(make, tmp_path), rank) for rank in range(2)]
     (told,) = filter(None, [one.result() for one in ranks])
     assert "in dataset.seed." in told
     assert all(f"(process {one.process.pid})" in told for one in ranks)
@@ -249,11 +253,11 @@ def test_ranks_whose_datasets_have_other_contents_are_told_what_differs(run, of_
     assert "worker_scope='rank'" in told
 
 
-def test_a_dataset_that_one_rank_has_built_is_the_same_in_all(run) -> None:
+def test_a_dataset_that_one_rank_has_built_is_the_same_in_all(run, tmp_path) -> None:
     def make() -> Holder:
         return share_on_host(lambda: Holder(name="parts", texts=[str(n) for n in range(1000)]))
 
-    assert run.results(lambda: differences(make), 2) == [None, None]
+    assert run.results(lambda: differences(make, tmp_path), 2) == [None, None]
 
 
 DIGESTS = """

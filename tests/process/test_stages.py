@@ -342,7 +342,7 @@ class Collects:
 
     def __call__(self, batch):
         self.entered.set()
-        assert self.go.wait(10)
+        assert self.go.wait(30)
         gc.collect()
         self.is_over.set()
         return batch
@@ -357,12 +357,12 @@ def test_an_iterator_that_is_collected_on_its_own_thread_ends(kind, monkeypatch,
     batches = iter(make(kind))
     cycle = [batches]
     cycle.append(cycle)
-    assert collects.entered.wait(10)
+    assert collects.entered.wait(30)
     gc.disable()
     try:
         del batches, cycle
         collects.go.set()
-        assert collects.is_over.wait(10)
+        assert collects.is_over.wait(30)
         wait_until(lambda: not stage_threads())
         assert slots.maps() == {}
     finally:
@@ -377,7 +377,7 @@ def test_a_transform_that_hangs_delays_closing_by_a_bounded_time(late, monkeypat
     )
     batches = iter(loader)
     pids = [worker.pid for worker in batches._workers]
-    assert collects.entered.wait(10)
+    assert collects.entered.wait(30)
     loader.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert stage_threads() == ["shmloader_device"]
@@ -396,7 +396,7 @@ def test_a_further_epoch_waits_for_a_transform_that_takes_long(late, monkeypatch
         device_transform=collects,
     )  # fmt: skip
     iter(loader)
-    assert collects.entered.wait(10)
+    assert collects.entered.wait(30)
     main = threading.main_thread().ident
 
     def release():

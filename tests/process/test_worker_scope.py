@@ -377,10 +377,13 @@ def test_after_a_timeout_nothing_is_lost(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_datasets_are_refused(run):
+def test_ranks_with_different_datasets_are_refused(run, tmp_path):
     def epoch() -> Any:
         with loader(Samples(COUNT + int(os.environ["RANK"]))) as one:
-            return contents(one)
+            try:
+                return contents(one)
+            finally:
+                meet(tmp_path)
 
     found = run.results(epoch, 2)
     errors = [error for error in found if isinstance(error, ValueError)]

@@ -17,7 +17,7 @@ import shmloader.loader.dataloader as dataloader_module
 from shmloader.pools import host_pool
 from shmloader.pools.nursery_process import Demand
 from tests.process.host_loaders import Samples, contents, expected, has_ended, loader, owner_of
-from tests.process.ranks import LONG_S
+from tests.process.ranks import LONG_S, meet
 from tests.process.support import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -218,11 +218,14 @@ def test_the_next_epoch_begins_with_as_many_and_may_change_it(run):
         assert count == 3
 
 
-def test_a_rank_with_a_fixed_number_is_refused(run):
+def test_a_rank_with_a_fixed_number_is_refused(run, tmp_path):
     def epoch() -> Any:
         is_auto = os.environ["RANK"] == "0"
         with auto() if is_auto else loader(Samples(COUNT), num_workers=2) as one:
-            return contents(one)
+            try:
+                return contents(one)
+            finally:
+                meet(tmp_path)
 
     found = run.results(epoch, 2)
     (error,) = [each for each in found if isinstance(each, ValueError)]

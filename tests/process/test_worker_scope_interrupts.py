@@ -138,6 +138,7 @@ class Descriptors:
 
     def __init__(self, owner: int) -> None:
         self.processes = [psutil.Process(), psutil.Process(owner)]
+        self.of_owner = self.count()[1]
         self.before: list[int] | None = None
 
     def count(self) -> list[int]:
@@ -145,8 +146,8 @@ class Descriptors:
 
     def check(self, where: object) -> None:
         gc.collect()
-        if self.before is None:  # what the first trial opens for good
-            self.before = self.count()
+        if self.before is None:  # what the first trial opens here for good
+            self.before = [self.count()[0], self.of_owner]
         try:
             wait_until(lambda: self.count() == self.before, LONG_S)
         except AssertionError:
