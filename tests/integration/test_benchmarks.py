@@ -47,6 +47,18 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
     assert result_file.stat().st_size > 0
 
 
+def test_plans_prints_the_figures_of_all_ways_and_the_times():
+    done = run("plans.py", "--smallest")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for way in ("packed, balanced by attention", "packed, random order", "padded, random order"):
+        row = rf"^\| {way} \| 0\.9\d+ \| 0\.\d+ \| 1\.\d+ \| 1\.\d+ \|$"
+        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    time = r"[\d.]+ \([\d.]+–[\d.]+\) \|"
+    row = rf"^\| 20,000 \| {time} {time} {time} {time}$"
+    assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+
+
 def test_verdicts_prints_what_was_found_for_each_kind_of_limit():
     done = run("verdicts.py", "--smallest", "--kinds", "slow collate", "start-up")
 
