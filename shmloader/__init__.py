@@ -74,6 +74,7 @@ from shmloader.errors import (
 if TYPE_CHECKING:
     from shmloader import collate, sampling, sequence
     from shmloader.batch.sample_rng import sample_rng
+    from shmloader.batch.token_blocks import TokenBlocks
     from shmloader.host import share_on_host
     from shmloader.insight.stats import LoaderStats
     from shmloader.installing import InstallReport, install, installed, uninstall
@@ -94,8 +95,8 @@ __all__ = [
     "MapDataPipe", "Pipeline", "PipelineBuilder", "PipelineDataLoader", "PipelineStats",
     "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardedDataLoader",
     "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset", "SubsetRandomSampler",
-    "TensorDataset", "TooManyFailures", "WeightedRandomSampler", "WorkerDiedError", "__version__",
-    "argument_validation", "collate", "default_collate", "default_convert", "empty",
+    "TensorDataset", "TokenBlocks", "TooManyFailures", "WeightedRandomSampler", "WorkerDiedError",
+    "__version__", "argument_validation", "collate", "default_collate", "default_convert", "empty",
     "functional_datapipe", "get_worker_info", "guaranteed_datapipes_determinism", "install",
     "installed", "non_deterministic", "random_split", "runtime_validation",
     "runtime_validation_disabled", "sample_rng", "sampling", "sequence", "share", "share_on_host",
@@ -114,6 +115,7 @@ _HOMES = {
     "PipelineDataLoader": "pipeline.builder",
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
+    "TokenBlocks": "batch.token_blocks",
     "collate": "collate",
     "empty": "memory.writer",
     "install": "installing",

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.batch.collator import Timer
+from shmloader.batch.token_blocks import TokenBlocks
 from shmloader.faults import FAULTS
 from shmloader.memory.flat import (
     BARE,
@@ -74,7 +75,7 @@ def is_plain_data(dataset: Any) -> bool:
     parts = _parts_of(dataset)
     if parts is not None:
         return all(map(is_plain_data, parts))
-    return type(dataset) in _ARRAYS or type(dataset) in _SEQUENCES
+    return type(dataset) in (*_ARRAYS, *_SEQUENCES, TokenBlocks)
 
 
 # Columns ----------------------------------------------------------------------------------
@@ -94,10 +95,12 @@ class Column(NamedTuple):
     Attributes:
         rows: The array, as a tensor. Its first dimension is the rows; its strides are arbitrary.
         mapping: The index of each sample's row; None if sample n is row n.
+        dtype: Type of a batch's numbers, if it is not that of the rows.
     """
 
     rows: torch.Tensor
     mapping: _Array | None = None
+    dtype: torch.dtype | None = None
 
 
 class Columns(NamedTuple):
@@ -121,19 +124,20 @@ def may_be_columns(dataset: Any) -> bool:
     kind = type(dataset)
     if kind in (Subset, StackDataset):
         return all(map(may_be_columns, _parts_of(dataset)))
-    return kind in _ARRAYS or kind is TensorDataset
+    return kind in _ARRAYS or kind in (TensorDataset, TokenBlocks)
 
 
 def find_columns(dataset: Any) -> Columns | None:
     """Return the arrays of a dataset that consists only of arrays; None for any other.
 
-    These are a ``TensorDataset``, an array, a memory map, a tensor, a ``StackDataset`` of these, or
-    a ``Subset`` of one of these. None also where torch's collate does not make one array of the
-    rows: for texts, tensors that require gradients, and arrays of foreign byte order.
+    These are a ``TensorDataset``, an array, a memory map, a tensor, a ``TokenBlocks`` without
+    boundaries, a ``StackDataset`` of these, or a ``Subset`` of one of these. None also where
+    torch's collate does not make one array of the rows: for texts, tensors that require gradients,
+    and arrays of foreign byte order.
     """
     kind = type(dataset)
-    if kind in _ARRAYS:
-        column = _column_of(dataset)
+    if kind in _ARRAYS or kind is TokenBlocks:
+        column = _blocks(dataset) if kind is TokenBlocks else _column_of(dataset)
         return None if column is None else Columns(BARE, (), (column,), len(dataset))
     if kind is ConcatDataset or _parts_of(dataset) is None or not _is_unpatched(dataset):
         return None
@@ -164,6 +168,12 @@ def _column_of(rows: Any) -> Column | None:
     if is_odd or rows.requires_grad or rows.dtype not in _DTYPES:
         return None
     return Column(rows)
+
+
+def _blocks(blocks: TokenBlocks) -> Column | None:
+    """Return the blocks of tokens; None if their samples have further fields."""
+    rows = _tensor_of(blocks.rows) if blocks.boundaries is None else None
+    return None if rows is None else Column(rows, dtype=torch.int64)
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:
@@ -221,10 +231,13 @@ def _mapping_of(indices: Any, length: int) -> Any:
 
 def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None) -> torch.Tensor:
     """Return the rows of these samples, in ``out`` or else in a new tensor."""
-    source, mapping = column
+    source, mapping, dtype = column
     at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
     if mapping is not None:
         at = mapping[at]
+    if dtype not in (None, source.dtype):
+        part = torch.from_numpy(source.numpy()[at])  # torch lacks some dtypes that NumPy has
+        return part.to(dtype) if out is None else out.copy_(part)
     if isinstance(at, slice):
         part = source[at]
         return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part)
@@ -291,7 +304,7 @@ class Arrays:
         if self._packer is None or self._writer is None:
             batch = [_gather(one, indices, None) for one in fields]
             return FlatLayout(container, keys, ()).contain(batch)
-        kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows, _ in fields]
+        kinds = [(dtype or rows.dtype, tuple(rows.shape[1:])) for rows, _, dtype in fields]
         layout = self._packer.reserve(container, keys, len(indices), kinds)
         for column, field in zip(fields, layout.fields, strict=True):
             _gather(column, indices, field_tensor(self._writer.slot, field))
