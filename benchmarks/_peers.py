@@ -50,6 +50,8 @@ class Task:
         is_text: Whether batches are lists of strings.
         fetch: Makes a batch from its indices, if a user would not do that sample by sample.
         fetch_arrays: The same for a batch of arrays.
+        collate: The collate function of shmloader's that makes a batch; None for torch's default.
+        collate_of_others: What makes the same batch for a loader with torch's interface.
     """
 
     dataset: Any
@@ -67,6 +69,8 @@ class Task:
     arrays: Any = None
     fetch: Callable[[Sequence[int]], Any] | None = None
     fetch_arrays: Callable[[Sequence[int]], Any] | None = None
+    collate: Callable[[Any], Any] | None = None
+    collate_of_others: Callable[[Any], Any] | None = None
 
     @property
     def array_dataset(self) -> Any:
@@ -212,6 +216,7 @@ def _torch_options(task: Task) -> dict[str, Any]:
         "drop_last": True,
         "num_workers": task.workers,
         "multiprocessing_context": task.method,
+        "collate_fn": task.collate_of_others,
     }
 
 
@@ -224,6 +229,7 @@ def _shmloader(task: Task, seed: int | None = None) -> Iterator[Batches]:
     import shmloader
 
     options = {**_torch_options(task), "persistent_workers": True, "seed": seed}
+    options["collate_fn"] = task.collate
     return _repeat(shmloader.DataLoader(task.dataset, **options), task)
 
 

@@ -158,6 +158,29 @@ ROWS = {
         ),
         "as many processes that `index_select` into buffers that are there already",
     ),
+    "L": Row(
+        "512 texts of 10–500 tokens, padded: arrays and lists of ints, by `Pad`, and in torch's "
+        "loader by `pad_sequence`; dicts of these, with a mask, and by transformers' "
+        "`DataCollatorWithPadding`",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that index the dataset and do nothing else",
+    ),
+    "M": Row(
+        "64 texts of 16,384 tokens in all, packed by `Pack`, and in torch's loader by "
+        "transformers' `DataCollatorWithFlattening`, with all that variable-length attention reads",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that index the dataset and do nothing else",
+    ),
 }  # fmt: skip
 
 

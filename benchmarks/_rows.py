@@ -31,6 +31,14 @@ import torch
 from _measure import WARMUP_BATCHES, consume, measure_ceiling, run_processes
 from _peers import PEERS, Peer, Task, map_leaves
 from _report import BARE
+from _texts import (
+    LONGEST,
+    Tokens,
+    flattening_of_transformers,
+    make_samples,
+    pad_by_torch,
+    padding_of_transformers,
+)
 from _usage import Meter, descriptor_count, pss_bytes
 from _workloads import (
     WORKLOADS,
@@ -48,6 +56,7 @@ from stragglers import Order, Sleepers, sample_count, take_epoch
 from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
 import shmloader
+from shmloader.collate import Fields, Pack, Pad
 
 _MANY_BATCHES = 1_000_000  # more than any run takes
 _MANY_EPOCHS = 1_000
@@ -537,6 +546,51 @@ def _bare_gather(settings: Settings) -> dict:
     return _rates(_ARRAY_BATCH, _ARRAY_BATCH * 136, found["batches"], found["elapsed_s"])
 
 
+# ---------------------------------------------------------------- L, M: texts
+
+
+_TEXTS, _PACKED_TEXTS, _PACKED_TOKENS = 512, 64, 16_384
+
+
+def _texts(
+    settings: Settings,
+    kind: str,
+    collate: Callable[[Any], Any],
+    make_others: Callable[[], Callable[[Any], Any]],
+    *,
+    key: str | None = None,
+    packed: bool = False,
+) -> Stream:
+    """Make a stream of texts that are padded, or packed to a number of tokens."""
+    batch_size = _PACKED_TEXTS if packed else 8 if settings.is_smallest else _TEXTS
+    samples = make_samples(batch_size, kind, key, _PACKED_TOKENS if packed else None)
+    length = batch_size * _MANY_BATCHES
+    task = Task(
+        Tokens(samples, length),
+        batch_size,
+        SequentialSampler(range(length)),
+        epochs=1,
+        workers=settings.workers,
+        batch_bytes=batch_size * LONGEST * 8,
+        collate=collate,
+        collate_of_others=make_others(),
+    )
+    return Stream(task, hash_batches=6, clock_stride=4)
+
+
+def _bare_texts(make: Callable[[Settings], Stream], settings: Settings) -> dict:
+    """Load the samples as a loader's worker does, and do nothing else."""
+    task = make(settings).task
+    dataset, size = task.dataset, task.batch_size
+
+    def load(batch: int) -> None:
+        for index in range(batch * size, (batch + 1) * size):
+            dataset[index]
+
+    found = run_processes(lambda: load, settings.workers, settings.seconds, 8)
+    return _rates(size, task.batch_bytes, found["batches"], found["elapsed_s"])
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -550,6 +604,7 @@ class Case:
         bare: Measures the bare work. None: the case has none.
         limit_s: Seconds after which a run counts as a hang, besides the time for its timed part.
         method: Start method, if that is what the case is about.
+        peers: The peers that are measured; all of those that are on the row, if empty.
     """
 
     key: str
@@ -557,6 +612,18 @@ class Case:
     bare: Callable[[Settings], dict] | None = None
     limit_s: float = 120.0
     method: str | None = None
+    peers: tuple[str, ...] = ()
+
+
+def _text_case(key: str, kind: str, /, *arguments: Any, **options: Any) -> Case:
+    """Return a case of texts. The arguments are those of ``_texts``."""
+
+    def make(settings: Settings) -> Stream:
+        return _texts(settings, kind, *arguments, **options)
+
+    return Case(
+        key, partial(_run_stream, make), partial(_bare_texts, make), peers=("shmloader", "torch")
+    )
 
 
 def _stream_case(key: str, work: Workload, *, has_bare: bool) -> Case:
@@ -584,6 +651,28 @@ CASES = {
         Case("H", _run_keeper),
         Case("I", _run_training),
         Case("K", partial(_run_stream, _array), _bare_gather),
+        _text_case("L, arrays", "arrays", Pad(), lambda: pad_by_torch),
+        _text_case("L, lists", "lists", Pad(), lambda: pad_by_torch),
+        _text_case(
+            "L, dicts of lists",
+            "lists",
+            Fields(input_ids=Pad(with_mask=True)),
+            padding_of_transformers,
+            key="input_ids",
+        ),
+        _text_case(
+            "L, dicts of arrays",
+            "arrays",
+            Fields(input_ids=Pad(with_mask=True)),
+            padding_of_transformers,
+            key="input_ids",
+        ),
+        _text_case(
+            "M, lists", "lists", Pack(), flattening_of_transformers, key="input_ids", packed=True
+        ),
+        _text_case(
+            "M, arrays", "arrays", Pack(), flattening_of_transformers, key="input_ids", packed=True
+        ),
     )
 }
 
@@ -591,6 +680,7 @@ CASES = {
 def names_of(case: Case) -> list[str]:
     """Return the names of the peers, and of the bare work, that are measured on a case."""
     names = [name for name, peer in PEERS.items() if not peer.rows or case.key[0] in peer.rows]
+    names = [name for name in names if not case.peers or name in case.peers]
     return names + ([BARE] if case.bare else [])
 
 

@@ -210,7 +210,8 @@ def touch(batch: Batch) -> None:
     """Read one element of every tensor in the batch, as cheaply as Python can."""
     if isinstance(batch, dict):
         for leaf in batch.values():
-            leaf.numpy().item(0)
+            if type(leaf) is not int:
+                leaf.numpy().item(0)
     elif isinstance(batch, list):
         for leaf in batch:
             leaf.numpy().item(0)
@@ -221,7 +222,7 @@ def touch(batch: Batch) -> None:
 def leaves(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a batch with its key, in the batch's own order."""
     if isinstance(batch, dict):
-        yield from batch.items()
+        yield from (item for item in batch.items() if type(item[1]) is not int)
     elif isinstance(batch, list):
         for number, leaf in enumerate(batch):
             yield str(number), leaf

@@ -91,26 +91,26 @@ class Pack(Collate):
         is_kept = tokens.lengths > 0
         if not is_kept.any():
             raise ValueError("no sample of the batch has tokens, so there is nothing to pack")
+        starts = tokens.lengths.cumsum() - tokens.lengths
         lengths = self._with_filler(tokens.lengths[is_kept])
         total = int(lengths.sum())
-        batch: dict[str, Any] = {"input_ids": self._pack(tokens, total, "input_ids")}
+        batch: dict[str, Any] = {"input_ids": self._pack("input_ids", tokens, starts, total)}
         if "labels" in columns:
-            batch["labels"] = self._pack(_read(columns, "labels", tokens), total, "labels")
+            labels = _read(columns, "labels", tokens)
+            batch["labels"] = self._pack("labels", labels, starts, total)
         elif self._separator is not None:
-            batch["labels"] = empty(batch["input_ids"].shape, torch.int64)
-            batch["labels"].copy_(batch["input_ids"])
-            batch["labels"][:, int(tokens.lengths.sum()) :] = self._fillers["labels"]
+            batch["labels"] = empty((1, total), torch.int64).copy_(batch["input_ids"])
+            self._fill("labels", batch["labels"], tokens)
         if self._separator is not None:
-            firsts = (tokens.lengths.cumsum() - tokens.lengths)[is_kept]
-            batch["labels"].numpy()[0, firsts] = self._separator
-        batch |= self._bounds(lengths)
+            batch["labels"].numpy()[0, starts[is_kept]] = self._separator
+        batch |= self._bounds(lengths, total)
         for key, column in columns.items():
             if key in batch or key in _MADE:
                 continue
             if key in self._stacked or _are_numbers(column):
                 batch[key] = _stack(column, key, is_kept)
             else:
-                batch[key] = self._pack(_read(columns, key, tokens), total, key)
+                batch[key] = self._pack(key, _read(columns, key, tokens), starts, total)
         return batch
 
     def _with_filler(self, lengths: _Array) -> _Array:
@@ -131,19 +131,24 @@ class Pack(Collate):
             )
         return lengths
 
-    def _pack(self, sequences: Sequences, total: int, key: str) -> torch.Tensor:
+    def _pack(self, key: str, sequences: Sequences, starts: _Array, total: int) -> torch.Tensor:
         """Return a field's row of so many tokens."""
         is_id = key in self._fillers and not sequences.dtype.is_floating_point
-        row = empty((1, total, *sequences.tail), torch.int64 if is_id else sequences.dtype)
-        ends = sequences.lengths.cumsum()
-        sequences.write(row[0], ends - sequences.lengths, sequences.lengths)
-        row[0, int(ends[-1]) :] = self._fillers.get(key, 0)
+        dtype, tail = torch.int64 if is_id else sequences.dtype, sequences.tail
+        row = empty((1, total, *tail), dtype)
+        sequences.write(row.view(total, *tail), starts, sequences.lengths)
+        self._fill(key, row, sequences)
         return row
 
-    def _bounds(self, lengths: _Array) -> dict[str, Any]:
+    def _fill(self, key: str, row: torch.Tensor, sequences: Sequences) -> None:
+        """Write what the filler has in a field, if there is any."""
+        if self._fixed_tokens is not None:
+            row[0, int(sequences.lengths.sum()) :] = self._fillers.get(key, 0)
+
+    def _bounds(self, lengths: _Array, total: int) -> dict[str, Any]:
         """Return what says where the sequences, and the filler, begin and end."""
         ends, count, most = lengths.cumsum(), len(lengths), int(lengths.max())
-        total, shape = int(ends[-1]), ((self._fixed_sequences or count) + 1,)
+        shape = ((self._fixed_sequences or count) + 1,)
         positions, numbers = empty((1, total), torch.int64), empty((1, total), torch.int32)
         before = np.repeat(ends - lengths - self._first_position, lengths)
         np.subtract(np.arange(total), before, out=positions.numpy()[0])

@@ -116,8 +116,11 @@ class _Slices(Sequences):
             values, begins = samples.values, samples.starts.tolist()
             ends = (samples.starts + lengths).tolist()
             samples = [values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
-            array[start : start + length] = sample[:length]
+        elif lengths is not self.lengths:
+            samples = [each[:count] for each, count in zip(samples, lengths.tolist(), strict=True)]
+        ends = (starts + lengths).tolist()
+        for sample, start, end in zip(samples, starts.tolist(), ends, strict=True):
+            array[start:end] = sample
 
 
 class _Tensors(Sequences):
@@ -128,9 +131,9 @@ class _Tensors(Sequences):
         self.dtype, self.tail = samples[0].dtype, tail
 
     def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
-        ends, is_whole = self.lengths.cumsum(), np.array_equal(lengths, self.lengths)
+        ends = self.lengths.cumsum()
         begins = ends - self.lengths
-        if is_whole and np.array_equal(starts, begins):
+        if np.array_equal(lengths, self.lengths) and np.array_equal(starts, begins):
             torch.cat(self._samples, out=out[: int(ends[-1])])
             return
         joined = as_array(torch.cat(self._samples))
@@ -151,7 +154,7 @@ class _IntLists(Sequences):
             return  # such memory cannot be cast
         memory, counts = out.numpy().data.cast("B"), lengths.tolist()
         samples = self._samples
-        if not np.array_equal(lengths, self.lengths):
+        if lengths is not self.lengths and not np.array_equal(lengths, self.lengths):
             samples = [each[:count] for each, count in zip(samples, counts, strict=True)]
         offsets = (starts * out.itemsize).tolist()
         number = -1
