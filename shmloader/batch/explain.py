@@ -58,8 +58,8 @@ _ATTRIBUTES = {
 
 def explain_collate_error(error: Exception, samples: Any, indices: Any) -> None:
     """Add a note to an exception of collating that is about the samples."""
-    number = getattr(error, "sample_number", None)
-    if type(number) is int:  # of shmloader.collate
+    number = getattr(error, "shmloader_sample", None)
+    if number is not None:  # the error is of shmloader.collate
         if _have_names(samples, indices):
             index = describe_index(indices[number])
             add_note(error, f"Sample {number} of the batch is index {index} of the dataset.")

@@ -53,7 +53,7 @@ def bad_sample(field: object, number: int, problem: str) -> ValueError:
     """Return the error about a sample of the batch. The loader adds its index in the dataset."""
     of_field = "" if field is None else f"field {field!r}: "
     error = ValueError(f"{of_field}sample {number} of the batch {problem}")
-    error.sample_number = number  # type: ignore[attr-defined]
+    error.shmloader_sample = number  # type: ignore[attr-defined]
     return error
 
 

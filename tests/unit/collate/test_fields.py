@@ -135,3 +135,30 @@ def test_bad_functions_are_refused():
         Fields(Pad(), x=Pad())
     with pytest.raises(TypeError, match=r"field 'x' should have a function, but has 3"):
         Fields(x=3)
+
+
+class Untouched(RaggedBatch):
+    """A batch by fields that makes no samples."""
+
+    def __iter__(self):
+        raise AssertionError
+
+    def __getitem__(self, number):
+        raise AssertionError
+
+
+class UntouchedColumn(Ragged):
+    """A field that makes no samples."""
+
+    def __getitem__(self, number):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [300, 200]])
+def test_no_object_is_made_of_a_sample_of_columns(lengths):
+    column = UntouchedColumn(np.arange(600), [0, 300], lengths)
+    batch = Untouched({"input_ids": column, "id": np.array([7, 8])})
+    assert Pack()(batch)["cu_seq_lens_q"].tolist() == [0, lengths[0], sum(lengths)]
+    made = Fields(input_ids=Pad(), id=Stack())(batch)
+    assert_same(made["id"], torch.tensor([7, 8]))
+    assert made["input_ids"].shape == (2, lengths[0])

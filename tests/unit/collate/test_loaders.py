@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import DataLoader
 from shmloader.collate import AsList, Fields, Jagged, Pack, Pad, Ragged, RaggedBatch, Stack
@@ -98,3 +98,14 @@ def test_an_error_has_the_index_of_the_sample_in_the_dataset():
     text = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
     assert "Sample 1 of the batch is index 2 of the dataset." in text
     del batches
+
+
+class Unindexed(IterableDataset):
+    def __iter__(self):
+        return iter([[1], 2])
+
+
+def test_an_error_has_no_index_where_samples_have_none():
+    with pytest.raises(ValueError, match="sample 1 of the batch is a number") as caught:
+        list(DataLoader(Unindexed(), 2, collate_fn=Pad()))
+    assert "of the dataset" not in "".join(getattr(caught.value, "__notes__", []))
