@@ -1,15 +1,14 @@
-"""Load a Hugging Face dataset by whole batches.
+"""Load a Hugging Face dataset, whose batches are read from its Arrow buffers.
 
-Such a dataset can be indexed with a list of indices, and returns a dict of columns. This is far
-faster than reading row by row. So the loader gets a batch sampler as its ``sampler``, and
-``batch_size=None``: each index is then a list, and what the dataset returns for it is the batch.
+A loader over such a dataset makes no samples: it copies the rows of a batch straight into the slot,
+if the columns are numbers, lists of numbers and texts. The batches are those of torch's loader.
 """
 
 import sys
 
 import torch
 
-from shmloader import BatchSampler, DataLoader, RandomSampler
+from shmloader import DataLoader
 
 try:
     from datasets import Dataset
@@ -27,10 +26,9 @@ def main() -> None:
             "values": [[number, number / 2] for number in range(ROWS)],
         }
     )
-    dataset = dataset.with_format("torch")
-    batches = BatchSampler(RandomSampler(dataset), batch_size=256, drop_last=False)
+    dataset = dataset.with_format("torch").shuffle(seed=0)
     seen = torch.zeros(ROWS, dtype=torch.bool)
-    with DataLoader(dataset, batch_size=None, sampler=batches, num_workers=2) as loader:
+    with DataLoader(dataset, batch_size=256, shuffle=True, num_workers=2) as loader:
         for batch in loader:
             assert torch.equal(batch["values"][:, 1] * 2, batch["label"].float())
             assert batch["text"][0] == f"row {batch['label'][0]}"

@@ -16,6 +16,7 @@ The layers; imports run downward only::
     pools       where batches are made: processes, threads, an executor, or the calling thread
     host        what the ranks of one host share
     batch       how a batch is made
+    arrow       datasets in Arrow tables, read from their buffers
     shared      datasets in shared memory, once for all processes
     collate     collate functions for samples of different lengths
     memory      shared-memory slots, and how batches get in and out
@@ -72,7 +73,7 @@ from shmloader.errors import (
 )
 
 if TYPE_CHECKING:
-    from shmloader import collate, sampling, sequence
+    from shmloader import arrow, collate, sampling, sequence
     from shmloader.batch.sample_rng import sample_rng
     from shmloader.batch.token_blocks import TokenBlocks
     from shmloader.host import share_on_host
@@ -96,9 +97,9 @@ __all__ = [
     "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardedDataLoader",
     "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset", "SubsetRandomSampler",
     "TensorDataset", "TokenBlocks", "TooManyFailures", "WeightedRandomSampler", "WorkerDiedError",
-    "__version__", "argument_validation", "collate", "default_collate", "default_convert", "empty",
-    "functional_datapipe", "get_worker_info", "guaranteed_datapipes_determinism", "install",
-    "installed", "non_deterministic", "random_split", "runtime_validation",
+    "__version__", "argument_validation", "arrow", "collate", "default_collate", "default_convert",
+    "empty", "functional_datapipe", "get_worker_info", "guaranteed_datapipes_determinism",
+    "install", "installed", "non_deterministic", "random_split", "runtime_validation",
     "runtime_validation_disabled", "sample_rng", "sampling", "sequence", "share", "share_on_host",
     "uninstall",
 ]  # fmt: skip
@@ -116,6 +117,7 @@ _HOMES = {
     "PipelineStats": "pipeline.stats",
     "ShardedDataLoader": "loader.sharded",
     "TokenBlocks": "batch.token_blocks",
+    "arrow": "arrow",
     "collate": "collate",
     "empty": "memory.writer",
     "install": "installing",

@@ -1,8 +1,8 @@
 """Gathers batches of datasets that consist only of arrays, without loading samples.
 
-Only torch's and numpy's own classes count, unchanged: a subclass may do anything in
-``__getitem__``. Runs where batches are made: in a worker process, a worker thread, or the main
-process.
+Arrays, and columns of Arrow tables (:mod:`shmloader.arrow`). Only torch's, numpy's and Arrow's own
+classes count, unchanged: a subclass may do anything in ``__getitem__``. Runs where batches are
+made: in a worker process, a worker thread, or the main process.
 """
 
 import ctypes
@@ -12,10 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
+from shmloader.arrow.fields import ArrowRows, Field
+from shmloader.arrow.finding import find_fields, is_arrow, sources_of
+from shmloader.arrow.rows import RowMap
 from shmloader.batch.collator import Timer
 from shmloader.batch.token_blocks import TokenBlocks
+from shmloader.collate import RaggedBatch
 from shmloader.faults import FAULTS
 from shmloader.memory.flat import (
     BARE,
@@ -26,7 +36,7 @@ from shmloader.memory.flat import (
     field_tensor,
 )
 from shmloader.memory.segment import address_of
-from shmloader.memory.writer import STREAM_BYTES, SlotWriter, copy_rows
+from shmloader.memory.writer import STREAM_BYTES, SlotWriter, copy_rows, is_plain
 from shmloader.sampling.indices import IndexArray, as_list, is_sharded
 from shmloader.shared.containers import SharedList
 
@@ -42,6 +52,9 @@ _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
 }
+
+# The package whose functions collate a batch by its fields.
+_COLLATE = "shmloader.collate"
 
 # Numbers of dimensions of arrays whose samples may be images or volumes.
 _WITH_CHANNELS = (5, 6)
@@ -68,8 +81,11 @@ def is_plain_data(dataset: Any) -> bool:
     """Whether indexing a dataset runs no code of the user's, and so draws no random numbers.
 
     This is known of tensors, arrays, lists, tuples and ranges, and of torch's ``TensorDataset``,
-    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these. Any other dataset may draw them.
+    ``Subset``, ``ConcatDataset`` and ``StackDataset`` of these, and of columns of Arrow tables that
+    are read from their buffers. Any other dataset may draw them.
     """
+    if is_arrow(dataset):
+        return find_fields(dataset) is not None
     if type(dataset) is Subset and type(dataset.indices) not in (*_ARRAYS, *_INDICES):
         return False
     parts = _parts_of(dataset)
@@ -102,6 +118,50 @@ class Column(NamedTuple):
     mapping: _Array | None = None
     dtype: torch.dtype | None = None
 
+    def mapped(self, mapping: _Array) -> "Column":
+        """Return the field of a subset, which has the samples of these indices."""
+        inner = self.mapping
+        return self._replace(mapping=mapping if inner is None else inner[mapping])
+
+    def at(self, indices: "_Array | range") -> "_Rows":
+        """Return where the rows of these samples are."""
+        at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
+        at = at if self.mapping is None else self.mapping[at]
+        return _Rows(self.rows, at, self.dtype or self.rows.dtype)
+
+
+class _Rows(NamedTuple):
+    """Rows of a batch, where they lie in memory: by an array of their indices, or by a slice."""
+
+    source: torch.Tensor
+    at: Any
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of a row."""
+        return tuple(self.source.shape[1:])
+
+    def copy(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows in ``out``, or else in a new tensor."""
+        source, at, dtype = self
+        if dtype is not source.dtype:
+            rows = torch.from_numpy(source.numpy()[at])  # torch lacks some dtypes that NumPy has
+            return rows.to(dtype) if out is None else out.copy_(rows)
+        if isinstance(at, slice):
+            rows = source[at]
+            if out is None:
+                return rows.clone(memory_format=torch.contiguous_format)
+            return out.copy_(rows)
+        if out is not None and out.nbytes >= STREAM_BYTES and source.is_contiguous():
+            # In 64 bits, since addresses are computed.
+            addresses = at.astype(np.int64) * (out.nbytes // len(at)) + source.data_ptr()
+            if copy_rows(addresses.tolist(), out):
+                return out
+        # torch warns about a read-only array, such as indices that came in a message.
+        index = torch.from_numpy(at if at.flags.writeable else at.copy())
+        return torch.index_select(source, 0, index, out=out)
+
 
 class Columns(NamedTuple):
     """A dataset that is arrays.
@@ -109,14 +169,16 @@ class Columns(NamedTuple):
     Attributes:
         container: Container of a batch: ``BARE``, ``LIST`` or ``DICT``.
         keys: The dict's keys, in order; else empty.
-        fields: The arrays.
+        fields: The arrays, or the columns of an Arrow table.
         length: Number of samples.
+        row_map: Turns indices into rows of an Arrow table; None for arrays.
     """
 
     container: int
     keys: tuple[object, ...]
-    fields: tuple[Column, ...]
+    fields: tuple[Column | Field, ...]
     length: int
+    row_map: RowMap | None = None
 
 
 def may_be_columns(dataset: Any) -> bool:
@@ -124,7 +186,15 @@ def may_be_columns(dataset: Any) -> bool:
     kind = type(dataset)
     if kind in (Subset, StackDataset):
         return all(map(may_be_columns, _parts_of(dataset)))
-    return kind in _ARRAYS or kind in (TensorDataset, TokenBlocks)
+    return kind in _ARRAYS or kind in (TensorDataset, TokenBlocks) or is_arrow(dataset)
+
+
+def may_have_samples(dataset: Any) -> bool:
+    """Whether :func:`find_columns` may find columns that samples of one by one are read from."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return is_arrow(inner)
 
 
 def find_columns(dataset: Any) -> Columns | None:
@@ -133,19 +203,18 @@ def find_columns(dataset: Any) -> Columns | None:
     These are a ``TensorDataset``, an array, a memory map, a tensor, a ``TokenBlocks`` without
     boundaries, a ``StackDataset`` of these, or a ``Subset`` of one of these. None also where
     torch's collate does not make one array of the rows: for texts, tensors that require gradients,
-    and arrays of foreign byte order.
+    and arrays of foreign byte order. Columns of an Arrow table are found as well, and may be texts.
     """
     kind = type(dataset)
-    if kind in _ARRAYS or kind is TokenBlocks:
-        column = _blocks(dataset) if kind is TokenBlocks else _column_of(dataset)
-        return None if column is None else Columns(BARE, (), (column,), len(dataset))
+    if is_arrow(dataset) or kind in _ARRAYS or kind is TokenBlocks:
+        return _arrow_columns(dataset) if is_arrow(dataset) else _array_columns(dataset)
     if kind is ConcatDataset or _parts_of(dataset) is None or not _is_unpatched(dataset):
         return None
     if kind is Subset:
         return _subset(dataset)
     parts = dataset.tensors if kind is TensorDataset else dataset.datasets
     is_dict = isinstance(parts, dict)
-    fields: list[Column] = []
+    fields: list[Column | Field] = []
     for part in parts.values() if is_dict else parts:
         one = find_columns(part)
         if one is None or one.container != BARE or one.length != len(dataset):
@@ -156,6 +225,19 @@ def find_columns(dataset: Any) -> Columns | None:
     return Columns(
         DICT if is_dict else LIST, tuple(parts) if is_dict else (), tuple(fields), len(dataset)
     )
+
+
+def _array_columns(dataset: Any) -> Columns | None:
+    column = _blocks(dataset) if type(dataset) is TokenBlocks else _column_of(dataset)
+    return None if column is None else Columns(BARE, (), (column,), len(dataset))
+
+
+def _arrow_columns(dataset: Any) -> Columns | None:
+    found = find_fields(dataset)
+    if found is None:
+        return None
+    row_map, fields = found
+    return Columns(DICT, tuple(fields), tuple(fields.values()), len(dataset), row_map)
 
 
 def _column_of(rows: Any) -> Column | None:
@@ -200,10 +282,10 @@ def _subset(subset: Any) -> Columns | None:
     mapping = None if inner is None else _mapping_of(subset.indices, inner.length)
     if inner is None or mapping is None:
         return None
-    fields = tuple(
-        column._replace(mapping=mapping if column.mapping is None else column.mapping[mapping])
-        for column in inner.fields
-    )
+    if inner.row_map is not None:
+        return inner._replace(length=len(mapping), row_map=inner.row_map.mapped(mapping))
+    columns: Any = inner.fields
+    fields = tuple(column.mapped(mapping) for column in columns)
     return Columns(inner.container, inner.keys, fields, len(mapping))
 
 
@@ -227,28 +309,6 @@ def _mapping_of(indices: Any, length: int) -> Any:
 
 
 # Gathering --------------------------------------------------------------------------------
-
-
-def _gather(column: Column, indices: "_Array | range", out: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows of these samples, in ``out`` or else in a new tensor."""
-    source, mapping, dtype = column
-    at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
-    if mapping is not None:
-        at = mapping[at]
-    if dtype not in (None, source.dtype):
-        part = torch.from_numpy(source.numpy()[at])  # torch lacks some dtypes that NumPy has
-        return part.to(dtype) if out is None else out.copy_(part)
-    if isinstance(at, slice):
-        part = source[at]
-        return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part)
-    if out is not None and out.nbytes >= STREAM_BYTES and source.is_contiguous():
-        # In 64 bits, since addresses are computed.
-        addresses = at.astype(np.int64) * (out.nbytes // len(at)) + source.data_ptr()
-        if copy_rows(addresses.tolist(), out):
-            return out
-    # torch warns about a read-only array, such as indices that came in a message.
-    index = torch.from_numpy(at if at.flags.writeable else at.copy())
-    return torch.index_select(source, 0, index, out=out)
 
 
 class Arrays:
@@ -286,7 +346,7 @@ class Arrays:
             columns = find_columns(self._dataset)
             # Of images in channels-last order torch makes batches in that order, except in workers.
             if columns is not None and self._writer is None:
-                rows = [column.rows for column in columns.fields]
+                rows = [one.rows for one in columns.fields if isinstance(one, Column)]
                 if any(one.ndim in _WITH_CHANNELS and not one.is_contiguous() for one in rows):
                     columns = None
             self._known = sources, columns
@@ -295,26 +355,53 @@ class Arrays:
     def gather(self, columns: Columns, indices: "_Array | range") -> Any:
         """Return a batch of what :meth:`find` returned; with a writer, its layout.
 
-        ``indices`` are at least one, each from 0 to the length less 1.
+        ``indices`` are at least one, each from 0 to the length less 1. None if ``default_collate``
+        makes other than one tensor, or one list of texts, of a field of these samples.
 
         Raises:
             SharedMemoryError: If the batch does not fit the slot.
         """
-        container, keys, fields, _ = columns
+        container, keys, fields, _, row_map = columns
+        at: Any = indices if row_map is None else row_map.rows(indices)
+        found: list[Any] = [field.at(at) for field in fields]
+        if None in found:
+            return None
+        empty = FlatLayout(container, keys, ())
         if self._packer is None or self._writer is None:
-            batch = [_gather(one, indices, None) for one in fields]
-            return FlatLayout(container, keys, ()).contain(batch)
-        kinds = [(dtype or rows.dtype, tuple(rows.shape[1:])) for rows, _, dtype in fields]
+            return empty.contain([_copied(one, None) for one in found])
+        if list in map(type, found):
+            # Texts are pickled. The tensors lie in the slot already.
+            return empty.contain([_copied(one, self._writer) for one in found])
+        kinds = [(one.dtype, one.shape) for one in found]
         layout = self._packer.reserve(container, keys, len(indices), kinds)
-        for column, field in zip(fields, layout.fields, strict=True):
-            _gather(column, indices, field_tensor(self._writer.slot, field))
+        for one, field in zip(found, layout.fields, strict=True):
+            one.copy(field_tensor(self._writer.slot, field))
             if FAULTS is not None:
                 FAULTS.reach("worker.write")
         return layout
 
 
+def _copied(found: "_Rows | ArrowRows | list[str] | None", writer: SlotWriter | None) -> Any:
+    """Return a field of a batch: a list of texts, or the tensor of rows."""
+    if found is None or isinstance(found, list):
+        return found
+    if writer is None:
+        return found.copy()
+    return found.copy(writer.empty((len(found.at), *found.shape), found.dtype))
+
+
+def samples_of(columns: Columns, indices: "_Array | range") -> RaggedBatch:
+    """Return the samples of these indices, of a dataset in Arrow tables, by fields."""
+    assert columns.row_map is not None
+    rows, keys, fields = columns.row_map.rows(indices), columns.keys, columns.fields
+    found: list[Any] = [field.items(rows) for field in fields if isinstance(field, Field)]
+    return RaggedBatch(dict(zip(map(str, keys), found, strict=True)))
+
+
 def _sources_of(dataset: Any) -> list[Any]:
     """Return the objects that a dataset reads from at present, to notice when one is replaced."""
+    if is_arrow(dataset):
+        return sources_of(dataset)
     parts = _parts_of(dataset)
     if parts is None:
         return [dataset]
@@ -326,12 +413,23 @@ class ArrayFetcher:
     """Gathers batches of arrays, and leaves other batches to another fetcher.
 
     It gathers a batch if all its indices are integers from 0 up to the length. With any other
-    index, such as a negative one, the other fetcher gives the same result as torch.
+    index, such as a negative one, the other fetcher gives the same result as torch. For a collate
+    function other than torch's own, it reads the samples of an Arrow table from their buffers.
     """
 
-    def __init__(self, arrays: Arrays, plain: Any, timer: Timer, *, may_shard: bool) -> None:
+    def __init__(
+        self,
+        arrays: Arrays,
+        plain: Any,
+        timer: Timer,
+        *,
+        may_shard: bool,
+        collate_fn: Any = default_collate,
+    ) -> None:
         self._arrays, self._plain = arrays, plain
         self._timer, self._may_shard = timer, may_shard
+        self._packs = is_plain(collate_fn)
+        self._takes_fields = type(collate_fn).__module__.startswith(_COLLATE)
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch of these indices, or a list of the shards' batches."""
@@ -342,10 +440,16 @@ class ArrayFetcher:
 
     def _fetch_one(self, columns: Columns | None, indices: Any) -> Any:
         valid = None if columns is None else _valid_indices(indices, columns.length)
-        if columns is None or valid is None:
-            return self._plain.fetch(as_list(indices))
-        self._timer.sample_count += len(valid)
-        return self._arrays.gather(columns, valid)
+        if columns is not None and valid is not None:
+            if not self._packs and columns.row_map is not None:
+                samples = samples_of(columns, valid)
+                known = samples if self._takes_fields else list(samples)
+                return self._plain.collate(known, as_list(indices))
+            batch = self._arrays.gather(columns, valid) if self._packs else None
+            if batch is not None:
+                self._timer.sample_count += len(valid)
+                return batch
+        return self._plain.fetch(as_list(indices))
 
 
 def _valid_indices(indices: Sequence[Any], length: int) -> Any:

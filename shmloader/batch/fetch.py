@@ -125,6 +125,7 @@ class MapFetcher:
         # Otherwise each sample is loaded by itself, even if the dataset has ``__getitems__``.
         self._loads_lists = rng is None and concurrent_fetcher is None
         get = _getter(dataset)
+        self._begin_rng = None if rng is None else rng.begin_sample
         if rng is not None and concurrent_fetcher is None:
             get = functools.partial(rng.load, get)
         if rng is not None:
@@ -182,6 +183,13 @@ class MapFetcher:
         if self._report is not None and self._report.failed_count and type(samples) is list:
             samples, index = self._without_skipped(samples, index)
         return self._collate(samples if is_batch else samples[0], index)
+
+    def collate(self, samples: Any, indices: Any) -> Any:
+        """Return the batch of samples that were loaded elsewhere, and use no random numbers."""
+        if self._begin_rng is not None:
+            for _ in range(len(samples)):
+                self._begin_rng()
+        return self._collate(samples, indices)
 
     def _load(self, indices: Any) -> Any:
         """Load samples, by one call if the dataset has ``__getitems__``."""

@@ -110,7 +110,9 @@ class BatchMaker:
         self.pop_report: Callable[[], SampleReport | None] = self.fetcher.pop_report
         self._save: Callable[[Keep[Any]], Any] = self.fetcher.save
         if arrays is not None:
-            self.fetcher = ArrayFetcher(arrays, self.fetcher, timer, may_shard=config.may_shard)
+            self.fetcher = ArrayFetcher(
+                arrays, self.fetcher, timer, may_shard=config.may_shard, collate_fn=collate_fn
+            )
 
     def make(self, indices: Any) -> Any:
         """Load the samples of a ticket and collate them.

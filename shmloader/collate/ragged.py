@@ -73,7 +73,11 @@ class Ragged(Sequence[Any]):
     def array(self, number: int) -> _Array:
         """Return a sample as an array: a view of ``values``, unless they are converted."""
         start = self.starts[number]
-        return self.values[start : start + self.lengths[number]].astype(self.dtype, copy=False)
+        array = self.values[start : start + self.lengths[number]]
+        if array.dtype == self.dtype:
+            return array
+        with np.errstate(over="ignore"):  # in torch, what is too large for a float is infinite
+            return array.astype(self.dtype)
 
     @overload
     def __getitem__(self, number: int) -> Any: ...

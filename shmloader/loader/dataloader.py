@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.batch.arrays import is_plain_data, may_be_columns
+from shmloader.batch.arrays import is_plain_data, may_be_columns, may_have_samples
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
@@ -490,7 +490,7 @@ class DataLoader(ResumableLoader[_T_co]):
                 and is_map
                 and may_be_columns(self.dataset)
                 and collates
-                and is_plain(self.collate_fn)
+                and (is_plain(self.collate_fn) or may_have_samples(self.dataset))
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
         )

@@ -156,8 +156,6 @@ class WorkerDataset:
         # One fetcher for all epochs: what an async dataset has opened belongs to its event loop.
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = config.make_concurrent_fetcher()
-        # worker_init_fn may have changed how torch collates.
-        gathers = config.takes_arrays and is_plain(self._collate_fn)
         load_dataset(dataset, saved)
         maker = BatchMaker(
             config,
@@ -167,7 +165,7 @@ class WorkerDataset:
             where=self._where,
             timer=self._timer,
             worker_id=self._worker_id,
-            arrays=Arrays(dataset, self._writer) if gathers else None,
+            arrays=Arrays(dataset, self._writer) if config.takes_arrays else None,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=self._sample_watch,
             writer=self._writer,

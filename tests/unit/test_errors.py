@@ -41,6 +41,7 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 
 OURS = {
     *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence", "collate"),
+    "arrow",
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
     *("sample_rng", "share", "share_on_host", "CachedBatches", "LoaderStats", "PipelineStats"),
     *("install", "installed", "uninstall", "InstallReport"),
@@ -122,9 +123,9 @@ with pipeline.auto_stop():
     assert len(list(pipeline)) == 2
 packages = {name.partition(".")[0] for name in set(sys.modules) - imported}
 print(sorted(packages & {
-    "IPython", "accelerate", "dask", "distributed", "fsspec", "grain", "lightning", "matplotlib",
-    "mpi4py", "pandas", "pyarrow", "pytorch_lightning", "ray", "rich", "torchdata", "tqdm",
-    "transformers",
+    "IPython", "accelerate", "dask", "datasets", "distributed", "fsspec", "grain", "lightning",
+    "matplotlib", "mpi4py", "pandas", "pyarrow", "pytorch_lightning", "ray", "rich", "torchdata",
+    "tqdm", "transformers",
 }))
 ours = ("shmloader.cli", "shmloader.cluster", "shmloader.integrations")
 print(sorted(name for name in sys.modules if name.startswith(ours)))

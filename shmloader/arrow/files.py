@@ -1,0 +1,68 @@
+"""Opens Arrow, Feather and Parquet files as one table of pyarrow's. Imports pyarrow."""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+_PARQUET = (".parquet", ".pq")
+
+
+def open_table(paths: Sequence[str], columns: Sequence[str] | None) -> pa.Table:
+    """Return the rows of all files, one after the other. Arrow files are mapped into memory.
+
+    Raises:
+        KeyError: If there is no column of a name; names those that there are.
+        ValueError: If a file is of no such kind, or has other columns than the first; names it.
+        OSError: If a file cannot be opened.
+    """
+    tables: list[pa.Table] = []
+    for path in paths:
+        try:
+            table = _read_parquet(path, columns) if path.endswith(_PARQUET) else _map(path)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{path} cannot be read as an Arrow or Parquet file: {error}"
+            ) from error
+        table = select(table, columns)
+        if tables and not table.schema.equals(tables[0].schema):
+            raise ValueError(
+                f"{path} has the columns {_described(table)}, but {paths[0]} has "
+                f"{_described(tables[0])}: give files with the same columns"
+            )
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
+    """Return the table with these columns only, in this order.
+
+    Raises:
+        KeyError: If there is no column of a name; names those that there are.
+    """
+    if columns is None:
+        return table
+    for name in columns:
+        if name not in table.column_names:
+            raise KeyError(f"there is no column {name!r}: the columns are {table.column_names}")
+    return table.select(columns)
+
+
+def _read_parquet(path: str, columns: Sequence[str] | None) -> pa.Table:
+    from pyarrow import parquet  # noqa: PLC0415 - most tables are Arrow files
+
+    names = parquet.read_schema(path).names
+    chosen = None if columns is None else [name for name in columns if name in names]
+    return parquet.read_table(path, columns=None if chosen != columns else chosen)
+
+
+def _map(path: str) -> pa.Table:
+    source = pa.memory_map(path)
+    try:
+        return pa.ipc.open_file(source).read_all()
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_stream(source).read_all()
+
+
+def _described(table: pa.Table) -> str:
+    return str(dict(zip(table.schema.names, map(str, table.schema.types), strict=True)))

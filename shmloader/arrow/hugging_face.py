@@ -1,0 +1,107 @@
+"""Finds the columns of a ``datasets.Dataset`` that can be read from their buffers.
+
+Read are columns of numbers, of lists of numbers and of texts, without None, in the formats "torch",
+"numpy" and None. Samples are exactly what ``datasets`` makes of them: with a format, integers
+become int64, and floats float32. All else is left to ``datasets``.
+
+Public are the table (``Dataset.data``), the features and the format. The mapping of indices that
+``shuffle``, ``select`` and others make has no public name: it is the table ``Dataset._indices``. A
+dataset without that attribute is left to ``datasets``, as are subclasses and patched methods.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from shmloader.arrow.fields import Field
+from shmloader.arrow.rows import RowMap
+
+# The features whose values are what the table has, without decoding.
+_PLAIN = {"Value", "ClassLabel"}
+_LISTS = {"List", "LargeList", "Sequence"}
+_FORMS = (None, "torch", "numpy")
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Whether an object is a ``datasets.Dataset``, of exactly this class. Imports nothing."""
+    module = sys.modules.get("datasets")
+    return module is not None and type(dataset) is getattr(module, "Dataset", None)
+
+
+def sources_of(dataset: Any) -> list[Any]:
+    """Return the objects that say what the samples are, to notice when one is replaced."""
+    form = dataset.format
+    settings = form["type"], form["output_all_columns"], form["format_kwargs"]
+    columns = map(sys.intern, form["columns"])
+    return [dataset.data, getattr(dataset, "_indices", None), *settings, *columns]
+
+
+def mapping_of(dataset: Any) -> Any:
+    """Return the row of each sample as an array of integers; None if sample n is row n."""
+    indices = dataset._indices
+    return None if indices is None else indices.column(0).to_numpy()
+
+
+def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
+    """Return the rows of a dataset's samples, and their fields by key, in order.
+
+    None if a field cannot be read.
+    """
+    from shmloader.arrow import making  # noqa: PLC0415 - imports pyarrow
+
+    form, table, features = dataset.format, dataset.data, dataset.features
+    is_known = form["type"] in _FORMS and not form["format_kwargs"] and _is_unpatched(dataset)
+    if not is_known or not hasattr(dataset, "_indices"):
+        return None
+    others = [name for name in table.column_names if name not in form["columns"]]
+    formatted = [name for name in table.column_names if name in form["columns"]]
+    forms = dict.fromkeys(formatted, form["type"])
+    if form["output_all_columns"]:
+        forms |= dict.fromkeys(others)
+    fields = {}
+    try:
+        maps = () if dataset._indices is None else (making.Numbers(dataset._indices.column(0)),)
+        for name, one in forms.items():
+            if not _is_plain(features[name]):
+                return None
+            column = table.column(name)
+            fields[name] = making.field_of(column, one, _dtype_of, _TEXTS[one])
+    except making.UnreadableError:
+        return None
+    return (RowMap(table.num_rows, maps), fields) if fields else None
+
+
+def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
+    """Return the dtype of a number in samples, by its own and the format; None: not supported."""
+    if dtype == np.uint64:
+        return None
+    return np.int64 if dtype.kind in "iu" else np.float64 if form is None else np.float32
+
+
+def _stripped(texts: list[str]) -> list[str]:
+    """Return the texts as an array of texts has them: without zeros at their ends."""
+    return [text.rstrip("\0") for text in texts]
+
+
+def _of_numpy(texts: list[str]) -> list[str]:
+    return list(np.array(texts))
+
+
+_TEXTS = {"torch": _stripped, "numpy": _of_numpy, None: None}
+
+
+def _is_plain(feature: Any) -> bool:
+    kind = type(feature)
+    if not kind.__module__.startswith("datasets."):
+        return False
+    return kind.__name__ in _PLAIN or (kind.__name__ in _LISTS and _is_plain(feature.feature))
+
+
+def _is_unpatched(dataset: Any) -> bool:
+    """Whether the methods that load samples are those of ``datasets``."""
+    names = ("__getitem__", "__getitems__", "_getitem")
+    methods = [getattr(type(dataset), name, None) for name in names]
+    return not any(name in vars(dataset) for name in names) and all(
+        getattr(method, "__module__", "").startswith("datasets.") for method in methods
+    )

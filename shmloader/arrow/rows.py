@@ -1,0 +1,65 @@
+"""Rows of a table: which ones a batch has, and in which chunks of the columns they lie."""
+
+from typing import Any
+
+import numpy as np
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Rows:
+    """Rows of a column. Finds their chunks once for all columns that lie in chunks alike.
+
+    Attributes:
+        array: The rows: int64.
+    """
+
+    def __init__(self, array: _Array) -> None:
+        self.array = array
+        self._found: dict[bytes, _Array] = {}
+
+    def find(self, starts: _Array, identity: bytes) -> Any:
+        """Return the number of each row's chunk; 0 if there is only one chunk.
+
+        Args:
+            starts: The first row of each chunk.
+            identity: Something that is equal for columns whose chunks have the same first rows.
+        """
+        if len(starts) == 1:
+            return 0
+        found = self._found.get(identity)
+        if found is None:
+            found = np.searchsorted(starts, self.array, side="right") - 1
+            self._found[identity] = found
+        return found
+
+
+class RowMap:
+    """Turns indices of samples into rows of a table.
+
+    Args:
+        length: Number of rows.
+        maps: What turns indices into rows, one after the other: each is indexed by an array.
+    """
+
+    def __init__(self, length: int, maps: tuple[Any, ...] = ()) -> None:
+        self._length, self._maps = length, maps
+
+    def mapped(self, mapping: _Array) -> "RowMap":
+        """Return the rows of a subset, which has the samples of these indices."""
+        return RowMap(self._length, (mapping, *self._maps))
+
+    def rows(self, indices: "_Array | range") -> Rows:
+        """Return the row of each sample.
+
+        Raises:
+            IndexError: If a mapping leads out of the table.
+        """
+        rows: Any = indices
+        if isinstance(indices, range):
+            rows = np.arange(indices.start, indices.stop)
+        for mapping in self._maps:
+            rows = mapping[rows]
+        if self._maps and (rows.min() < 0 or rows.max() >= self._length):
+            raise IndexError(f"samples are mapped to rows beyond the table's {self._length}")
+        return Rows(rows.astype(np.int64, copy=False))

@@ -1,0 +1,123 @@
+"""A map-style dataset over Arrow and Parquet files, by pyarrow alone."""
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from shmloader.arrow.fields import Field, ObjectField
+from shmloader.arrow.rows import Rows
+from shmloader.collate import RaggedBatch
+
+_PARQUET = {".parquet", ".pq"}
+_FORMS = ("numpy", "torch", None)
+
+
+class ArrowTable(Dataset[dict[str, Any]]):
+    """A map-style dataset over the rows of Arrow, Feather or Parquet files.
+
+    A sample is a dict of the columns' values. Arrow files are mapped into memory: rows are read
+    when they are needed, and processes share them. Feather files that are compressed, and Parquet
+    files, are decoded into the memory of each process that opens them. Workers that are forked
+    share the memory of their parent; others open the files themselves. So write large Parquet files
+    as Arrow files once.
+
+    A loader makes batches from the table's buffers, without samples, if all columns are numbers,
+    lists of numbers, or texts, without None. Values of other columns become Python's objects.
+
+    Args:
+        source: A path, several paths of files with the same columns, whose rows follow each other,
+            or a ``pyarrow.Table``. Files that end in ``.parquet`` or ``.pq`` are Parquet; all
+            others are Arrow, as files or as streams.
+        columns: Names of the columns that samples have, in their order; None for all.
+        format: "numpy" or "torch": numbers and lists of numbers are arrays or tensors, with the
+            dtype that the table has. None: they are Python's.
+
+    Raises:
+        ImportError: If pyarrow is not installed.
+        ValueError: If there is no file, or no such format.
+        KeyError: If the files have no column of a name; names those that there are.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        columns: Sequence[str] | None = None,
+        format: str | None = "numpy",  # noqa: A002 - as datasets calls it
+    ) -> None:
+        if format not in _FORMS:
+            raise ValueError(f'format is "numpy", "torch" or None, but it is {format!r}')
+        self._columns, self._format = None if columns is None else list(columns), format
+        self._paths: list[str] | None = None
+        if isinstance(source, str | os.PathLike):
+            source = [source]
+        if isinstance(source, list | tuple):
+            self._paths = [os.path.abspath(path) for path in source]  # noqa: PTH100 - of any class
+            if not self._paths:
+                raise ValueError("ArrowTable needs the path of at least one file")
+        self._open(source)
+
+    def _open(self, table: Any) -> None:
+        from shmloader.arrow import files, making  # noqa: PLC0415 - import pyarrow
+
+        if self._paths is not None:
+            table = files.open_table(self._paths, self._columns)
+        self._table = table = files.select(table, self._columns)
+        self._fields: dict[str, Field] = {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            try:
+                self._fields[name] = making.field_of(column, self._format, _dtype_of)
+            except making.UnreadableError:
+                self._fields[name] = ObjectField(column)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the paths, and not the rows; a ``pyarrow.Table`` without paths as it is."""
+        source = self._table if self._paths is None else self._paths
+        return type(self), (source, self._columns, self._format)
+
+    @property
+    def table(self) -> Any:
+        """The ``pyarrow.Table``, with the chosen columns."""
+        return self._table
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields of samples by name, in order, for loaders."""
+        return self._fields
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample: a dict of the columns' values."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples of these indices, which may be negative as in lists.
+
+        Raises:
+            IndexError: If there is no row of an index.
+        """
+        length = len(self)
+        rows = np.array([operator.index(index) for index in indices], np.int64)
+        outside = (rows < -length) | (rows >= length)
+        if outside.any():
+            raise IndexError(f"there is no row {rows[outside][0]}: the table has {length}")
+        if not len(rows):
+            return []
+        rows[rows < 0] += length
+        chosen = Rows(rows)
+        return list(RaggedBatch({key: one.items(chosen) for key, one in self._fields.items()}))
+
+
+def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:
+    """Return the dtype of numbers in samples, by that of the table's and the format."""
+    if form is not None:
+        return dtype
+    if dtype == np.uint64:
+        return None
+    return np.int64 if dtype.kind in "iu" else np.float64

@@ -1,0 +1,146 @@
+"""ArrowTable: samples, files, and pickles."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import feather, parquet
+from torch.utils.data import default_collate
+
+import shmloader
+from shmloader.arrow import ArrowTable
+from tests.parity.compare import TorchLoader, assert_same
+
+TABLE = pa.table(
+    {
+        "ids": pa.chunked_array([[[1, 2], [3]], [[4, 5, 6]]], pa.list_(pa.int32())),
+        "pair": pa.array([[1.5, 2], [3, 4], [5, 6]], pa.list_(pa.float64(), 2)),
+        "id": pa.array([7, 8, 9], pa.int16()),
+        "text": ["a", "bé", ""],
+        "is_good": [True, None, False],
+    }
+)
+
+
+def write_arrow(path, table=TABLE):
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def write_stream(path, table=TABLE):
+    with pa.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+
+
+WRITERS = {
+    "a.arrow": write_arrow,
+    "b.arrow": write_stream,
+    "c.feather": lambda path, table=TABLE: feather.write_feather(table, path),
+    "d.parquet": lambda path, table=TABLE: parquet.write_table(table, path),
+}
+
+
+def plain(sample):
+    return {
+        key: value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else value
+        for key, value in sample.items()
+    }
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("form", ["numpy", "torch", None])
+def test_samples_are_the_rows_of_a_file(name, form, tmp_path):
+    path = tmp_path / name
+    WRITERS[name](str(path))
+    dataset = ArrowTable(path, format=form)
+    assert len(dataset) == 3
+    assert [plain(dataset[n]) for n in (0, 1, 2, -1)] == [
+        TABLE.to_pylist()[n] for n in (0, 1, 2, -1)
+    ]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert list(map(plain, copy.__getitems__([2, 0]))) == [TABLE.to_pylist()[n] for n in (2, 0)]
+
+
+def test_numbers_have_the_table_s_dtypes():
+    ids, number = ArrowTable(TABLE)[0]["ids"], ArrowTable(TABLE)[0]["id"]
+    assert (type(ids), ids.dtype, ids.flags.writeable) == (np.ndarray, np.int32, True)
+    assert type(number) is np.int16
+    sample = ArrowTable(TABLE, format="torch")[1]
+    assert (sample["ids"].dtype, sample["pair"].dtype) == (torch.int32, torch.float64)
+    assert (sample["id"].dtype, sample["id"].shape) == (torch.int16, ())
+    assert type(ArrowTable(TABLE, format=None)[0]["id"]) is int
+
+
+def test_files_follow_each_other_and_columns_are_chosen_in_order(tmp_path):
+    for name, write in WRITERS.items():
+        write(str(tmp_path / name))
+    paths = [tmp_path / name for name in WRITERS]
+    dataset = ArrowTable(paths, columns=["text", "id"])
+    assert len(dataset) == 12
+    assert [list(dataset[n].items()) for n in (4, 11)] == [
+        [("text", "bé"), ("id", 8)],
+        [("text", ""), ("id", 9)],
+    ]
+    assert list(ArrowTable(str(paths[3]), ["id"])[0]) == ["id"]
+
+
+def test_a_table_of_files_is_pickled_as_its_paths(tmp_path, monkeypatch):
+    rows = pa.table({"x": np.arange(100_000)})
+    write_arrow(tmp_path / "a.arrow", rows)
+    monkeypatch.chdir(tmp_path)
+    dataset = ArrowTable("a.arrow")
+    monkeypatch.undo()
+    assert len(pickle.dumps(dataset)) < 1_000
+    assert pickle.loads(pickle.dumps(dataset))[99_999] == {"x": 99_999}
+    assert pickle.loads(pickle.dumps(ArrowTable(rows, ["x"])))[99_999] == {"x": 99_999}
+
+
+def test_what_cannot_be_opened_is_said(tmp_path):
+    with pytest.raises(ValueError, match='format is "numpy", "torch" or None, but it is \'jax\''):
+        ArrowTable(TABLE, format="jax")
+    with pytest.raises(ValueError, match="at least one file"):
+        ArrowTable([])
+    with pytest.raises(KeyError, match="there is no column 'idz': the columns are"):
+        ArrowTable(TABLE, ["idz"])
+    with pytest.raises(FileNotFoundError, match=r"none\.arrow"):
+        ArrowTable(tmp_path / "none.arrow")
+    (tmp_path / "odd.arrow").write_text("no table, but a text that is long enough")
+    with pytest.raises(ValueError, match=r"odd\.arrow cannot be read"):
+        ArrowTable(tmp_path / "odd.arrow")
+    write_arrow(tmp_path / "one.arrow", TABLE.select(["id"]))
+    write_arrow(tmp_path / "other.arrow", pa.table({"id": [1]}))
+    with pytest.raises(ValueError, match=r"other\.arrow has the columns {'id': 'int64'}"):
+        ArrowTable([tmp_path / "one.arrow", tmp_path / "other.arrow"])
+    with pytest.raises(IndexError, match="there is no row 3: the table has 3"):
+        ArrowTable(TABLE)[3]
+
+
+NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64"]
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(["numpy", "torch", None]),
+    st.lists(st.integers(0, 7), min_size=1, max_size=9),
+)
+def test_batches_are_those_of_torch(number, item, form, indices):
+    numbers = np.arange(8).astype(number)
+    items = pa.array(np.arange(24).astype(item))
+    table = pa.table(
+        {
+            "number": numbers,
+            "list": pa.ListArray.from_arrays(pa.array(range(0, 25, 3), pa.int32()), items),
+            "text": ["a", "b\0", "c", "d", "e", "f", "g", "h"],
+        }
+    )
+    dataset = ArrowTable(table, format=form)
+    (ours,) = shmloader.DataLoader(dataset, len(indices), sampler=indices)
+    (theirs,) = TorchLoader(dataset, len(indices), sampler=indices)
+    assert_same(ours, theirs)
+    assert_same(ours, default_collate([dataset[index] for index in indices]))
