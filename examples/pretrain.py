@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
-from shmloader import ShardedDataLoader
+from shmloader import ShardedDataLoader, TokenBlocks
 
 RANKS = 2
 VOCABULARY = 64
@@ -34,23 +33,6 @@ LENGTH = 32  # tokens of a sequence
 GLOBAL_BATCH = 32  # sequences of all ranks together
 EPOCHS = 2
 CHECKPOINT_STEPS = 5
-
-
-class TokenFile(Dataset[Tensor]):
-    """Sequence i is `length` tokens from `i * length` on, and one more: the last to predict."""
-
-    def __init__(self, path: Path, length: int) -> None:
-        # All processes map the same pages. A worker gets the file's name, not its content.
-        self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        self.length = length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> Tensor:
-        begin = index * self.length
-        window = self.tokens[begin : begin + self.length + 1]
-        return torch.from_numpy(window.astype(np.int64))
 
 
 class Model(nn.Module):
@@ -84,7 +66,8 @@ def train(options: argparse.Namespace) -> None:
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = ShardedDataLoader(
-        TokenFile(options.tokens, LENGTH),
+        # All processes map the same pages. The last token of a sample is only predicted.
+        TokenBlocks(options.tokens, LENGTH, dtype=np.uint16, next_token=True),
         GLOBAL_BATCH // world_size,
         shuffle=True,
         seed=0,

@@ -15,7 +15,7 @@ LIMIT_S = 150  # they take some ten seconds, one of them twenty; a busy machine 
 
 
 def run_example(
-    name: str, *arguments: str, temporary: Path | None = None
+    name: str, *arguments: str, temporary: Path | None = None, limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -26,7 +26,7 @@ def run_example(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
 
@@ -90,7 +90,7 @@ def test_train_digits_learns_the_same_from_both_loaders():
         ("http_images.py --images 0", ["--images", "'0'", "from 1 up"]),
         ("text_corpus.py --lines 0", ["--lines", "from 1 up"]),
         ("pretrain.py --count 100", ["--count", "100 tokens are too few"]),
-        ("variable_length.py --texts 0", ["--texts", "from 1 up"]),
+        ("finetune_text.py --layout none", ["--layout", "'none'", "'packed', 'padded'"]),
         ("shards.py --shards 0", ["--shards", "from 1 up"]),
     ],
 )
@@ -221,15 +221,20 @@ def test_pretrain_reads_the_same_tokens_after_all_ranks_were_killed(tmp_path):
     assert not list(tmp_path.glob("pretrain-*"))
 
 
-def test_variable_length_pads_less_in_buckets():
-    result = run_example("variable_length.py", "--texts", "1000", "--epochs", "1")
-    assert result.returncode == 0, result.stderr
-    shuffled, bucketed, last = result.stdout.splitlines()
-    tokens = re.compile(r"([\d,]+) tokens, ([\d,]+) of padding")
-    assert tokens.search(shuffled)[1] == tokens.search(bucketed)[1]
-    shares = re.fullmatch(r"Padding: (\d+)% of the tokens when shuffled, (\d+)% in buckets\.", last)
-    assert shares, last
-    assert int(shares[2]) < int(shares[1]) / 3
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_finetune_text_learns_the_same_packed_padded_and_resumed(tmp_path):
+    result = run_example("finetune_text.py", temporary=tmp_path, limit_s=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("of 2 ranks") == 2
+    assert re.search(r"is killed after step \d+\n", result.stdout)
+    assert "resumes on 1 rank after step" in result.stdout
+    ends = re.findall(r"(\d+) steps, loss ([\d.]+) at first, ([\d.]+) at last", result.stdout)
+    assert len(ends) == 3
+    assert len({steps for steps, _, _ in ends}) == 1
+    assert all(float(last) < float(first) - 1 for _, first, last in ends)
+    assert result.stdout.splitlines()[-1] == "The trainings are equal."
+    assert not list(tmp_path.glob("finetune-*"))
 
 
 def test_shards_deliver_the_same_records_after_a_stop(tmp_path):
