@@ -468,7 +468,7 @@ def test_an_interruption_of_a_wait_loses_nothing(kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 700 pools, one after the other
+@pytest.mark.timeout(1800)  # 700 pools, one after the other
 def test_what_a_handler_raises_at_any_instruction_of_a_wait_loses_no_answer(apart) -> None:
     while_waiting = 0
     for nth in itertools.count(1):

@@ -188,6 +188,7 @@ def try_at(
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.timeout(600)  # as many loaders as instructions are tried
 @pytest.mark.parametrize("name", MODES)
 def test_what_a_handler_raises_at_any_instruction_of_next_loses_nothing_or_closes(name) -> None:
     mode, tries_all = MODES[name], os.environ.get("SHMLOADER_TEST_ALL") == "1"

@@ -20,7 +20,7 @@ from tests.process.host_loaders import Samples, contents, expected, has_ended, l
 from tests.process.ranks import LONG_S, meet
 from tests.process.support import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: More than are taken while a busy machine starts and ends workers.
 COUNT = 12_000

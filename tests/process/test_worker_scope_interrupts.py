@@ -18,7 +18,7 @@ from tests.process.host_loaders import contents, expected, has_ended, loader, ow
 from tests.process.ranks import LONG_S
 from tests.process.support import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * 160)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TRIES_ALL = os.environ.get("SHMLOADER_TEST_ALL") == "1"
 
@@ -27,7 +27,7 @@ TRIES_ALL = os.environ.get("SHMLOADER_TEST_ALL") == "1"
 PLACES = 12
 
 #: How long a rank may take for all of it on a busy machine.
-TRIALS_S = 160
+TRIALS_S = 600
 
 
 #: Where descriptors are received and opened.

@@ -151,6 +151,7 @@ def check(cell: Cell, method: str = "fork") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_random_stream_goes_on_exactly_where_it_stopped(kind, whole):
     chosen = [cell for cell in CELLS if cell.kind == kind and (whole or cell.is_chosen(20))]
