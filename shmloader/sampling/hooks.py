@@ -105,10 +105,12 @@ def epoch_of(sampler: object) -> int | None:
 def seekable(sampler: object) -> Any:
     """Return a sampler that can begin an epoch at any item; None for any other.
 
-    These are ours, with ``can_seek``, and have two methods:
+    These are ours, with ``can_seek``, and have three methods:
 
-    * ``seek(position)`` returns an iterator of the next epoch from an item on, which costs little
-      compared with drawing the items before.
+    * ``seek(position, place)`` returns an iterator of the next epoch from an item on, which costs
+      little compared with drawing the items before, and less with the item's place.
+    * ``place(position)`` returns the place of an item of the newest epoch for ``seek`` in another
+      process: a list of ints, or None if it is not known.
     * ``fill_step(items, count)`` returns ``count`` items for a last step that has fewer, and how
       many of these, the first ones, have no sample that the epoch has had before.
     """

@@ -225,12 +225,12 @@ class EpochDraw(Iterator[Any]):
         planned, first = seekable(self._order.index_sampler), 0
         if planned is not None and start:
             first = start - 1
-            items = only_next(planned.seek(first))
+            items = only_next(planned.seek(first, epoch.saved.get("place")))
         passed = first
         for passed, last in enumerate(itertools.islice(items, start - first), first + 1):  # noqa: B007
             pass
         if passed < start:
-            raise too_few(start, passed, kind)
+            raise too_few(start, passed if planned is None else len(planned), kind)
         epoch.check_passed(last, kind)
         return items
 

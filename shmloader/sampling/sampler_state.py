@@ -279,7 +279,16 @@ class DrawnEpoch:
         for sampler in chain(index_sampler):
             if type(sampler) not in _TORCHS and is_known(sampler) and is_cut_for_ranks(sampler):
                 check = None
-        return {**self.state, "last_checksum": check}
+        return {**self.state, "last_checksum": check, **self._place(seekable(index_sampler))}
+
+    def _place(self, planned: Any) -> dict[str, Any]:
+        """Return the place of the last item before the position, if the sampler knows it."""
+        position, place = self.progress.position, None
+        if planned is not None and position == self.progress.start:
+            place = self.saved.get("place")
+        elif planned is not None:
+            place = planned.place(position - 1)
+        return {} if place is None else {"place": place}
 
     def check_passed(self, last: object, kind: str) -> None:
         """Raise ValueError if a sampler yields another batch before the position than it did.

@@ -220,7 +220,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
             set_epoch_of(self._sampler, epoch)
         self.known_epochs = epoch, epoch + 1  # which it counts by itself
         if first:
-            return only_next(self._sampler.seek(first))
+            return only_next(self._sampler.seek(first, saved.get("place")))
         return restart_if_exhausted(self._iterate) if has_own else self._iterate()
 
     def _iterate(self) -> Iterator[Any]:

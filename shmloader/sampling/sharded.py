@@ -1,5 +1,6 @@
 """Samplers of one rank's share: of what another sampler yields, and of a weighted draw."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -102,16 +103,21 @@ class ShardedSampler(EpochSampler[Any]):
         """Whether an epoch can begin at any item: see ``hooks.seekable``."""
         return self._planned is not None
 
-    def seek(self, position: int) -> Iterator[Any]:
+    def seek(self, position: int, place: list[int] | None = None) -> Iterator[Any]:
         """Yield the items of the next epoch from one on, as ``hooks.seekable`` says."""
         epoch = self.epoch
         self.epoch = epoch + 1
-        yield from self._draw(epoch, position)
+        yield from self._draw(epoch, position, place)
 
-    def _draw(self, epoch: int, first: int = 0) -> Iterator[Any]:
+    def place(self, position: int) -> list[int] | None:
+        """Return the place of an item, or rather that of the item of any rank before it."""
+        found: list[int] | None = self._planned.place(max(0, position * self.world_size - 1))
+        return found
+
+    def _draw(self, epoch: int, first: int = 0, place: list[int] | None = None) -> Iterator[Any]:
         set_epoch_of(self.sampler, epoch)
         steps = DrawnSteps(
-            self._begin,
+            functools.partial(self._begin, place=place),
             self._cut,
             self.last_batch,
             start=first * self.world_size,
@@ -121,8 +127,8 @@ class ShardedSampler(EpochSampler[Any]):
         for step in steps:
             yield from step
 
-    def _begin(self, first: int = 0) -> Iterator[Any]:
-        return iterate(self.sampler) if not first else iter(self._planned.seek(first))
+    def _begin(self, first: int = 0, *, place: list[int] | None) -> Iterator[Any]:
+        return iter(self._planned.seek(first, place)) if first else iterate(self.sampler)
 
 
 def _check_sampler(sampler: object) -> None:

@@ -248,10 +248,9 @@ class DrawnSteps(Steps):
         while self._to_pass:
             count = len(self._take(min(self._to_pass, size)))
             self._to_pass -= count
-            if not count and self._to_pass >= size:
-                before, found = (
-                    -(-each // self._cut.share) for each in (self.position, self._drawn_count)
-                )
+            if not count and (self._to_pass >= size or self._planned is not None):
+                drawn = self._drawn_count if self._planned is None else len(self._planned)
+                before, found = (-(-each // self._cut.share) for each in (self.position, drawn))
                 raise too_few(before, found, "sampler")
             if not count:  # the last step that was delivered was short
                 self._to_pass = 0

@@ -49,9 +49,10 @@ class TokenBatches(EpochSampler[list[int]]):
     batches have fewer samples than there are ranks, the epoch's first batches fill the step up.)
 
     **Cost.** Nothing is loaded. A window of 10,000 samples takes some 2 ms, and is planned when its
-    first batch is drawn. ``len()``, and an epoch that is resumed in its midst, count the batches of
-    all windows, or of those before, once an epoch: 0.2 s for a million samples. Several measures
-    take 8 s for a million. The number of batches differs a little from epoch to epoch.
+    first batch is drawn. A saved state has the number of the window, so that resuming plans only
+    that one. ``len()`` counts the batches of all windows once an epoch: 0.2 s for a million
+    samples. With several measures, a million takes 8 s. The number of batches differs a little from
+    epoch to epoch.
 
     Random numbers come from numpy's Philox, keyed by (seed, epoch, window).
 
@@ -190,17 +191,28 @@ class TokenBatches(EpochSampler[list[int]]):
     def _draw(self, epoch: int) -> Iterator[list[int]]:
         return self._draw_from(epoch, 0)
 
-    def seek(self, position: int) -> Iterator[list[int]]:
+    def seek(self, position: int, place: list[int] | None = None) -> Iterator[list[int]]:
         """Yield the batches of the next epoch from one on, without those before.
 
-        As with ``iter()``, the epoch's number is read when the first batch is drawn.
+        As with ``iter()``, the epoch's number is read when the first batch is drawn. With the
+        batch's place, the windows before are not counted.
         """
         epoch = self.epoch
         self.epoch = epoch + 1
+        if place is not None and place[0] == epoch:
+            self._epochs[epoch] = self._plan(epoch, (place[1], place[2]))
         yield from self._draw_from(epoch, position)
+
+    def place(self, position: int) -> list[int] | None:
+        """Return the epoch, the window and the batches before it, of a batch of the last epoch."""
+        windows = self._epochs.get(self._newest)
+        found = None if windows is None else windows.place(position)
+        return None if found is None else [self._newest, *found]
 
     def _draw_from(self, epoch: int, position: int) -> Iterator[list[int]]:
         self._newest = self._running = epoch
+        if not self._windows(epoch).knows(position):
+            self._epochs[epoch] = self._plan(epoch)
         yield from self._windows(epoch).batches(position)
         if self._running == epoch:
             self._running = None
@@ -213,7 +225,7 @@ class TokenBatches(EpochSampler[list[int]]):
             windows = self._epochs[epoch] = self._plan(epoch)
         return windows
 
-    def _plan(self, epoch: int) -> EpochWindows:
+    def _plan(self, epoch: int, known: tuple[int, int] = (0, 0)) -> EpochWindows:
         return EpochWindows(
             self._source,
             self._packer,
@@ -221,6 +233,7 @@ class TokenBatches(EpochSampler[list[int]]):
             shuffle=self.shuffle,
             seed=self.seed,
             epoch=epoch,
+            known=known,
         )
 
     # What orders and loaders ask -----------------------------------------------------------

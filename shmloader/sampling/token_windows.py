@@ -85,6 +85,7 @@ class EpochWindows:
         size: Samples in a window; the last samples, too few for one, are spread over all windows.
         shuffle: Whether windows are runs of a shuffled order, and batches are shuffled.
         seed, epoch: What the order depends on.
+        known: A window, and how many batches come before it; the windows before are not planned.
 
     Attributes:
         window_count: Number of windows.
@@ -99,14 +100,18 @@ class EpochWindows:
         shuffle: bool,
         seed: int,
         epoch: int,
+        known: tuple[int, int] = (0, 0),
     ) -> None:
         self._source, self._packer = source, packer
         self._seed, self._epoch = seed, epoch
         count = source.number_count
         self._order = Permutation(count, seed, epoch) if shuffle else None
         self.window_count = max(1, count // size) if count else 0
-        # How many batches come before each window; for those that were planned so far.
-        self._firsts = [0]
+        # How many batches come before each window, from a first one on, as far as is known.
+        self._known, first = known
+        self._firsts = [first]
+        # The window that was counted last, since it is often the next that is planned.
+        self._packed: dict[int, tuple[Numbers, Numbers, Packing]] = {}
 
     def __len__(self) -> int:
         """Return the number of batches. Plans all windows at the first call."""
@@ -114,18 +119,35 @@ class EpochWindows:
 
     def batches(self, position: int = 0) -> Iterator[list[int]]:
         """Yield the batches from this one on, as lists of numbers."""
-        while self._firsts[-1] <= position and len(self._firsts) <= self.window_count:
-            self._first(len(self._firsts))
-        first = bisect_right(self._firsts, position) - 1
-        start = position - self._firsts[first]
-        for number in range(first, self.window_count):
-            yield from self.window(number).batches(start if number == first else 0)
+        while self._firsts[-1] <= position and self._next < self.window_count:
+            self._first(self._next + 1)
+        window, first = self.place(position) or (self.window_count, position)
+        for number in range(window, self.window_count):
+            yield from self.window(number).batches(position - first if number == window else 0)
+
+    def knows(self, position: int) -> bool:
+        """Whether a batch can be found, since it is not before the first window that is known."""
+        return position >= self._firsts[0]
+
+    def place(self, position: int) -> tuple[int, int] | None:
+        """Return a batch's window, and how many batches come before that; None if not known yet."""
+        at = bisect_right(self._firsts, position) - 1
+        if not 0 <= at < len(self._firsts) - 1:
+            return None
+        return self._known + at, self._firsts[at]
+
+    @property
+    def _next(self) -> int:
+        """The last window of which it is known how many batches come before."""
+        return self._known + len(self._firsts) - 1
 
     def window(self, number: int) -> Window:
         """Plan a window."""
         first = self._first(number)
-        numbers, lengths, packing = self._pack(number)
-        if len(self._firsts) == number + 1:
+        if number not in self._packed:
+            self._packed = {number: self._pack(number)}
+        numbers, lengths, packing = self._packed.pop(number)
+        if number == self._next:
             self._firsts.append(first + len(packing.ends))
         cost = self._packer.cost
         random = None
@@ -142,10 +164,10 @@ class EpochWindows:
 
     def _first(self, window: int) -> int:
         """Return how many batches come before a window."""
-        while len(self._firsts) <= window:
-            packing = self._pack(len(self._firsts) - 1)[2]
-            self._firsts.append(self._firsts[-1] + len(packing.ends))
-        return self._firsts[window]
+        while self._next < window:
+            self._packed = {self._next: self._pack(self._next)}
+            self._firsts.append(self._firsts[-1] + len(self._packed[self._next][2].ends))
+        return self._firsts[window - self._known]
 
     def _pack(self, number: int) -> tuple[Numbers, Numbers, Packing]:
         """Return the numbers of a window's samples, their lengths, and batches of them."""

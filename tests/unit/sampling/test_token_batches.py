@@ -1,5 +1,6 @@
 """Batches of a token budget, as loaders draw them."""
 
+import itertools
 import json
 import math
 import pickle
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.sampling import ShardedSampler, TokenBatches
+from shmloader.loader.states import sealed
+from shmloader.sampling import ShardedSampler, TokenBatches, token_windows
 
 BUDGET = 64
 LENGTHS = np.random.default_rng(1).integers(1, BUDGET // 2, 700)
@@ -102,25 +104,76 @@ def test_an_epoch_begins_at_any_batch(position):
     assert list(batches) == epoch_of(plan(), 1)
 
 
-def test_a_plan_is_lazy_and_seeks_without_a_batch_of_the_windows_before():
-    class Counted:
-        """An array whose lengths are looked at by window."""
+class Looks:
+    """Lengths as costs, which counts how often windows are looked at."""
 
-        def __init__(self, lengths):
-            self.lengths, self.looks = lengths, 0
+    def __init__(self):
+        self.count = 0
 
-        def __call__(self, lengths):
-            self.looks += 1
-            return lengths
+    def __call__(self, lengths):
+        self.count += 1
+        return lengths
 
-    costs = Counted(LENGTHS)
+
+def test_a_plan_is_made_window_by_window():
+    costs = Looks()
     batches = plan(balance=costs)
-    before = costs.looks
+    before = costs.count
     next(iter(batches))
-    assert costs.looks - before == 1
-    before = costs.looks
-    next(plan(balance=costs).seek(150))
-    assert costs.looks - before == 2  # when constructed, and the one window
+    assert costs.count - before == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda each: each, lambda each: ShardedSampler(each, rank=0, world_size=1)]
+)
+@pytest.mark.parametrize("position", [1, 57, 58, 170])
+def test_from_a_place_only_its_window_is_planned_and_the_rest_is_the_same(
+    wrap, position, monkeypatch
+):
+    drawn = wrap(plan())
+    expected = list(drawn)
+    place = drawn.place(position)
+    batches = wrap(plan())
+    packed = []
+    pack = token_windows.best_fit_decreasing
+    monkeypatch.setattr(
+        token_windows, "best_fit_decreasing", lambda *given: packed.append(1) or pack(*given)
+    )
+    items = batches.seek(position, place)
+    assert next(items) == expected[position]
+    assert len(packed) == 1
+    assert list(items) == expected[position + 1 :]
+    assert len(plan()) == len(expected)
+    assert list(batches) == epoch_of(plan(), 1)
+    batches.set_epoch(0)
+    assert list(batches) == expected
+
+
+def test_the_place_in_another_epoch_is_not_used():
+    drawn = plan()
+    list(drawn)
+    place = drawn.place(100)
+    batches = plan()
+    batches.set_epoch(1)
+    assert list(batches.seek(100, place)) == epoch_of(plan(), 1)[100:]
+
+
+def test_a_place_that_is_not_known_is_none():
+    batches = plan()
+    assert batches.place(0) is None
+    next(iter(batches))
+    assert batches.place(0) == [0, 0, 0]
+    assert batches.place(150) is None
+    assert len(batches) > 150
+    assert batches.place(150) is not None
+
+
+def test_the_running_epoch_of_a_resumed_plan_has_the_same_length():
+    drawn = plan()
+    count = len(list(drawn))
+    batches = plan()
+    next(batches.seek(100, drawn.place(100)))
+    assert len(batches) == count
 
 
 def test_a_pickled_plan_is_its_arguments_and_goes_on_with_the_next_epoch():
@@ -223,6 +276,18 @@ def test_a_function_gives_the_costs_of_an_array_of_lengths():
     assert ratio(batches, 8, lambda length: length**3) < ratio(mixed, 8, lambda length: length**3)
 
 
+def test_of_padded_batches_the_costs_are_those_of_padded_samples():
+    seen = []
+
+    def cost(lengths):
+        seen.append(lengths)
+        return lengths
+
+    batches = TokenBatches([3, 9, 1, 8, 2], 32, layout="padded", multiple_of=4, balance=cost)
+    list(batches)
+    assert sorted(seen[-1].tolist()) == [4, 4, 4, 12, 12]
+
+
 # Ranks -------------------------------------------------------------------------------------
 
 
@@ -320,6 +385,17 @@ def test_a_state_is_small_and_of_another_plan_an_error():
         loader = DataLoader(Numbers(), batch_sampler=other, collate_fn=list)
         with pytest.raises(ValueError, match=f"does not fit this loader(.|\n)*{text}"):
             loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_position_after_the_end_is_an_error_with_the_count(seed):
+    loader = DataLoader(Numbers(), batch_sampler=plan(), collate_fn=list, seed=seed)
+    list(itertools.islice(iter(loader), 3))
+    state = loader.state_dict()
+    state = sealed({**state, "position": 200, "sampler": {**state["sampler"], "place": None}})
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"saved after 200 batches .* yields only 178"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("stop", [1, 40, 120])
