@@ -45,7 +45,8 @@ class Pack(Collate):
     - other fields: those with an item for each token are packed as well, numbers are stacked.
       ``attention_mask`` is left out, since nothing is padded.
 
-    Samples without tokens are left out of the batch, with all their fields.
+    Samples without tokens are left out of the batch, with all their fields. Call a model of
+    transformers with ``use_cache=False``: with a cache, it does not keep sequences apart.
 
     Args:
         separator: The label of each sequence's first token, so that no loss predicts it from the

@@ -95,6 +95,11 @@ class Jagged(Collate):
     equals ``torch.nested.nested_tensor(samples, layout=torch.jagged)``.
     """
 
+    def __init__(self) -> None:
+        # The first nested tensor of a process makes torch import 500 modules, which takes a second.
+        # Workers that are forked have them, and so has the main process, which rebuilds batches.
+        self.collate([torch.zeros(1)], None)
+
     def collate(self, samples: Any, field: object) -> torch.Tensor:
         """Return the batch."""
         sequences = read_sequences(samples, field)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.collate import Pack, Ragged, RaggedBatch
+from shmloader.collate import Fields, Pack, Pad, Ragged, RaggedBatch
 from tests.parity.compare import assert_same
 from tests.unit.collate.support import BATCHES, KINDS, as_kind
 
@@ -71,6 +71,28 @@ def test_the_filler_is_a_last_sequence_of_its_own(lists, kind, spare, more):
     ends = plain["cu_seq_lens_q"].tolist()
     assert bounds.tolist() == ends + [count + spare] * (len(bounds) - len(ends))
     assert batch["max_length_q"] == batch["max_length_k"] == max(plain["max_length_q"], spare)
+
+
+def test_a_model_of_transformers_reads_packed_sequences_as_it_reads_padded_ones():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, max_position_embeddings=64,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    lists = [torch.randint(1, 50, (length,)).tolist() for length in (5, 17, 1, 9)]
+    samples = [{"input_ids": each, "labels": each} for each in lists]
+    pad = Fields(input_ids=Pad(0, with_mask=True), labels=Pad(-100))
+    with torch.no_grad():
+        padded = model(**pad(samples), use_cache=False)
+        rows = zip(padded.logits, lists, strict=True)
+        expected = torch.cat([row[: len(each)] for row, each in rows])
+        for pack in (Pack(), Pack(fixed_tokens=40, fixed_sequences=7)):
+            packed = model(**pack(samples), use_cache=False)
+            torch.testing.assert_close(packed.logits[0, : len(expected)], expected)
+            torch.testing.assert_close(packed.loss, padded.loss)
 
 
 def test_other_fields_are_packed_or_stacked():
