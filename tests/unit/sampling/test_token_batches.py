@@ -387,6 +387,36 @@ def test_a_state_is_small_and_of_another_plan_an_error():
             loader.load_state_dict(state)
 
 
+LOADERS = {
+    "plain": lambda: DataLoader(Numbers(), batch_sampler=plan(), collate_fn=list),
+    "seeded": lambda: DataLoader(Numbers(), batch_sampler=plan(), collate_fn=list, seed=5),
+    "rank": lambda: ranks_of(3)[1],
+    "torch-style rank": lambda: DataLoader(
+        Numbers(),
+        batch_sampler=ShardedSampler(plan(), rank=1, world_size=3),
+        collate_fn=list,
+    ),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_loader_that_goes_on_plans_one_window(make, monkeypatch):
+    loader, other = make(), make()
+    iterator = iter(loader)
+    list(itertools.islice(iterator, 38))
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = next(iterator)
+    packed = []
+    pack = token_windows.best_fit_decreasing
+    monkeypatch.setattr(
+        token_windows, "best_fit_decreasing", lambda *given: packed.append(1) or pack(*given)
+    )
+    other.load_state_dict(state)
+    assert next(iter(other)) == expected
+    assert len(packed) == 1
+    assert other.state_dict()["sampler"]["place"][1] > 0
+
+
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_position_after_the_end_is_an_error_with_the_count(seed):
     loader = DataLoader(Numbers(), batch_sampler=plan(), collate_fn=list, seed=seed)
