@@ -107,18 +107,22 @@ def _fit_runs(lengths: Numbers, budget: int) -> tuple[Numbers, Numbers]:
 
 def _fit_measures(lengths: Numbers, budget: Numbers) -> tuple[Numbers, Numbers]:
     """Return the rows from long to short, and the batch of each."""
-    rows = np.argsort(-(lengths / budget).max(axis=1), kind="stable")
-    spaces = np.empty((len(rows), len(budget)), np.int64)
+    shares = lengths / budget
+    rows = np.argsort(-shares.max(axis=1), kind="stable")
+    # One row for each measure, and their sums as shares.
+    spaces = np.repeat(budget[:, None], len(rows), axis=1)
+    sums = np.full(len(rows), float(len(budget)))
     batches = np.empty(len(rows), np.int64)
     batch_count = 0
     for place, row in enumerate(rows.tolist()):
-        fits = np.flatnonzero((spaces[:batch_count] >= lengths[row]).all(axis=1))
-        if len(fits):
-            batch = int(fits[(spaces[fits] / budget).sum(axis=1).argmin()])
-        else:
-            batch, batch_count = batch_count, batch_count + 1
-            spaces[batch] = budget
-        spaces[batch] -= lengths[row]
+        fits = np.ones(batch_count, np.bool_)
+        for space, length in zip(spaces, lengths[row], strict=True):
+            fits &= space[:batch_count] >= length
+        found = np.flatnonzero(fits)
+        batch = int(found[sums[found].argmin()]) if len(found) else batch_count
+        batch_count = max(batch_count, batch + 1)
+        spaces[:, batch] -= lengths[row]
+        sums[batch] -= shares[row].sum()
         batches[place] = batch
     return rows, batches
 

@@ -65,6 +65,30 @@ def test_each_of_several_measures_keeps_its_budget(pairs):
         assert (lengths[batch].sum(axis=0) <= (BUDGET, 10)).all()
 
 
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 8)), max_size=40))
+@settings(derandomize=True)
+def test_several_measures_are_packed_best_fit_decreasing_by_shares(pairs):
+    batches, spaces = [], []
+    for row in sorted(
+        range(len(pairs)), key=lambda row: -max(pairs[row][0] / 16, pairs[row][1] / 8)
+    ):
+        fitting = [
+            at
+            for at, space in enumerate(spaces)
+            if space[0] >= pairs[row][0] and space[1] >= pairs[row][1]
+        ]
+        at = min(
+            fitting, key=lambda at: spaces[at][0] / 16 + spaces[at][1] / 8, default=len(spaces)
+        )
+        if at == len(spaces):
+            spaces.append((16, 8))
+            batches.append([])
+        spaces[at] = (spaces[at][0] - pairs[row][0], spaces[at][1] - pairs[row][1])
+        batches[at].append(row)
+    packing = best_fit_decreasing(np.array(pairs, np.int64).reshape(-1, 2), (16, 8))
+    assert batches_of(packing) == batches
+
+
 def test_of_two_measures_the_one_that_is_full_decides():
     # The first two fill the second budget; the third fits beside neither.
     lengths = np.array([[1, 5], [1, 5], [2, 1]])
