@@ -44,7 +44,13 @@ import torch.utils.data
 # Imported here: another user may be unable to read it.
 from shmloader import DataLoader, SharedMemoryError
 from tests.faults import docs
-from tests.faults.harness import end_session, session_of
+from tests.faults.harness import (
+    NEW_MOUNTS,
+    PRIVATE_RECURSIVE,
+    end_session,
+    mount_shm,
+    session_of,
+)
 
 MIB = 1 << 20
 
@@ -196,8 +202,7 @@ def _filters() -> Iterator[Environment]:
             yield Environment(f"{name} {errno.errorcode[number]}", enter, reasons)
 
 
-_NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000
-_PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
+_NEW_USERS = 0x10000000
 
 
 def _enter_container(*, has_proc: bool) -> None:
@@ -209,11 +214,11 @@ def _enter_container(*, has_proc: bool) -> None:
             raise NotImplementedError(f"no namespace: {os.strerror(ctypes.get_errno())}")
 
     uid, gid = os.getuid(), os.getgid()
-    call(libc.unshare, _NEW_MOUNTS | _NEW_USERS)
+    call(libc.unshare, NEW_MOUNTS | _NEW_USERS)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    call(libc.mount, b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
+    call(libc.mount, b"none", b"/", None, ctypes.c_ulong(PRIVATE_RECURSIVE), None)
     call(libc.mount, b"none", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=1m")
     if not has_proc:
         call(libc.mount, b"none", b"/proc", b"tmpfs", ctypes.c_ulong(0), b"size=1m")
@@ -287,6 +292,7 @@ def _load(kind: str) -> tuple[Outcome, str, bool]:
 def _child(environment: Environment, kind: str, said: int) -> None:
     """Run a trial, and write its outcome to the pipe ``said``."""
     torch.set_num_threads(1)  # OpenMP ends the process if it cannot start a thread for a comparison
+    mount_shm()  # torch leaves files there where it may not make them long enough
     try:
         environment.enter()
         with contextlib.suppress(RuntimeError):  # it takes a thread

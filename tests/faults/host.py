@@ -40,7 +40,7 @@ from shmloader import ShardedDataLoader, share_on_host
 from shmloader.host import name_of_run, name_of_socket
 from tests.faults import docs
 from tests.faults.announcements import Announcements, is_running, tell_forks_of_spawned
-from tests.faults.harness import options_of
+from tests.faults.harness import mount_shm, options_of
 from tests.process.ranks import FORK, Rank, variables
 
 _COUNT, _BATCH, _WORKERS, _EPOCHS = 240, 4, 2, 3
@@ -67,9 +67,8 @@ _COUNTED = (
     ("other problem", "other problems"),
     ("rank told", "ranks told of it"),
 )
-# From <sys/prctl.h>, <sched.h> and <sys/mount.h>.
+# From <sys/prctl.h>.
 _PR_SET_CHILD_SUBREAPER = 36
-_NEW_MOUNTS, _PRIVATE_RECURSIVE = 0x20000, 0x44000
 
 
 class _Expected(NamedTuple):
@@ -425,14 +424,6 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _mount_shm() -> None:
-    """Give this process a /dev/shm of its own, if it may."""
-    libc = ctypes.CDLL(None)
-    if libc.unshare(_NEW_MOUNTS) == 0:
-        libc.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
-        libc.mount(b"none", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
-
-
 class _TrialProcess:
     """A process that runs one trial.
 
@@ -472,7 +463,7 @@ class _TrialProcess:
 
 def _run_trial(connection: Any, seed: str, victim: str, expected: _Expected) -> None:
     _adopt_orphans()
-    _mount_shm()
+    mount_shm()
     is_of_share = victim in ("builder", "taking rank")
     trial = (_ShareTrial if is_of_share else _PoolTrial)(seed, victim)
     try:
