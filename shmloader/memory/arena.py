@@ -287,7 +287,10 @@ class Arena:
             OSError: If there is no descriptor left (EMFILE).
         """
         if slot_bytes is None:
-            slot_bytes = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES)
+            slot_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+            # The number is any number at all where a sandbox forbids sysinfo().
+            if not 0 < slot_bytes < _MOST_BYTES:
+                slot_bytes = _MOST_BYTES
         limit = soft_limit(resource.RLIMIT_FSIZE)
         most_bytes = (sys.maxsize if limit is None else limit) // slot_count
         slot_bytes = min(whole_pages(slot_bytes), most_bytes // mmap.PAGESIZE * mmap.PAGESIZE)

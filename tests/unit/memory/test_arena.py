@@ -56,6 +56,16 @@ def test_huge_slots_cost_nothing_until_they_are_written():
     arena.close()
 
 
+@pytest.mark.parametrize("page_count", [1 << 50, 0, -1, -1 << 50])
+def test_slots_are_as_large_as_can_be_where_the_machines_memory_is_not_known(
+    page_count, monkeypatch
+):
+    monkeypatch.setattr(os, "sysconf", lambda _: page_count)
+    arena = Arena.create(None, 2)
+    assert arena.slot_bytes == 1 << 37
+    arena.close()
+
+
 @pytest.mark.parametrize("nbytes", [0, MIB, 64 * MIB])
 def test_the_length_of_an_arena_cannot_be_changed(arena, nbytes):
     with pytest.raises(PermissionError):
