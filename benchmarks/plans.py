@@ -1,46 +1,60 @@
 """How full and how balanced are batches of a token budget, and how long does the plan take?
 
 Lengths are log-normal (median 300, sigma 1), cut at the budget of 16,384 tokens. The first table
-has ways to make batches of the same samples: the share of the budget that samples take, padding,
-and the cost of the most expensive rank of a step over the mean of its ranks, where a sequence of L
-tokens costs ``a * L + L**2`` with a = 6 * 4096. "torch" is batches of as many samples as fit the
-budget on average, in random order and padded, as its samplers make them. The second table has the
-time to plan more samples: to the first batch, from the lengths on; of all batches, which are drawn;
-of ``len()`` alone; and to go on from the midst of an epoch. Times are CPU time of the one thread
-that plans, which other programs hardly change.
+has ways to make batches of the same 1,000,000 samples: the share of the budget that samples take,
+padding, and the cost of the most expensive rank of a step over the mean of its ranks, where a
+sequence of L tokens costs ``a * L + L**2`` with a = 6 * 4096. "torch" is what torch's samplers
+make: batches of as many samples as fit the budget on average, in random order, then padded.
 
-Each run is a fresh process. The tables have the median of the rounds with the least and the most.
+The second table has the time to plan: to the first batch, from the lengths on; to go on in the
+midst of an epoch, from a saved state on; all batches, drawn as lists; and ``len()`` alone. Times
+are CPU time of the one thread that plans, which other programs hardly change.
+
+Every run is recorded at once, and a campaign that was interrupted continues where it was. A full
+campaign takes some minutes, and writes the section of ``RESULTS.md``.
 
 Exit code: 0; 2 if a run failed. No figure is a pass or a fail.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from _fresh import run_anew
-from _machine import describe_machine
-from _spread import with_spread
+from _campaign import Campaign, Cells
+from _record import Run, select
+from _sections import judge, write_table
+from _spread import with_spread_if_any
 
 from shmloader.sampling import TokenBatches
 from shmloader.sampling.balancing import attention
 
-_RUN_LIMIT_S = 300.0
 BUDGET = 16_384
 WINDOW = 10_000
 WORLD_SIZES = (8, 64)
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any] | None] = {
     "packed, balanced by attention": {"balance": "attention"},
     "packed, balanced by tokens": {"balance": "tokens"},
     "packed, random order": {},
     "padded, balanced by attention": {"layout": "padded", "balance": "attention"},
     "padded, random order": {"layout": "padded"},
+    "torch: as many samples each, padded": None,
+}
+# Cases of times: the samples that are planned.
+SIZES = {"1,000,000": 1_000_000, "10,000,000": 10_000_000}
+_SMALLEST = 20_000
+
+# For each figure of the times: its title, a factor, how it is written.
+TIMES = {
+    "first_s": ("first batch, ms", 1e3, ".1f"),
+    "resume_s": ("go on in the midst, ms", 1e3, ".1f"),
+    "all_s": ("all batches, s", 1, ".2f"),
+    "len_s": ("len(), s", 1, ".2f"),
 }
 
 
@@ -50,101 +64,142 @@ def make_lengths(count: int) -> npt.NDArray[np.int64]:
     return np.clip(lengths, 1, BUDGET).astype(np.int64)
 
 
-def measure_torch(lengths: npt.NDArray[np.int64]) -> list[Any]:
-    """Return fill, padding and the ratios of costs of torch's random batches, padded."""
+def measure_way(way: str, count: int) -> dict[str, float]:
+    """Return fill, padding, and the ratio of costs for each world size."""
+    lengths, options = make_lengths(count), WAYS[way]
+    if options is None:
+        return _measure_torch(lengths)
+    plan = TokenBatches(lengths, BUDGET, window=WINDOW, **options)
+    reports = {size: plan.report(size, cost="attention") for size in WORLD_SIZES}
+    ratios = {f"ratio_{size}": report.cost_ratio for size, report in reports.items()}
+    return {"fill": reports[8].fill, "padding": reports[8].padding, **ratios}
+
+
+def _measure_torch(lengths: npt.NDArray[np.int64]) -> dict[str, float]:
     size = int(BUDGET / lengths.mean())
     order = np.random.default_rng(0).permutation(len(lengths))
     batches = lengths[order[: len(order) // size * size]].reshape(-1, size)
-    padded = np.repeat(batches.max(axis=1), size).reshape(-1, 1)
-    costs = attention(padded).reshape(-1, size).sum(axis=1)
-    ratios = []
+    padded = np.repeat(batches.max(axis=1), size)
+    costs = attention(padded[:, None]).reshape(-1, size).sum(axis=1)
+    figures = {"padding": 1 - float(batches.sum() / padded.sum())}
     for world_size in WORLD_SIZES:
         steps = costs[: len(costs) // world_size * world_size].reshape(-1, world_size)
-        ratios.append(float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0)
-    return [1 - float(batches.sum() / padded.sum()), *ratios]
-
-
-def run_ways(count: int) -> dict[str, list[Any]]:
-    """Measure all ways once: fill, padding, and the ratio for each world size."""
-    lengths = make_lengths(count)
-    figures: dict[str, list[Any]] = {}
-    for way, options in WAYS.items():
-        plan = TokenBatches(lengths, BUDGET, window=WINDOW, **options)
-        reports = [plan.report(each, cost="attention") for each in WORLD_SIZES]
-        ratios = [report.cost_ratio for report in reports]
-        figures[way] = [reports[0].fill, reports[0].padding, *ratios]
-    figures["torch: batches of as many samples, padded"] = [None, *measure_torch(lengths)]
+        figures[f"ratio_{world_size}"] = float((steps.max(axis=1) / steps.mean(axis=1)).mean())
     return figures
 
 
-def run_times(count: int) -> dict[str, float]:
-    """Measure how long the plan of so many samples takes, in seconds."""
+def measure_times(count: int) -> dict[str, float]:
+    """Return how long the plan of so many samples takes, in seconds."""
     lengths = make_lengths(count)
-    np.add(lengths, 1)  # the pages are there
 
-    def make() -> TokenBatches:
-        return TokenBatches(lengths, BUDGET, window=WINDOW, balance="attention")
+    def make(count: int | None = None) -> TokenBatches:
+        return TokenBatches(lengths[:count], BUDGET, window=WINDOW, balance="attention")
 
-    figures: dict[str, float] = {}
-    make_lengths(WINDOW)
-    next(iter(TokenBatches(lengths[:WINDOW], BUDGET, balance="attention")))
+    next(iter(make(WINDOW)))  # everything is imported
     began_s = time.thread_time()
     next(iter(make()))
-    figures["first"] = time.thread_time() - began_s
+    first_s = time.thread_time() - began_s
     began_s = time.thread_time()
     batch_count = sum(1 for _ in make())
-    figures["all"] = time.thread_time() - began_s
-    began_s = time.thread_time()
+    all_s = time.thread_time() - began_s
     counted = make()
+    began_s = time.thread_time()
     if len(counted) != batch_count:
         raise RuntimeError("len() is not the number of batches")
-    figures["len"] = time.thread_time() - began_s
-    place = counted.place(batch_count // 2)  # which saved states have
+    len_s = time.thread_time() - began_s
+    place = counted.place(batch_count // 2)  # saved states have it
     began_s = time.thread_time()
     next(make().seek(batch_count // 2, place))
-    figures["resume"] = time.thread_time() - began_s
-    return figures
+    resume_s = time.thread_time() - began_s
+    return {"first_s": first_s, "resume_s": resume_s, "all_s": all_s, "len_s": len_s}
 
 
-def main() -> None:
-    """Compare, or do one run for a comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=1_000_000, help="of the first table")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1_000_000, 10_000_000])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smallest", action="store_true", help="only check that it runs")
-    parser.add_argument("--run", choices=["ways", "times"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.smallest:
-        options.rounds, options.samples, options.sizes = 1, 20_000, [20_000]
-    if options.run == "ways":
-        print(json.dumps(run_ways(options.samples)))
-        return
-    if options.run == "times":
-        print(json.dumps(run_times(options.samples)))
-        return
-    print(describe_machine())
-    print(f"{options.rounds} rounds\n")
-    ways = run_anew(__file__, ["--run=ways", f"--samples={options.samples}"], _RUN_LIMIT_S)
-    print(f"{options.samples:,} samples, budget {BUDGET:,} tokens, windows of {WINDOW:,}\n")
-    print("| batches | fill | padding | max/mean cost, 8 ranks | 64 ranks |")
-    print("|---|---|---|---|---|")
-    for way, figures in ways.items():
-        texts = ["–" if figure is None else f"{figure:.4f}" for figure in figures]
-        print(f"| {way} | {' | '.join(texts)} |")
-    runs: dict[int, list[dict[str, float]]] = {size: [] for size in options.sizes}
-    for _ in range(options.rounds):
-        for size, found in runs.items():
-            found.append(run_anew(__file__, ["--run=times", f"--samples={size}"], _RUN_LIMIT_S))
-    print("\n| samples | first batch, ms | resume in the midst, ms | all batches, s | len(), s |")
-    print("|---|---|---|---|---|")
-    for size, found in runs.items():
-        texts = [
-            with_spread([one[name] * 1e3 for one in found], ".1f") for name in ("first", "resume")
-        ]
-        texts += [with_spread([one[name] for one in found], ".2f") for name in ("all", "len")]
-        print(f"| {size:,} | {' | '.join(texts)} |")
+# ---------------------------------------------------------------- the section
+
+
+def report(runs: Sequence[Run], machine: Mapping[str, str], is_smallest: bool) -> list[str]:
+    """Return the lines of the section of RESULTS.md."""
+    size = f"{_SMALLEST if is_smallest else SIZES['1,000,000']:,}"
+    heading = ["batches", "fill", "padding", *(f"max/mean, {each} ranks" for each in WORLD_SIZES)]
+    times = ["samples", *(title for title, _, _ in TIMES.values())]
+    return [
+        "## Batches of a token budget",
+        "",
+        "Made by `benchmarks/plans.py`, which says what each figure is.",
+        "",
+        *(f"- {name}: {value}" for name, value in machine.items()),
+        "",
+        f"{size} samples in windows of {WINDOW:,}, budget {BUDGET:,} tokens:",
+        "",
+        *write_table(heading, [_way(runs, way) for way in WAYS]),
+        "",
+        "CPU time of the plan:",
+        "",
+        *write_table(times, [_times(runs, name) for name in SIZES]),
+        "",
+        *write_table(["figure", "goal", ""], _goals(runs)),
+    ]
+
+
+def _values(runs: Sequence[Run], case: str, kind: str, name: str) -> list[float]:
+    return [
+        run.figures[name] for run in select(runs, case, kind) if run.figures and name in run.figures
+    ]
+
+
+def _way(runs: Sequence[Run], way: str) -> list[str]:
+    names = ("fill", "padding", *(f"ratio_{size}" for size in WORLD_SIZES))
+    found = [_values(runs, "batches", way, name) for name in names]
+    return [way, *(with_spread_if_any(values, ".4f") if values else "" for values in found)]
+
+
+def _times(runs: Sequence[Run], case: str) -> list[str]:
+    cells = [case]
+    for name, (_, factor, spec) in TIMES.items():
+        values = [value * factor for value in _values(runs, case, "plan", name)]
+        cells.append(with_spread_if_any(values, spec) if values else "not run")
+    return cells
+
+
+def _goals(runs: Sequence[Run]) -> list[list[str]]:
+    best = "packed, balanced by attention"
+    goals = (
+        ("fill", _values(runs, "batches", best, "fill"), 0.99, False),
+        ("max/mean, 8 ranks", _values(runs, "batches", best, "ratio_8"), 1.02, True),
+        ("1,000,000 samples, s", _values(runs, "1,000,000", "plan", "all_s"), 1, True),
+        ("10,000,000 samples, s", _values(runs, "10,000,000", "plan", "all_s"), 10, True),
+        ("first batch of these, s", _values(runs, "10,000,000", "plan", "first_s"), 0.05, True),
+    )
+    return [
+        [f"{name}: {statistics.median(values):.3g}", *judge(values, wanted, is_most=is_most)]
+        for name, values, wanted, is_most in goals
+        if values
+    ]
+
+
+def _run(name: str, kind: str, round_: int, is_smallest: bool) -> Cells:  # noqa: ARG001
+    if name == "batches":
+        figures = measure_way(kind, _SMALLEST if is_smallest else SIZES["1,000,000"])
+    else:
+        figures = measure_times(_SMALLEST if is_smallest else SIZES[name])
+    return [(name, kind, figures)]
+
+
+def main() -> int:
+    """Measure, or do one run."""
+    kinds = {"batches": tuple(WAYS), **dict.fromkeys(SIZES, ("plan",))}
+    campaign = Campaign(
+        file=__file__,
+        about=str(__doc__).partition("\n")[0],
+        kinds=kinds,
+        smallest={"batches": tuple(WAYS)[::2], "1,000,000": ("plan",)},
+        rounds=5,
+        limit_s=300.0,
+        run=_run,
+        report=report,
+    )
+    return campaign.main()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -47,16 +47,21 @@ def test_throughput_prints_its_table_and_one_content_hash_for_all_loaders(tmp_pa
     assert result_file.stat().st_size > 0
 
 
-def test_plans_prints_the_figures_of_all_ways_and_the_times():
-    done = run("plans.py", "--smallest")
+def test_plans_prints_the_figures_of_its_ways_and_the_times(tmp_path):
+    arguments = (f"--record={tmp_path / 'runs.jsonl'}", f"--results={tmp_path / 'RESULTS.md'}")
+    done = run("plans.py", "--smallest", *arguments)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    for way in ("packed, balanced by attention", "packed, random order", "padded, random order"):
-        row = rf"^\| {way} \| 0\.9\d+ \| 0\.\d+ \| 1\.\d+ \| 1\.\d+ \|$"
-        assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    time = r"[\d.]+ \([\d.]+–[\d.]+\) \|"
-    row = rf"^\| 20,000 \| {time} {time} {time} {time}$"
-    assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    time = r"[\d.]+ \|"
+    for row in (
+        r"\| packed, balanced by attention \| 0\.9\d+ \| 0\.0000 \| 1\.\d+ \| 1\.\d+ \|",
+        r"\| packed, random order \| 0\.9\d+ \| 0\.0000 \| 1\.\d+ \| 1\.\d+ \|",
+        r"\| padded, random order \| 0\.9\d+ \| 0\.\d+ \| 1\.\d+ \| 1\.\d+ \|",
+        rf"\| 1,000,000 \| {time} {time} {time} {time}",
+        r"\| fill: 0\.99\d+ \| ≥ 0\.99 \| reached \|",
+    ):
+        assert re.search(f"^{row}$", done.stdout, re.MULTILINE), done.stdout
+    assert "## Batches of a token budget" in (tmp_path / "RESULTS.md").read_text()
 
 
 def test_verdicts_prints_what_was_found_for_each_kind_of_limit():
