@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.types as kinds
+import torch
 
 from shmloader.arrow.rows import Rows
 
@@ -33,7 +34,8 @@ class Span:
     """One array over pieces of memory that hold elements of one dtype.
 
     Attributes:
-        array: The array. What lies between the pieces must not be read.
+        array: The array, which cannot be written to. Between the pieces it must not be read.
+        tensor: A tensor over the same memory. It must not be written to.
         firsts: Where each piece begins in the array: int64.
 
     Args:
@@ -54,7 +56,9 @@ class Span:
         nbytes = max(address - low + count * size for address, count in pieces)
         memory: Any = (ctypes.c_char * nbytes).from_address(low)
         memory.keep = keep
-        self.array: _Array = np.ndarray((nbytes // size,), dtype, memory)
+        array: _Array = np.ndarray((nbytes // size,), dtype, memory)
+        self.tensor = torch.from_numpy(array)
+        self.array = array.view()
         self.array.flags.writeable = False
         self.firsts = distances // size
 
@@ -84,18 +88,23 @@ class Numbers:
 
     Attributes:
         values: An array in which the numbers lie, in pieces.
+        tensor: A tensor over the same memory.
     """
 
     def __init__(self, column: Any) -> None:
         dtype = _number_dtype(column.type)
         self._chunks = chunks = _Chunks(column)
         span = Span([_elements_of(chunk, dtype) for chunk in chunks.items], dtype, column)
-        self.values = span.array
+        self.values, self.tensor = span.array, span.tensor
         self._bases = span.firsts - chunks.starts
 
     def find(self, rows: Rows) -> _Array:
         """Return where the numbers of these rows lie in ``values``."""
-        return rows.array + self._bases[rows.find(self._chunks.starts, self._chunks.identity)]  # type: ignore[no-any-return]
+        chunks = self._chunks
+        if len(chunks.items) == 1:
+            return rows.array  # the first number is that of row 0
+        at: _Array = rows.array + self._bases[rows.find(chunks.starts, chunks.identity)]
+        return at
 
     def __getitem__(self, rows: _Array) -> _Array:
         """Return the numbers of an array of rows."""
@@ -111,6 +120,7 @@ class Lists:
 
     Attributes:
         values: An array in which the elements of all lists lie, in pieces.
+        tensor: A tensor over the same memory.
     """
 
     def __init__(self, column: Any) -> None:
@@ -119,27 +129,32 @@ class Lists:
         pieces = [_list_elements_of(chunk) for chunk in chunks.items]
         dtype = _BYTES if _is_text(kind) else _number_dtype(kind.value_type)
         span = Span(pieces, dtype, column)
-        self.values, self._firsts = span.array, span.firsts
+        self.values, self.tensor, self._firsts = span.array, span.tensor, span.firsts
         #: Elements of each list, if their type fixes it; else None.
         self._size: int | None = kind.list_size if _has_size(kind) else None
         if self._size is None:
             width = np.dtype(np.int64 if _is_large(kind) else np.int32)
             places = [_offsets_of(chunk, width) for chunk in chunks.items]
             offsets = Span(places, width, column)
-            self._offsets = offsets.array
+            array = offsets.array
+            #: Where each list begins and ends, by the place of its offset.
+            self._bounds: _Array = np.ndarray(
+                (len(array) - 1, 2), width, array.data, strides=array.strides * 2
+            )
             self._bases = offsets.firsts - chunks.starts
         else:
             skipped = np.array([chunk.offset for chunk in chunks.items], np.int64)
             self._bases = skipped - chunks.starts
 
     def find(self, rows: Rows) -> tuple[_Array, _Array]:
-        """Return where the lists of these rows begin in ``values``, and their lengths: int64."""
+        """Return where the lists of these rows begin in ``values``: int64; and their lengths."""
         chunk = rows.find(self._chunks.starts, self._chunks.identity)
         at = rows.array + self._bases[chunk]
         if self._size is not None:
             return at * self._size + self._firsts[chunk], np.full(len(at), self._size)
-        begins = self._offsets[at].astype(np.int64, copy=False)
-        return begins + self._firsts[chunk], self._offsets[at + 1] - begins
+        bounds = self._bounds[at]
+        begins = bounds[:, 0]
+        return begins + self._firsts[chunk], bounds[:, 1] - begins
 
 
 class Texts(Lists):

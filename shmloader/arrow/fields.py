@@ -5,14 +5,14 @@ in one tensor, as ``default_collate`` does (``at``), or one by one (``items``).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from shmloader.arrow.rows import Rows
 from shmloader.collate import Ragged
-from shmloader.memory.writer import STREAM_BYTES, copy_rows
+from shmloader.memory.rows import RowsAt
 
 if TYPE_CHECKING:
     from shmloader.arrow.buffers import Lists, Numbers, Texts
@@ -25,42 +25,6 @@ _VALUES: dict[str | None, Callable[[_Array], Any]] = {
     "numpy": np.ndarray.copy,
     None: np.ndarray.tolist,
 }
-
-
-class ArrowRows(NamedTuple):
-    """The values of a batch, all of one shape, where they lie in memory.
-
-    Attributes:
-        source: An array whose first dimension is all places where a value may begin.
-        at: The places of the batch's values: int64.
-        dtype: The dtype that they get.
-    """
-
-    source: _Array
-    at: _Array
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a value."""
-        return tuple(self.source.shape[1:])
-
-    def copy(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the values in ``out``, or else in a new tensor."""
-        source, at = self.source, self.at
-        if out is None:
-            out = torch.empty((len(at), *self.shape), dtype=self.dtype, device="cpu")
-        target = out.numpy()
-        if target.dtype == source.dtype:
-            if out.nbytes >= STREAM_BYTES:
-                addresses = at * source.itemsize + source.__array_interface__["data"][0]
-                if copy_rows(addresses.tolist(), out):
-                    return out
-            target[...] = source[at]
-        else:
-            with np.errstate(over="ignore"):  # in torch, what is too large for a float is infinite
-                target[...] = source[at]
-        return out
 
 
 class Field:
@@ -77,7 +41,7 @@ class Field:
         self._column, self._dtype, self._form = column, np.dtype(dtype), form
         self._torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
 
-    def at(self, rows: Rows) -> ArrowRows | list[str] | None:
+    def at(self, rows: Rows) -> RowsAt | list[str] | None:
         """Return what ``default_collate`` makes of the values of these rows.
 
         None if that is not one tensor, or not one list of texts.
@@ -94,9 +58,9 @@ class NumberField(Field):
 
     _column: "Numbers"
 
-    def at(self, rows: Rows) -> ArrowRows:
+    def at(self, rows: Rows) -> RowsAt:
         """Return where the numbers lie."""
-        return ArrowRows(self._column.values, self._column.find(rows), self._torch_dtype)
+        return RowsAt(self._column.tensor, self._column.find(rows), self._torch_dtype)
 
     def items(self, rows: Rows) -> Any:
         """Return one tensor, array or list."""
@@ -110,17 +74,20 @@ class ListField(Field):
     """A field of lists of numbers."""
 
     _column: "Lists"
+    _source: torch.Tensor | None = None
 
-    def at(self, rows: Rows) -> ArrowRows | None:
+    def at(self, rows: Rows) -> RowsAt | None:
         """Return where the lists lie, if all have one length. Lists of Python's are transposed."""
         starts, lengths = self._column.find(rows)
         length = int(lengths[0])
-        if self._form is None or length == 0 or (lengths != length).any():
+        if self._form is None or length == 0 or np.count_nonzero(lengths != length):
             return None
-        values = self._column.values
-        shape = (len(values) - length + 1, length)
-        source: _Array = np.ndarray(shape, values.dtype, values.data, strides=values.strides * 2)
-        return ArrowRows(source, starts, self._torch_dtype)
+        source = self._source
+        if source is None or source.shape[1] != length:
+            # As if a list of this length began at each element: only those that do are read.
+            shape = (len(self._column.tensor) - length + 1, length)
+            self._source = source = self._column.tensor.as_strided(shape, (1, 1))
+        return RowsAt(source, starts, self._torch_dtype)
 
     def items(self, rows: Rows) -> Ragged | list[Any]:
         """Return the lists, as slices of the column."""

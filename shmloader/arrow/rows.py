@@ -60,6 +60,8 @@ class RowMap:
             rows = np.arange(indices.start, indices.stop)
         for mapping in self._maps:
             rows = mapping[rows]
-        if self._maps and (rows.min() < 0 or rows.max() >= self._length):
+        rows = rows.astype(np.int64, copy=False)
+        # As unsigned numbers, negative ones are large.
+        if self._maps and rows.view(np.uint64).max() >= self._length:
             raise IndexError(f"samples are mapped to rows beyond the table's {self._length}")
-        return Rows(rows.astype(np.int64, copy=False))
+        return Rows(rows)

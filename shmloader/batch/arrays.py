@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from shmloader.arrow.fields import ArrowRows, Field
+from shmloader.arrow.fields import Field
 from shmloader.arrow.finding import find_fields, is_arrow, sources_of
 from shmloader.arrow.rows import RowMap
 from shmloader.batch.collator import Timer
@@ -35,8 +35,9 @@ from shmloader.memory.flat import (
     FlatPacker,
     field_tensor,
 )
+from shmloader.memory.rows import GATHERED_DTYPES, RowsAt
 from shmloader.memory.segment import address_of
-from shmloader.memory.writer import STREAM_BYTES, SlotWriter, copy_rows, is_plain
+from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.sampling.indices import IndexArray, as_list, is_sharded
 from shmloader.shared.containers import SharedList
 
@@ -45,13 +46,6 @@ _SEQUENCES = (list, tuple, range)
 
 # The types of a subset's indices that run no code of the user's.
 _INDICES = (*_SEQUENCES, np.ndarray, torch.Tensor, SharedList)
-
-# The dtypes of which torch.index_select gathers rows.
-_DTYPES = {
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),
-}
 
 # The package whose functions collate a batch by its fields.
 _COLLATE = "shmloader.collate"
@@ -123,44 +117,11 @@ class Column(NamedTuple):
         inner = self.mapping
         return self._replace(mapping=mapping if inner is None else inner[mapping])
 
-    def at(self, indices: "_Array | range") -> "_Rows":
+    def at(self, indices: "_Array | range") -> RowsAt:
         """Return where the rows of these samples are."""
         at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
         at = at if self.mapping is None else self.mapping[at]
-        return _Rows(self.rows, at, self.dtype or self.rows.dtype)
-
-
-class _Rows(NamedTuple):
-    """Rows of a batch, where they lie in memory: by an array of their indices, or by a slice."""
-
-    source: torch.Tensor
-    at: Any
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of a row."""
-        return tuple(self.source.shape[1:])
-
-    def copy(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rows in ``out``, or else in a new tensor."""
-        source, at, dtype = self
-        if dtype is not source.dtype:
-            rows = torch.from_numpy(source.numpy()[at])  # torch lacks some dtypes that NumPy has
-            return rows.to(dtype) if out is None else out.copy_(rows)
-        if isinstance(at, slice):
-            rows = source[at]
-            if out is None:
-                return rows.clone(memory_format=torch.contiguous_format)
-            return out.copy_(rows)
-        if out is not None and out.nbytes >= STREAM_BYTES and source.is_contiguous():
-            # In 64 bits, since addresses are computed.
-            addresses = at.astype(np.int64) * (out.nbytes // len(at)) + source.data_ptr()
-            if copy_rows(addresses.tolist(), out):
-                return out
-        # torch warns about a read-only array, such as indices that came in a message.
-        index = torch.from_numpy(at if at.flags.writeable else at.copy())
-        return torch.index_select(source, 0, index, out=out)
+        return RowsAt(self.rows, at, self.dtype or self.rows.dtype)
 
 
 class Columns(NamedTuple):
@@ -247,7 +208,7 @@ def _column_of(rows: Any) -> Column | None:
     if rows is None or rows.layout is not torch.strided or rows.ndim == 0 or not rows.is_cpu:
         return None
     is_odd = rows.is_nested or rows.is_conj() or rows.is_neg() or rows._is_zerotensor()
-    if is_odd or rows.requires_grad or rows.dtype not in _DTYPES:
+    if is_odd or rows.requires_grad or rows.dtype not in GATHERED_DTYPES:
         return None
     return Column(rows)
 
@@ -381,7 +342,7 @@ class Arrays:
         return layout
 
 
-def _copied(found: "_Rows | ArrowRows | list[str] | None", writer: SlotWriter | None) -> Any:
+def _copied(found: RowsAt | list[str] | None, writer: SlotWriter | None) -> Any:
     """Return a field of a batch: a list of texts, or the tensor of rows."""
     if found is None or isinstance(found, list):
         return found

@@ -4,7 +4,7 @@
 grow, from what it reads of the system. ``writer`` hands out a slot's bytes in the worker, and has
 torch's collate functions write into them. Samples become a batch in one of two ways:
 
-* ``flat``: what ``default_collate`` makes of plain samples, and rows of a dataset that is arrays;
+* ``flat``: what ``default_collate`` makes of plain samples, and ``rows`` of a dataset of arrays;
 * ``pickled``: anything else.
 
 ``pickled`` pickles all that is sent to other processes, with large data beside the pickle.
