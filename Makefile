@@ -7,7 +7,7 @@ ARGS   ?=
 
 # The loaders to compare with, in an environment of their own; ROWS selects workloads.
 PEERS         ?= .venv-peers
-PEER_PACKAGES := torchdata spdl SeqTools grain transformers
+PEER_PACKAGES := torchdata spdl SeqTools grain transformers datasets
 ROWS          ?=
 
 # The frameworks that train with loaders, in an environment of their own. The second list pins

@@ -181,6 +181,19 @@ ROWS = {
         ),
         "as many processes that index the dataset and do nothing else",
     ),
+    "N": Row(
+        "a tokenised `datasets.Dataset` (`with_format(\"torch\")`) in a file that is mapped, "
+        "shuffled: 64 × 1,024 tokens and their mask; and 64 to 1,024 tokens each, by `Pad`, and in "
+        "torch's loader by `pad_sequence`",
+        (
+            Figure("batches_per_s", "batches/s", ",.0f", less=False),
+            Figure("cpu_s_per_gb", "CPU s/GB", ".2f", less=True),
+            _MAIN,
+            _FIRST,
+        ),
+        "as many processes that `take` the rows of the Arrow buffers, as int64, into buffers that "
+        "are there already",
+    ),
 }  # fmt: skip
 
 

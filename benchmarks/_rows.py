@@ -31,6 +31,8 @@ import torch
 from _measure import WARMUP_BATCHES, consume, measure_ceiling, run_processes
 from _peers import PEERS, Peer, Task, map_leaves
 from _report import BARE
+from _tables import TOKENS, make_table, row_gatherer
+from _tables import pad_by_torch as pad_columns_by_torch
 from _texts import (
     LONGEST,
     Tokens,
@@ -591,6 +593,47 @@ def _bare_texts(make: Callable[[Settings], Stream], settings: Settings) -> dict:
     return _rates(size, task.batch_bytes, found["batches"], found["elapsed_s"])
 
 
+# ---------------------------------------------------------------- N: a table of tokens
+
+
+_TABLE_BATCH = 64
+
+
+def _table_rows(settings: Settings) -> int:
+    return _TABLE_BATCH * settings.workers * (4 if settings.is_smallest else 500)
+
+
+def _tokens(settings: Settings, folder: Path, *, is_ragged: bool) -> Stream:
+    """Make a stream of a tokenised ``datasets.Dataset``, shuffled, padded if it is ragged."""
+    dataset = make_table(folder, _table_rows(settings), is_ragged=is_ragged)
+    task = Task(
+        dataset,
+        _TABLE_BATCH,
+        RandomSampler(dataset, generator=torch.Generator().manual_seed(0)),
+        epochs=_MANY_EPOCHS,
+        workers=settings.workers,
+        batch_bytes=2 * _TABLE_BATCH * TOKENS * 8,
+        leaf_count=2,
+        collate=Fields(input_ids=Pad(), attention_mask=Pad()) if is_ragged else None,
+        collate_of_others=pad_columns_by_torch if is_ragged else None,
+    )
+    return Stream(task, hash_batches=6, clock_stride=4)
+
+
+def _run_tokens(is_ragged: bool, peer: Peer, settings: Settings) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        make = partial(_tokens, folder=Path(folder), is_ragged=is_ragged)
+        return _run_stream(make, peer, settings)
+
+
+def _bare_tokens(settings: Settings) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        gather = row_gatherer(Path(folder), _table_rows(settings), _TABLE_BATCH)
+        found = run_processes(lambda: gather, settings.workers, settings.seconds, 8)
+    nbytes = 2 * _TABLE_BATCH * TOKENS * 8
+    return _rates(_TABLE_BATCH, nbytes, found["batches"], found["elapsed_s"])
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -673,6 +716,8 @@ CASES = {
         _text_case(
             "M, arrays", "arrays", Pack(), flattening_of_transformers, key="input_ids", packed=True
         ),
+        Case("N", partial(_run_tokens, False), _bare_tokens, peers=("shmloader", "torch")),
+        Case("N, padded", partial(_run_tokens, True), peers=("shmloader", "torch")),
     )
 }
 

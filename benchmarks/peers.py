@@ -38,7 +38,7 @@ _FULL_ROUNDS = 5
 _IMPORT_LIMIT_S = 300.0
 
 # Their versions are in the heading. A campaign continues only if they are the same.
-_DISTRIBUTIONS = ("torchdata", "spdl", "SeqTools", "grain", "pillow", "transformers")
+_DISTRIBUTIONS = ("torchdata", "spdl", "SeqTools", "grain", "pillow", "transformers", "datasets")
 
 
 def find_absent(names: Sequence[str]) -> dict[str, str]:
