@@ -14,7 +14,8 @@ have in common::
                       its tail    its head  whole groups    its tail   its head
 """
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -71,11 +72,11 @@ def cost_function(balance: object) -> CostFunction | None:
     def checked(lengths: Numbers) -> Costs:
         given = lengths[:, 0] if lengths.shape[1] == 1 else lengths
         costs = np.asarray(balance(given), np.float64)
-        if costs.shape != (len(lengths),) or not np.isfinite(costs).all():
-            raise ValueError(
-                f"balance should return a finite cost for each of {len(lengths)} samples, as an "
-                f"array of shape ({len(lengths)},), but returned one of shape {costs.shape}"
-            )
+        got = f"but returned {costs!r:.200}"
+        if costs.shape != (len(lengths),):
+            raise ValueError(f"balance should return an array of {len(lengths)} costs, {got}")
+        if not (np.isfinite(costs) & (costs >= 0)).all():
+            raise ValueError(f"balance should return finite costs, none of them negative, {got}")
         return costs
 
     return checked
@@ -130,3 +131,35 @@ def _swap(order: Numbers, first: int, random: np.random.Generator) -> None:
         chosen = random.integers(2, size=pair_count) > 0
         pairs[chosen] = pairs[chosen, ::-1]
         size //= 2
+
+
+def divide(batches: Sequence[list[int]], costs: Mapping[int, float], count: int) -> list[list[int]]:
+    """Return the batches with the most expensive ones cut in two until there are ``count``.
+
+    Args:
+        batches: At least one batch.
+        costs: Cost of each of their samples.
+        count: Number of parts, at least as many as there are batches. There are fewer parts if
+            there are fewer samples.
+    """
+    # By cost, and of equal costs by number. Those of one sample are last, as they cannot be cut.
+    heap = [_entry(costs, number, batch) for number, batch in enumerate(batches)]
+    heapq.heapify(heap)
+    while len(heap) < count and len(heap[0][2]) > 1:
+        _, number, batch = heapq.heappop(heap)
+        halves: tuple[list[int], list[int]] = [], []
+        sums = [0.0, 0.0]
+        for sample in sorted(batch, key=lambda sample: -costs[sample]):
+            lighter = int((sums[1], len(halves[1])) < (sums[0], len(halves[0])))
+            halves[lighter].append(sample)
+            sums[lighter] += costs[sample]
+        heapq.heappush(heap, _entry(costs, number, halves[0]))
+        heapq.heappush(heap, _entry(costs, len(heap) + 1, halves[1]))
+    return [batch for _, _, batch in sorted(heap, key=lambda entry: entry[1])]
+
+
+def _entry(
+    costs: Mapping[int, float], number: int, batch: list[int]
+) -> tuple[float, int, list[int]]:
+    is_whole = len(batch) > 1
+    return (-sum(costs[sample] for sample in batch) if is_whole else np.inf), number, batch

@@ -120,11 +120,11 @@ def seekable(sampler: object) -> Any:
 def check_lengths(batch_sampler: object, dataset: Any) -> None:
     """Raise ValueError if a batch sampler has the lengths of another number of samples.
 
-    Called with the arguments of a loader when it is constructed.
+    Called with the arguments of a loader when it is constructed. A dataset may have no length.
     """
     for each in (batch_sampler, probe(batch_sampler, "sampler")):
         check = probe(seekable(each), "check_dataset")
-        if check is not None and hasattr(dataset, "__len__"):
+        if check is not None and not isinstance(attempt(len, dataset), Caught):
             check(dataset)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import flag, whole_number
-from shmloader.sampling.balancing import cost_function, costs_of, tokens
+from shmloader.sampling.balancing import cost_function, costs_of, divide, tokens
 from shmloader.sampling.packing import Numbers
 from shmloader.sampling.pieces import CutDataset, Piece
 from shmloader.sampling.plan_report import PlanReport, measure
@@ -80,8 +80,8 @@ class TokenBatches(EpochSampler[list[int]]):
         balance: Cost of a sample, by which batches of similar cost are put side by side. "tokens":
             L, its tokens in all measures. "attention": ``a * L + L**2`` with a = 6 * 4096, for a
             transformer of width 4096. Or a function that gets lengths as an int64 array of shape
-            (m,), or (m, k), and returns an array of m costs; with "padded", it gets the padded
-            lengths. None for no balance.
+            (m,), or (m, k), and returns an array of m costs, none of them negative; with "padded",
+            it gets the padded lengths. None for no balance.
         too_long: What happens to a sample that is longer than ``max_tokens``. "raise" refuses it.
             "drop" leaves it out, and a warning gives the number. "truncate" counts ``max_tokens``
             for it. "split" makes pieces of ``max_tokens`` and a shorter last one, which come as
@@ -240,31 +240,14 @@ class TokenBatches(EpochSampler[list[int]]):
 
     def fill_step(self, batches: list[list[int]], count: int) -> tuple[list[list[int]], int]:
         """Return ``count`` batches for a last step that has fewer, and how many are no repeats."""
-        parts = [*batches]
-        while self.last_batch == "divide" and len(parts) < count:
-            costs = [self._cost(part) if part[1:] else 0.0 for part in parts]
-            at = int(np.argmax(costs))
-            if not parts[at][1:]:
-                break
-            parts[at : at + 1] = self._halves(parts[at])
+        parts = batches
+        if self.last_batch == "divide":
+            numbers, lengths = self._source.take(np.concatenate(batches))
+            costs = (self._packer.cost or tokens)(lengths)
+            parts = divide(batches, dict(zip(numbers.tolist(), costs.tolist(), strict=True)), count)
         missing = count - len(parts)
         first = islice(self._plan(self._newest).batches(), missing) if missing else ()
         return [*parts, *islice(cycle(first), missing)], len(parts)
-
-    def _cost(self, numbers: list[int]) -> float:
-        lengths = self._source.take(np.array(numbers, np.int64))[1]
-        return float((self._packer.cost or tokens)(lengths).sum())
-
-    def _halves(self, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """Return two batches of similar cost."""
-        costs = [self._cost([number]) for number in numbers]
-        halves: tuple[list[int], list[int]] = [], []
-        sums = [0.0, 0.0]
-        for cost, number in sorted(zip(costs, numbers, strict=True), key=lambda one: -one[0]):
-            side = sums[1] < sums[0]
-            halves[side].append(number)
-            sums[side] += cost
-        return halves
 
     def check_dataset(self, dataset: Sized) -> None:
         """Raise ValueError if a dataset has another number of samples; loaders call this."""

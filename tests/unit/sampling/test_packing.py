@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmloader.sampling.balancing import GROUP, order_by_cost
+from shmloader.sampling.balancing import GROUP, divide, order_by_cost
 from shmloader.sampling.packing import best_fit_decreasing, cut_by_longest, sort
 
 BUDGET = 24
@@ -136,6 +136,29 @@ def test_the_batches_of_any_step_are_neighbours_by_cost(costs, first, seed):
             own = ranks[positions == step]
             if len(own) == world_size:  # a whole step in this window
                 assert own.max() - own.min() == world_size - 1, (world_size, step)
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    st.lists(st.integers(0, 9), min_size=48, max_size=48),
+    st.integers(0, 60),
+)
+@settings(derandomize=True)
+def test_batches_are_divided_into_as_many_parts_as_are_wanted(sizes, costs, more):
+    numbers = iter(range(48))
+    batches = [[next(numbers) for _ in range(size)] for size in sizes]
+    parts = divide(batches, dict(enumerate(costs)), len(batches) + more)
+    assert len(parts) == min(len(batches) + more, sum(sizes))
+    assert all(parts)
+    for batch in batches:  # no part has samples of two
+        own = [part for part in parts if set(part) <= set(batch)]
+        assert sorted(chain(*own)) == batch
+
+
+def test_the_most_expensive_batch_is_divided_and_evenly():
+    costs = dict(enumerate([5.0, 4.0, 3.0, 2.0, 1.0, 9.0]))
+    parts = divide([[0, 1, 2, 3], [4], [5]], costs, 4)
+    assert parts == [[0, 3], [4], [5], [1, 2]]
 
 
 def test_orders_differ_from_seed_to_seed():

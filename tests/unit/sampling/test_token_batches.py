@@ -576,11 +576,9 @@ def test_lengths_that_are_no_numbers_are_refused(lengths):
         ({"last_batch": "keep"}, ValueError, "last_batch should be"),
         ({"balance": "flops"}, ValueError, "balance should be"),
         ({"balance": 3}, TypeError, "balance should be"),
-        (
-            {"balance": lambda _: 1.0},
-            ValueError,
-            r"of shape \(2,\), but returned one of shape \(\)",
-        ),
+        ({"balance": lambda _: 1.0}, ValueError, r"an array of 2 costs, but returned array\(1.\)"),
+        ({"balance": lambda lengths: -lengths}, ValueError, "none of them negative"),
+        ({"balance": lambda lengths: lengths * math.inf}, ValueError, "return finite costs"),
         ({"window": 0}, ValueError, "window"),
         ({"shuffle": 1}, TypeError, "shuffle"),
         ({"seed": -1}, ValueError, "seed"),
@@ -605,5 +603,11 @@ def test_a_dataset_of_another_length_is_refused_by_the_loader(wrap):
         DataLoader([1, 2, 3], batch_sampler=wrap(plan()))
     with pytest.raises(ValueError, match=r"give the loader plan\.pieces_of"):
         DataLoader(LONG, batch_sampler=wrap(TokenBatches(LONG, 10, too_long="split")))
+
+    class Endless:
+        def __getitem__(self, index):
+            return index
+
+    DataLoader(Endless(), batch_sampler=wrap(plan()))
     with pytest.raises(ValueError, match="but the dataset has 3"):
         ShardedDataLoader([1, 2, 3], batch_sampler=plan())
