@@ -66,7 +66,7 @@ from sklearn.datasets import load_sample_images
 
 from shmloader import DataLoader
 from shmloader.cluster import DaskExecutor, RayExecutor
-from shmloader.insight.measurements import WorkTimes
+from shmloader.insight.measurements import work_of
 
 _HERE = Path(__file__).parent
 _STORE_BYTES = 1 << 30
@@ -293,9 +293,9 @@ class _Watched(concurrent.futures.Executor):
 
 def _busy_ns(packed: bytes) -> int:
     """Return how long the process of a task took to load, collate and pack its batch."""
-    _, _, work, _ = pickle.loads(packed)
-    times = WorkTimes(*work)
-    return times.fetch_ns + times.collate_ns + times.encode_ns
+    _, _, times, _ = pickle.loads(packed)
+    work = work_of(times)
+    return work.fetch_ns + work.collate_ns + work.encode_ns
 
 
 def run_main(kind: str, round_: int, size: Size) -> Cells:

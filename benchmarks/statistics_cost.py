@@ -27,7 +27,7 @@ from _spread import with_spread
 from _workloads import Nothing
 
 import shmloader
-from shmloader.insight.measurements import BatchTimes
+from shmloader.insight.measurements import pack_batch, pack_work
 from shmloader.insight.record import Record
 from shmloader.messages import DONE, DONE_HEAD
 
@@ -39,19 +39,19 @@ def run_alone() -> dict[str, float]:
     """Measure what is done for the statistics of one batch, in µs."""
     record = Record(0, "processes", 1)
     now = time.monotonic_ns
-    work = (now(), 20_000, 5_000, 10_000, 16)
-    done = DONE_HEAD.pack(DONE, 1, 2, 3, 640, *work)
+    work = pack_work(now(), 20_000, 5_000, 10_000, 16)
+    done = DONE_HEAD.pack(DONE, 1, 2, 3, 640) + work
 
     def note() -> None:
         began_ns = now()
         looked_ns, offered_ns, seen_ns, handed_ns = now(), now(), now(), now()
-        times = BatchTimes(0, offered_ns, offered_ns, work, looked_ns, seen_ns, handed_ns, 4096, 1)
-        record.add(began_ns, now(), 0, times, None, 0)
+        times = pack_batch(0, offered_ns, offered_ns, looked_ns, seen_ns, handed_ns, 4096, 1) + work
+        record.add(began_ns, now(), 0, times, None)
 
     def least(function: Callable[[], object]) -> float:
         return min(timeit.repeat(function, number=_SHORT, repeat=_SHORT_RUNS)) / _SHORT * 1e6
 
-    return {"alone": least(note) + least(lambda: DONE_HEAD.unpack(done))}
+    return {"alone": least(note) + least(lambda: done[DONE_HEAD.size :])}
 
 
 def run_loader(kind: str, batches: int) -> dict[str, float]:

@@ -28,8 +28,8 @@ TASK, DONE, LAST, MORE = range(1, 5)
 #: Head of a task: ``TASK``, seq, epoch, slot_id, touched_bytes, dataset_epoch. The pickled indices
 #: follow.
 TASK_HEAD = struct.Struct("=Bqqqqq")
-#: A plain batch: ``DONE``, seq, epoch, slot_id, used_bytes, and the five times.
-DONE_HEAD = struct.Struct("=B9q")
+#: Head of a plain batch: ``DONE``, seq, epoch, slot_id, used_bytes. The worker's times follow.
+DONE_HEAD = struct.Struct("=Bqqqq")
 #: Stands for a ``dataset_epoch`` of None.
 NO_EPOCH = -1
 

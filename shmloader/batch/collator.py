@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shmloader.batch.explain import explain_collate_error
+from shmloader.insight.measurements import pack_work
 from shmloader.memory.flat import FlatPacker
 from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.process_state import end_if_forked
@@ -48,16 +49,12 @@ class Timer:
         self.began_ns = self.fetched_ns = _now_ns() if now_ns is None else now_ns
         self.collate_ns = self.sample_count = 0
 
-    def read(self) -> tuple[int, int, int, int, int]:
-        """Return the times of the batch, once it has been encoded: the fields of ``WorkTimes``.
-
-        A plain tuple is made and pickled faster than a
-        :class:`~shmloader.insight.measurements.WorkTimes`.
-        """
-        ended_ns = _now_ns()
+    def read(self, ended_ns: int | None = None) -> bytes:
+        """Return the times of the batch, which was encoded at ``ended_ns`` or now, packed."""
+        ended_ns = ended_ns or _now_ns()
         began_ns, fetched_ns, collate_ns = self.began_ns, self.fetched_ns, self.collate_ns
         fetch_ns = max(fetched_ns - began_ns - collate_ns, 0)
-        return began_ns, fetch_ns, collate_ns, ended_ns - fetched_ns, self.sample_count
+        return pack_work(began_ns, fetch_ns, collate_ns, ended_ns - fetched_ns, self.sample_count)
 
 
 def bytes_of(batch: object, depth: int = _DEPTH) -> int:

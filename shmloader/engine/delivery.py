@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Self
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import Saved, dump_in_main, read
 from shmloader.grammar import warn_user
-from shmloader.insight.measurements import BatchTimes
 from shmloader.messages import Unsaved
 
 # States are warned of from this size on, or if they take more than this share of the time of
@@ -78,13 +77,14 @@ class Delivery(NamedTuple):
         datasets: If checkpoints of the workers' datasets are kept: those after the batches that
             were left out since the last delivery, and the one after this batch, each with the
             number of its worker.
-        times: When the batch passed each step; None if an error was raised.
+        times: When the batch passed each step, packed as in :mod:`shmloader.insight.measurements`;
+            None if an error was raised.
     """
 
     seq: int
     left_out: tuple[int, ...] = ()
     datasets: Sequence[tuple[int, Checkpoint]] = ()
-    times: BatchTimes | None = None
+    times: bytes | None = None
 
 
 #: Makes a :class:`Delivery` from a tuple, in a third of the time that a call of the class takes.

@@ -42,7 +42,7 @@ from shmloader.errors import (
     WorkerDiedError,
 )
 from shmloader.faults import FAULTS
-from shmloader.insight.measurements import BatchTimes, batch_times
+from shmloader.insight.measurements import pack_batch
 from shmloader.interruptions import Caught, attempt, describe_interruption, is_interruption
 from shmloader.memory.arena import Slot
 from shmloader.memory.flat import checksum
@@ -343,19 +343,17 @@ class Engine:
             self._raise_instead(ticket, answer)
         times = None
         if answer.times is not None:
-            times = batch_times(
-                (
-                    ticket.worker_id,
-                    ticket.offered_ns,
-                    ticket.sent_ns,
-                    answer.times,
-                    answer.looked_ns,
-                    answer.seen_ns,
-                    time.monotonic_ns(),
-                    answer.nbytes,
-                    scheduler.slots.lent_count,
-                )
+            times = pack_batch(
+                ticket.worker_id,
+                ticket.offered_ns,
+                ticket.sent_ns,
+                answer.looked_ns,
+                answer.seen_ns,
+                time.monotonic_ns(),
+                answer.nbytes,
+                scheduler.slots.lent_count,
             )
+            times += answer.times
         if scheduler.beginnings is None and not self._left_out:
             self.delivery = delivery_of((ticket.seq, (), (), times))
         else:
@@ -429,7 +427,7 @@ class Engine:
         limit = self._scheduler.restart_limit
         return WorkerDiedError(describe_death(worker_id, death, ticket, restart_limit=limit))
 
-    def _set_delivery(self, ticket: Ticket, times: BatchTimes | None) -> None:
+    def _set_delivery(self, ticket: Ticket, times: bytes | None) -> None:
         """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
         left_out, self._left_out = self._left_out, []
         updates = [

@@ -1,4 +1,4 @@
-"""What is recorded of epochs: a tuple for each call of ``iter()`` and ``next()``.
+"""What is recorded of epochs: some bytes for each call of ``iter()`` and ``next()``.
 
 The consumer's thread alone writes. Any thread may read: the sums are computed then. What a reader
 needs at one moment is a single value, so that it counts each call and each epoch exactly once.
@@ -16,11 +16,10 @@ from typing import Any
 
 from shmloader.insight import measurements
 from shmloader.insight.measurements import Counts, Readings
-from shmloader.insight.sums import Call, Sums, stages_of, tabulate
+from shmloader.insight.sums import CAUSES, NO_BATCH, Sums, columns_of, pack, stages_of, tabulate
 
-# With more calls than this, they are summed up, so that memory is bounded: a call takes half a
-# kilobyte.
-_MOST_CALLS = 1_000
+# With more calls than this, they are summed up, so that memory is bounded: a call takes 200 bytes.
+_MOST_CALLS = 2_000
 # Summing up costs as much as several batches, so that only some epochs at once are.
 _MOST_RECENT = 4
 
@@ -46,6 +45,8 @@ class Record:
         begin_ns: When the epoch began.
         is_over: Whether the epoch has ended or was given up.
         failures: Batches that raised.
+        stage: The name of what is done to batches after the engine or, without workers, after they
+            are collated.
         most_calls: How many calls are kept before they are summed up. A trace keeps all.
         calls: The sums of earlier calls (None before any), and the later calls.
     """
@@ -61,8 +62,9 @@ class Record:
     begin_ns: int = field(default_factory=time.monotonic_ns)
     is_over: bool = False
     failures: int = 0
+    stage: str = "build"
     most_calls: int = _MOST_CALLS
-    calls: tuple[Sums | None, list[Call]] = field(default_factory=lambda: (None, []))
+    calls: tuple[Sums | None, list[bytes]] = field(default_factory=lambda: (None, []))
     _final: Sums | None = None
     _at_start: Sums | None = None
 
@@ -70,16 +72,29 @@ class Record:
         if self.kind != "in-process":  # such epochs may be many and short
             self._at_start = self._read()
 
-    def add(self, *call: Any) -> None:
-        """Add a call: see :mod:`shmloader.insight.sums`."""
-        calls = self.calls[1]
-        calls.append(call)
+    def add(self, asked_ns: int, received_ns: int, draw_ns: int, times: Any, about: Any) -> None:
+        """Add a call: see :mod:`shmloader.insight.sums`.
+
+        Args:
+            asked_ns: When it began.
+            received_ns: When it returned.
+            draw_ns: How much of that time was spent in the sampler.
+            times: The packed times of its batch; None without a batch.
+            about: The name of the stage, and when that began and ended; None if nothing was done.
+                Without a batch, one of ``CAUSES``.
+        """
+        calls, cause, began_ns, ended_ns = self.calls[1], 0, received_ns, received_ns
+        if times is None:
+            cause, times = CAUSES.index(about), NO_BATCH
+        elif about is not None:
+            self.stage, began_ns, ended_ns = about
+        calls.append(pack(cause, asked_ns, received_ns, draw_ns, began_ns, ended_ns) + times)
         if len(calls) > self.most_calls:
             self.calls = (self._sum_up(), [])
 
     def begin(self, draw_ns: int = 0) -> None:
         """Add the call of ``iter()``, which returns now, after ``draw_ns`` in the sampler."""
-        self.calls[1].append((self.begin_ns, time.monotonic_ns(), draw_ns, None, "start", 0))
+        self.add(self.begin_ns, time.monotonic_ns(), draw_ns, None, "start")
 
     def end(self) -> None:
         """End the record: no batch follows. May be called again."""
@@ -93,7 +108,8 @@ class Record:
     def _sum_up(self) -> Sums:
         before, calls = self.calls
         sums = Sums() if before is None else before.copy()
-        sums.add(list(calls), in_order=self.in_order, is_local=self.kind == "in-process")
+        is_local = self.kind == "in-process"
+        sums.add(list(calls), self.stage, in_order=self.in_order, is_local=is_local)
         return sums
 
     def sums(self) -> Sums:
@@ -224,19 +240,20 @@ def write_trace(records: Sequence[Record], path: Path, about: dict[str, Any]) ->
 
 def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
     """Yield the events of an epoch, with times in ns and without a process."""
-    calls, is_local = list(record.calls[1]), record.kind == "in-process"
-    table, stage = tabulate(calls, is_local=is_local)
+    columns = columns_of(record.calls[1])
+    stage, is_local, table = record.stage, record.kind == "in-process", tabulate(columns)
     stages = stages_of(table, stage, 0, in_order=record.in_order)
     rows = zip(*(column.tolist() for column in table.values()), strict=True)
     stage_rows = zip(*(column.tolist() for column in stages.values()), strict=True)
     batches = zip(rows, stage_rows, strict=True)
     tracks = {_CONSUMER: "consumer"}
+    calls = columns[:3].T.tolist()
     for call, later in itertools.zip_longest(calls, calls[1:]):
-        asked_ns, received_ns, _, times, about, _ = call
+        cause, asked_ns, received_ns = call
         if later is not None:
-            yield _slice(_CONSUMER, "use", received_ns, later[0])
-        if times is None:
-            name = "iter()" if about == "start" else "next()"
+            yield _slice(_CONSUMER, "use", received_ns, later[1])
+        if cause:
+            name = "iter()" if CAUSES[cause] == "start" else "next()"
             yield _slice(_CONSUMER, name, asked_ns, received_ns, epoch=record.epoch)
             continue
         row, spent = next(batches)

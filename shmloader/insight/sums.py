@@ -1,22 +1,21 @@
 """Sums over the calls of ``iter()`` and ``next()``, computed when somebody reads them.
 
-A call is a tuple of six: when it was called and when it returned, both in ns; how much of that time
-was spent in the sampler; the times of its batch; what else is known of it; and the bytes of its
-batch, if they are not among the times. The times and what else is known are
+A call is kept as bytes: whole numbers of eight bytes, which :data:`_COLUMNS` names. The first ones
+are where the next batch was if there is none (an index of :data:`CAUSES`); when the call began and
+returned, in ns; how much of that time was spent in the sampler; and when the stage after the engine
+began and ended. The rest are the times of the batch, packed as in
+:mod:`shmloader.insight.measurements`, or zeros.
 
-* for a batch of an engine, the fields of :class:`~shmloader.insight.measurements.BatchTimes`, and
-  the name of the stage after the engine with when that began and ended (None without a stage);
-* for a batch that the consumer's thread loaded, the fields of
-  :class:`~shmloader.insight.measurements.WorkTimes`, but with the time in the stage after collate
-  as ``encode_ns``, and the name of that stage;
-* for a call without a batch, None, and where the next batch was: the name of a part of its way
-  (:data:`~shmloader.insight.stats.PARTS`).
+Without workers, the consumer's thread loads a batch when it is asked for, and the stage is what is
+done to the batch after it is collated.
 """
 
 import collections
 import copy
 import math
-from collections.abc import Sequence
+import operator
+import struct
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,15 +23,25 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-Call = tuple[int, int, int, Any, Any, int]
-Table = dict[str, "npt.NDArray[np.int64]"]
+    Numbers = npt.NDArray[np.int64]
+
+Table = dict[str, "Numbers"]
 
 # Each power of two of a histogram is divided into this many parts.
 _PARTS = 8
 _COLUMNS = (
-    "asked", "taken", "draw", "worker", "offered", "sent", "began", "fetch", "collate", "encode",
-    "samples", "looked", "seen", "handed", "nbytes", "lent", "stage_began", "stage_ended",
+    "cause", "asked", "taken", "draw", "stage_began", "stage_ended",
+    "worker", "offered", "sent", "looked", "seen", "handed", "nbytes", "lent",
+    "began", "fetch", "collate", "encode", "samples",
 )  # fmt: skip
+#: Returns the first six columns of a call as bytes.
+pack = struct.Struct("=6q").pack
+#: Stands for the times of a batch where there is none.
+NO_BATCH = bytes(8 * len(_COLUMNS[6:]))
+#: Where the next batch was, for a call without one: parts of its way, as
+#: :data:`~shmloader.insight.stats.PARTS` names them.
+CAUSES = ("", "start", "end", "other")
+_START = CAUSES.index("start")
 # The parts of a wait, in order, and when a batch leaves them; "stage" stands for the stage after
 # the engine. What follows it counts as "build".
 _OF_WAIT = ("slot", "queue", "fetch", "collate", "encode", "transport", "build", "stage")
@@ -49,7 +58,8 @@ class Histogram(collections.Counter[int]):
 
     def record(self, durations_ns: Sequence[int]) -> None:
         """Count durations."""
-        self.update(round(_PARTS * math.log2(max(0, each) + 1)) for each in durations_ns)
+        buckets = np.rint(_PARTS * np.log2(np.maximum(durations_ns, 0) + 1.0))
+        self.update(buckets.astype(int).tolist())
 
     def percentile(self, percent: float) -> int:
         """Return the duration in ns that ``percent`` % of all do not exceed; 0 if there is none."""
@@ -61,28 +71,19 @@ class Histogram(collections.Counter[int]):
         return 0
 
 
-def tabulate(calls: Sequence[Call], *, is_local: bool) -> tuple[Table, str]:
-    """Return the times of all batches as columns, and the name of the stage after the engine."""
-    rows, stage = [], "build"
-    for asked_ns, received_ns, draw_ns, times, about, nbytes in calls:
-        if times is not None and is_local:
-            began_ns, fetch_ns, collate_ns, stage_ns, count = times
-            end_ns, stage = began_ns + fetch_ns + collate_ns, about
-            work = (began_ns, fetch_ns, collate_ns, 0, count)
-            known = (0, began_ns, began_ns, *work, 0, end_ns, end_ns, nbytes, 0)
-            rows.append((asked_ns, received_ns, 0, *known, end_ns, end_ns + stage_ns))
-        elif times is not None:
-            worker_id, offered_ns, sent_ns, work, *known = times
-            stage, began_ns, ended_ns = about or (stage, received_ns, received_ns)
-            known = (worker_id, offered_ns, sent_ns, *work, *known)
-            rows.append((asked_ns, received_ns, draw_ns, *known, began_ns, ended_ns))
-    columns = np.array(rows, np.int64).reshape(-1, len(_COLUMNS)).T
-    table = dict(zip(_COLUMNS, columns, strict=True))
+def columns_of(calls: Sequence[bytes]) -> "Numbers":
+    """Return calls as an array of shape (column, call)."""
+    return np.frombuffer(b"".join(calls), np.int64).reshape(-1, len(_COLUMNS)).T
+
+
+def tabulate(columns: "Numbers") -> Table:
+    """Return the times of all batches among the calls by name."""
+    table = dict(zip(_COLUMNS, columns[:, columns[0] == 0], strict=True))
     table["fetched"] = table["began"] + table["fetch"]
     table["collated"] = table["fetched"] + table["collate"]
     table["done"] = table["collated"] + table["encode"]
     table["arrived"] = table["done"] + table["seen"] - np.maximum(table["looked"], table["done"])
-    return table, stage
+    return table
 
 
 def stages_of(table: Table, stage: str, turn_ns: int, *, in_order: bool) -> Table:
@@ -146,24 +147,26 @@ class Sums:
         self.set_most(**later.most)
         self.newest |= later.newest | {"epoch": None}
 
-    def add(self, calls: Sequence[Call], *, in_order: bool, is_local: bool) -> None:
-        """Add calls of the same epoch, in their order."""
-        added = self.added
+    def add(self, calls: Sequence[bytes], stage: str, *, in_order: bool, is_local: bool) -> None:
+        """Add calls of the same epoch, in their order, and the name of the stage."""
+        added, columns = self.added, columns_of(calls)
+        causes, asked, taken, draw = columns[:4].tolist()
+        waited = list(map(operator.sub, taken, asked))
         if not self.last_ns:  # iter() and the first next()
-            added["startup"] += sum(call[1] - call[0] for call in calls[:2])
-        waits = [call[1] - call[0] for call in calls if call[4] != "start"]
+            added["startup"] += sum(waited[:2])
+        added["waited"] += sum(waited)
+        self.last_ns = taken[-1] if taken else self.last_ns
+        waits = [each for each, cause in zip(waited, causes, strict=True) if cause != _START]
         self.waits.record(waits)
         self.set_most(next=max(waits, default=0))
-        added["waited"] += sum(call[1] - call[0] for call in calls)
-        self.last_ns = calls[-1][1] if calls else self.last_ns
-        for asked_ns, received_ns, draw_ns, times, about, _ in calls:
-            if times is None:
-                added["wait", about] += received_ns - asked_ns - draw_ns
+        for cause, spent_ns, draw_ns in zip(causes, waited, draw, strict=True):
+            if cause:
+                added["wait", CAUSES[cause]] += spent_ns - draw_ns
                 added["wait", "draw"] += draw_ns
         if is_local:
-            self._add_local(calls)
+            self._add_local(columns.T.tolist(), stage)
             return
-        table, stage = tabulate(calls, is_local=False)
+        table = tabulate(columns)
         if not len(table["asked"]):
             return
         stages = stages_of(table, stage, self._turn_ns, in_order=in_order)
@@ -174,16 +177,17 @@ class Sums:
         self._add_waits(table, stage)
         self._add_workers(table)
 
-    def _add_local(self, calls: Sequence[Call]) -> None:
+    def _add_local(self, calls: Iterable[list[int]], stage: str) -> None:
         """Add batches that the consumer's thread loaded while it waited for them.
 
         Without arrays, since in-process epochs may be many and short.
         """
         added = self.added
-        for asked_ns, _, _, times, stage, nbytes in calls:
-            if times is not None:
-                began_ns, *spent_ns, count = times
-                for name, each_ns in zip(("fetch", "collate", stage), spent_ns, strict=True):
+        for cause, asked_ns, _, _, stage_began, stage_ended, *known in calls:
+            if not cause:
+                *_, nbytes, _, began_ns, fetch_ns, collate_ns, _, count = known
+                spent = {"fetch": fetch_ns, "collate": collate_ns, stage: stage_ended - stage_began}
+                for name, each_ns in spent.items():
                     added["stage", name] += each_ns
                     if name != "build":  # which is what is left of all waiting
                         added["wait", name] += each_ns

@@ -11,12 +11,13 @@ earlier run, and the process's own states are restored after the batch.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmloader.batch.arrays import Arrays
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.batch.collator import Timer
+from shmloader.batch.collator import Timer, bytes_of
 from shmloader.batch.dataset_state import dump_in_main, load_dataset, read
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
@@ -24,6 +25,7 @@ from shmloader.batch.maker import BatchMaker
 from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
+from shmloader.insight.measurements import pack_batch
 from shmloader.insight.record import Record
 from shmloader.interruptions import describe_interruption, is_interruption
 from shmloader.loader.config import LoaderConfig, LoaderParts
@@ -50,14 +52,15 @@ class InlineEngine:
     Attributes:
         checkpoints: Where the dataset is after the last delivered batch; None if that is not saved.
         end: Ends the threads that load samples.
-        staged: The name, in the statistics, of what is done to a batch after it is collated.
+        staged: The name, in the statistics, of what was done to the batch after it was collated,
+            and when that began and ended.
     """
 
     is_waiting = is_closed = False
     beginnings = counts = None
     checkpoints: DatasetCheckpoints | None = None
     delivery: Delivery | None = None
-    draw_ns, staged = 0, "build"
+    draw_ns, _stage, staged = 0, "build", ("build", 0, 0)
     end: Callable[[], object] = staticmethod(do_nothing)
     record: Record  # of the epoch, which the iterator sets
     _seq, _closed_because = -1, ""
@@ -99,7 +102,7 @@ class InlineEngine:
         else:
             self._maker = self._make_maker()
         if pins or config.has_device or config.device_transform is not None:
-            self.staged, self._step = make_step(config, pins=pins, pin_device=pin_device)
+            self._stage, self._step = make_step(config, pins=pins, pin_device=pin_device)
 
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
@@ -128,7 +131,12 @@ class InlineEngine:
                     FAULTS.reach("main.deliver")
                 if self._step is not None:
                     batch = self._step(batch)
-                self.delivery = delivery_of((self._seq, (), self._updates, timer.read()))
+                began_ns, fetched_ns = timer.began_ns, timer.fetched_ns
+                self.staged = (self._stage, fetched_ns, time.monotonic_ns())
+                nbytes = bytes_of(batch)
+                times = pack_batch(0, began_ns, began_ns, 0, fetched_ns, fetched_ns, nbytes, 0)
+                times += timer.read(fetched_ns)
+                self.delivery = delivery_of((self._seq, (), self._updates, times))
                 return batch
             except Instead:
                 raise

@@ -31,12 +31,12 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from shmloader.batch.collator import bytes_of
 from shmloader.batch.sample_rng import base_seed
 from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, unwrapped
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.grammar import user_part
+from shmloader.insight.measurements import work_of
 from shmloader.insight.record import Record
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.loader.config import LoaderConfig, LoaderParts
@@ -265,7 +265,7 @@ class BatchIterator(_BaseDataLoaderIter):
             else:
                 if FAULTS is not None:
                     FAULTS.reach("main.return")
-                self._count(batch, began_ns)
+                self._count(began_ns)
                 self._caller = 0
                 return batch
             self._caller = 0
@@ -321,19 +321,16 @@ class BatchIterator(_BaseDataLoaderIter):
         if not self._persistent_workers:
             self.close()
 
-    def _count(self, batch: Any, began_ns: int) -> None:
+    def _count(self, began_ns: int) -> None:
         """Count a delivered batch, and record how long its steps took."""
         source, record = self._source, self._record
-        nbytes = bytes_of(batch) if self._opened is None else 0
         ended_ns = time.monotonic_ns()
         delivery = source.delivery
         times = delivery.times
-        if times is None:
-            record.add(began_ns, ended_ns, 0, None, "other", 0)
-        else:
-            record.add(began_ns, ended_ns, source.draw_ns, times, source.staged, nbytes)
-            if delivery.datasets or self._adapter is not None:
-                self._count_costs(delivery, began_ns, ended_ns)
+        about = "other" if times is None else source.staged
+        record.add(began_ns, ended_ns, source.draw_ns, times, about)
+        if times is not None and (delivery.datasets or self._adapter is not None):
+            self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
         if progress.is_plain and self._record.in_order and self._checkpoints is None:
             progress.position = progress.start + (delivery.seq + 1) * progress.unit
@@ -342,8 +339,9 @@ class BatchIterator(_BaseDataLoaderIter):
 
     def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
         """Count what the states of datasets cost, and adapt the number of workers."""
-        times: Any = delivery.times
-        busy_ns = sum((times if self._opened is None else times.work)[1:4])
+        busy_ns = sum(work_of(delivery.times or b"")[1:4])
+        if self._opened is None:
+            busy_ns += self._source.staged[2] - self._source.staged[1]
         for _, checkpoint in delivery.datasets:
             self._parts.state_cost.add(checkpoint, busy_ns)
         if self._adapter is not None:
@@ -369,7 +367,7 @@ class BatchIterator(_BaseDataLoaderIter):
         """Count an exception in place of a batch, or at the epoch's end."""
         record, delivery = self._record, self._source.delivery
         is_end = isinstance(error, StopIteration)
-        record.add(began_ns, time.monotonic_ns(), 0, None, "end" if is_end else "other", 0)
+        record.add(began_ns, time.monotonic_ns(), 0, None, "end" if is_end else "other")
         if is_end:
             record.end()
         elif delivery is not None:
@@ -381,7 +379,7 @@ class BatchIterator(_BaseDataLoaderIter):
     def _leave(self, error: BaseException, mark: Any, began_ns: int) -> None:
         """Handle an exception that has interrupted a call: close, unless that only waited."""
         if self._source.is_waiting:
-            self._record.add(began_ns, time.monotonic_ns(), 0, None, "other", 0)
+            self._record.add(began_ns, time.monotonic_ns(), 0, None, "other")
             return
         was_closed = self._was_closed_by_user and isinstance(error, Exception)
         uninterruptible(functools.partial(self._give_up, error, mark))

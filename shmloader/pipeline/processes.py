@@ -36,6 +36,7 @@ from shmloader.engine.delivery import Instead
 from shmloader.engine.engine import Engine, OwnThread, Stopped
 from shmloader.engine.scheduler import Scheduler
 from shmloader.errors import ClosedLoaderError
+from shmloader.insight.measurements import work_of
 from shmloader.memory.arena import Arena
 from shmloader.memory.flat import is_debugging
 from shmloader.memory.limits import MemoryConfig
@@ -166,7 +167,7 @@ class ProcessExecutor(OwnThread):
             failed = result.rebuilt("It was raised in a worker process.")
             following = job.flow.failed(job, failed, in_setup=True)
         else:
-            op_ns = delivery.times.work[1] if delivery.times else 0  # in the dataset, the op
+            op_ns = work_of(delivery.times).fetch_ns if delivery.times else 0  # in the op
             following = job.flow.finished(job, results_of(self._stage, result), op_ns)
         if following is not None:
             self._jobs.append(following)

@@ -39,7 +39,7 @@ class Batch:
             was due. The message from the worker may say where it lies.
         fingerprint: Fingerprint of the batch, if one was taken.
         state_ns: How long it took to take the snapshot, in nanoseconds.
-        times: Times by the worker's clock; see :class:`~shmloader.insight.measurements.WorkTimes`.
+        times: Packed :class:`~shmloader.insight.measurements.WorkTimes`; None if not known.
         nbytes: Bytes that the batch takes of its slot; without a slot, those of its tensors and
             arrays.
         looked_ns: When the engine began to look for answers, before it saw this one.
@@ -48,7 +48,7 @@ class Batch:
 
     content: Any
     report: SampleReport | None = None
-    times: Any = None
+    times: bytes | None = None
     nbytes: int = 0
     lends: bool = False
     check: tuple[int, int] | None = None

@@ -131,9 +131,8 @@ class BatchServer:
             self._arena.reach(slot, used_bytes)
             check = (used_bytes, checksum(slot, used_bytes))
         if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
-            return messages.DONE_HEAD.pack(
-                messages.DONE, seq, epoch, slot_id, used_bytes, *self._timer.read()
-            )
+            head = messages.DONE_HEAD.pack(messages.DONE, seq, epoch, slot_id, used_bytes)
+            return head + self._timer.read()
         answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
         answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))

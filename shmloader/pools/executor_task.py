@@ -37,6 +37,7 @@ from shmloader.batch.payload import (
     load_portable,
 )
 from shmloader.batch.sample_rng import seed_worker
+from shmloader.insight.measurements import pack_work, work_of
 from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter, install
@@ -122,10 +123,10 @@ def make_batch(
 def _pack(answer: Answer) -> "tuple[bytes, tuple[Any, ...] | None]":
     """Return an answer whose batch is packed as values that any executor can send."""
     error = answer.error if isinstance(answer, Failure) else None
-    content, *work = None, None, 0
+    content, times, nbytes = None, None, 0
     if isinstance(answer, Batch):
-        content, *work = answer.content, answer.times, answer.nbytes
-    return pickle.dumps((error, answer.report, *work)), content
+        content, times, nbytes = answer.content, answer.times, answer.nbytes
+    return pickle.dumps((error, answer.report, times, nbytes)), content
 
 
 def read_answer(packed: bytes, content: "tuple[Any, ...] | None", done_ns: int) -> Answer:
@@ -145,8 +146,8 @@ def read_answer(packed: bytes, content: "tuple[Any, ...] | None", done_ns: int) 
         return Failure(error, report=report)
     # The other process's clock may be another one, so only durations count. The rest of the time
     # since the task was sent is put before the work.
-    _, *work_ns, sample_count = times
-    return Batch(batch, report, (done_ns - sum(work_ns), *work_ns, sample_count), nbytes)
+    _, *work_ns, sample_count = work_of(times)
+    return Batch(batch, report, pack_work(done_ns - sum(work_ns), *work_ns, sample_count), nbytes)
 
 
 def _keep_freed_memory() -> None:

@@ -145,7 +145,7 @@ class ProcessPool(WorkerProcesses):
         if data[0] != messages.DONE:
             self._receive_unusual(worker_id, data, events)
             return
-        _, seq, epoch, slot_id, used_bytes, *times = messages.DONE_HEAD.unpack(data)
+        _, seq, epoch, slot_id, used_bytes = messages.DONE_HEAD.unpack_from(data)
         reader = self._readers[worker_id]
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
@@ -156,7 +156,7 @@ class ProcessPool(WorkerProcesses):
         if isinstance(reader, RemoteError):
             answer = Failure(reader)
         else:
-            answer = Batch(reader, None, times, used_bytes)
+            answer = Batch(reader, None, data[messages.DONE_HEAD.size :], used_bytes)
             answer.lends = reader.lends
         events.answered(seq, epoch, worker_id, answer)
 

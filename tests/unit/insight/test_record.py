@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmloader.insight.measurements import BatchTimes, WorkTimes
+from shmloader.insight.measurements import WorkTimes, pack_batch, pack_work
 from shmloader.insight.record import Record
 from shmloader.insight.stats import LoaderStats, Machine
 from shmloader.insight.sums import Histogram
@@ -19,9 +19,9 @@ from shmloader.insight.verdict import snapshot
 WORK = WorkTimes(began_ns=30, fetch_ns=20, collate_ns=15, encode_ns=5, sample_count=1)
 
 
-def times_of(worker_id: int = 0, work: WorkTimes = WORK, **changed: int) -> BatchTimes:
+def times_of(worker_id: int = 0, work: WorkTimes = WORK, **changed: int) -> bytes:
     plain = {"offered_ns": 10, "sent_ns": 20, "looked_ns": 0, "seen_ns": 79, "handed_ns": 80}
-    return BatchTimes(worker_id, work=work, nbytes=1, **{**plain, **changed})
+    return pack_batch(worker_id, *{**plain, **changed}.values(), 1, 0) + pack_work(*work)
 
 
 def record_of(worker_count: int = 2) -> Record:
@@ -59,28 +59,28 @@ def test_a_wait_is_divided_among_the_places_of_its_batch(
 ) -> None:
     record = record_of()
     first = times_of(work=WorkTimes(-9, 1, 1, 1, 1), handed_ns=0)
-    record.add(0, 0, 0, first, None, 0)  # its worker's first is another matter
-    record.add(asked_ns, received_ns, draw_ns, times_of(), stage, 0)
+    record.add(0, 0, 0, first, None)  # its worker's first is another matter
+    record.add(asked_ns, received_ns, draw_ns, times_of(), stage)
     assert waited(record) == expected
 
 
 def test_until_a_worker_begins_its_first_batch_it_starts() -> None:
     record = record_of()
-    record.add(10, 80, 0, times_of(), None, 0)
+    record.add(10, 80, 0, times_of(), None)
     assert waited(record) == {"start": 20, "fetch": 20, "collate": 15, "encode": 5, "transport": 10}
 
 
 def test_iter_and_calls_without_a_batch_have_places() -> None:
     record = record_of()
-    record.add(0, 20, 3, None, "start", 0)
-    record.add(100, 107, 0, None, "end", 0)
-    record.add(100, 102, 0, None, "other", 0)
+    record.add(0, 20, 3, None, "start")
+    record.add(100, 107, 0, None, "end")
+    record.add(100, 102, 0, None, "other")
     assert waited(record) == {"draw": 3, "start": 17, "end": 7, "other": 2}
 
 
 def test_without_workers_the_places_are_what_the_thread_did() -> None:
     record = Record(0, "in-process", 0, begin_ns=0)
-    record.add(0, 100, 30, WORK, "pin", 1)
+    record.add(0, 100, 30, times_of(work=WORK._replace(encode_ns=0)), ("pin", 65, 70))
     assert waited(record) == {"draw": 30, "fetch": 20, "collate": 15, "pin": 5, "build": 30}
 
 
@@ -100,7 +100,7 @@ def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
         stage = ("device", at[7], at[8]) if has_stage else None
         asked_ns = received_ns + steps[0]
         received_ns = max(asked_ns, at[9])
-        record.add(asked_ns, received_ns, draw_ns, times, stage, 0)
+        record.add(asked_ns, received_ns, draw_ns, times, stage)
     assert all(spent_ns >= 0 for spent_ns in waited(record).values())
     wait = stats_of(record).wait
     assert sum(wait.causes) == pytest.approx(wait.total_s)
@@ -109,9 +109,9 @@ def test_places_add_up_to_all_waits(batches: list[Any]) -> None:
 def test_a_worker_is_idle_between_its_batches() -> None:
     """The second worker has done its batch at 40, and gets another at 100; the first needs 90."""
     record = record_of()
-    record.add(10, 91, 0, times_of(0, WorkTimes(1, 89, 0, 0, 1), handed_ns=91), None, 0)
-    record.add(92, 92, 0, times_of(1, WorkTimes(1, 39, 0, 0, 1), handed_ns=92), None, 0)
-    record.add(95, 110, 0, times_of(1, WorkTimes(100, 10, 0, 0, 1), handed_ns=110), None, 0)
+    record.add(10, 91, 0, times_of(0, WorkTimes(1, 89, 0, 0, 1), handed_ns=91), None)
+    record.add(92, 92, 0, times_of(1, WorkTimes(1, 39, 0, 0, 1), handed_ns=92), None)
+    record.add(95, 110, 0, times_of(1, WorkTimes(100, 10, 0, 0, 1), handed_ns=110), None)
     sums = record.sums()
     assert (sums.added[0, "idle"], sums.added[1, "idle"]) == (0, 60)
     sums.merge(record.sums())
@@ -126,7 +126,7 @@ def test_calls_that_were_summed_up_early_count_the_same(in_order) -> None:
         work = WorkTimes(asked_ns + 5 - 20 * (number % 3), 20 + number, 3, 2, 1)
         times = times_of(number % 2, work, seen_ns=asked_ns + 60, handed_ns=asked_ns + 62)
         for record in (early, late):
-            record.add(asked_ns, asked_ns + 70, 3, times, None, 0)
+            record.add(asked_ns, asked_ns + 70, 3, times, None)
     assert stats_of(early) == stats_of(late)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shmloader.insight.measurements import pack_batch, pack_work
 from shmloader.insight.record import Record
 from shmloader.insight.stats import (
     Finding,
@@ -171,9 +172,9 @@ def run(load_ms: int, build_ms: int, use_ms: Callable[[int], int], count: int = 
         end_ns = free_ns[worker_id] = began_ns + load_ms * MS
         here_ns = max(asked_ns, end_ns)
         now_ns = here_ns + build_ms * MS
-        work = (began_ns, load_ms * MS, 0, 0, 1)
-        times = (worker_id, sent_ns, sent_ns, work, asked_ns, here_ns, here_ns, 1, 0)
-        record.add(asked_ns, now_ns, 0, times, None, 0)
+        work = pack_work(began_ns, load_ms * MS, 0, 0, 1)
+        times = pack_batch(worker_id, sent_ns, sent_ns, asked_ns, here_ns, here_ns, 1, 0) + work
+        record.add(asked_ns, now_ns, 0, times, None)
         taken.append(now_ns)
         now_ns += use_ms(number) * MS
     return snapshot(record.sums(), 1, Machine(cores=4))

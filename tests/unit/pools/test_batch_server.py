@@ -54,8 +54,8 @@ class Bench:
         task = Task(5, 1, 0, self.slot.touched_bytes, None, pickle.dumps(()))
         data = self.server.serve(task)
         if data[0] == DONE:
-            _, seq, epoch, slot_id, used_bytes, *times = DONE_HEAD.unpack(data)
-            batch = Batch(None, None, times, used_bytes)
+            _, seq, epoch, slot_id, used_bytes = DONE_HEAD.unpack_from(data)
+            batch = Batch(None, None, data[DONE_HEAD.size :], used_bytes)
             answer = Answered(seq, epoch, slot_id, used_bytes, batch)
         else:
             answer = unpack(data)
