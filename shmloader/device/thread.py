@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shmloader.device.stage import Stage, clear_frames
-from shmloader.engine.delivery import Delivery, Instead, not_an_end
+from shmloader.engine.delivery import Instead, not_an_end
 from shmloader.engine.engine import Engine, OwnThread, Stopped
+from shmloader.engine.scheduler import Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import Caught, Wakeup, attempt, is_interruption, uninterruptible
@@ -43,7 +44,7 @@ class Result(NamedTuple):
     Attributes:
         batch: What the stage's ``run`` returned.
         error: The exception; None for a batch.
-        delivery: The delivery of the batch, or of that in whose place the exception is raised.
+        delivery: The ticket of the batch, or of that in whose place the exception is raised.
         is_last: Whether no further result follows.
         staged: The stage's name in the statistics, and when the stage began and finished the batch,
             in nanoseconds on the clock of ``time.monotonic_ns()``.
@@ -51,7 +52,7 @@ class Result(NamedTuple):
 
     batch: Any
     error: BaseException | None
-    delivery: Delivery | None
+    delivery: Ticket | None
     is_last: bool = False
     staged: tuple[str, int, int] | None = None
 
@@ -263,7 +264,7 @@ class StagedEngine:
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
         self.is_waiting = False
-        self.delivery: Delivery | None = None
+        self.delivery: Ticket | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
 

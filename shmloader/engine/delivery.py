@@ -1,4 +1,4 @@
-"""What is said of each batch that is delivered, and the datasets' checkpoints after it.
+"""How exceptions are delivered, and the datasets' checkpoints after each batch.
 
 Checkpoints are kept of an iterable dataset, whose iterators are called streams, and of a map-style
 dataset that has a state of its own: one for each worker, or one without workers.
@@ -13,9 +13,8 @@ have ended, however fast each worker is. So the checkpoints and the number of th
 determine how an epoch continues. A stream that had ended ends again.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.batch.dataset_state import Saved, dump_in_main, read
@@ -65,30 +64,6 @@ def unwrapped(function: Callable[..., object], *arguments: object) -> None:
         raise error
     finally:
         del error  # breaks a reference cycle: the traceback holds this frame
-
-
-class Delivery(NamedTuple):
-    """Describes a delivered ticket, whose batch was returned or whose error was raised.
-
-    Attributes:
-        seq: Number of the ticket.
-        left_out: Numbers of the tickets since the last delivery whose batches were left out, since
-            all their samples failed.
-        datasets: If checkpoints of the workers' datasets are kept: those after the batches that
-            were left out since the last delivery, and the one after this batch, each with the
-            number of its worker.
-        times: When the batch passed each step, packed as in :mod:`shmloader.insight.measurements`;
-            None if an error was raised.
-    """
-
-    seq: int
-    left_out: tuple[int, ...] = ()
-    datasets: Sequence[tuple[int, Checkpoint]] = ()
-    times: bytes | None = None
-
-
-#: Makes a :class:`Delivery` from a tuple, in a third of the time that a call of the class takes.
-delivery_of: Callable[[tuple[object, ...]], Delivery] = functools.partial(tuple.__new__, Delivery)
 
 
 class DatasetCheckpoints:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
-from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of, not_an_end
+from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
 from shmloader.engine.failures import FailureWatch
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
@@ -115,8 +115,8 @@ class Engine:
     """Delivers the batches that a pool of workers makes.
 
     Attributes:
-        delivery: Describes what the last call of ``next_batch`` returned, or raised in place of a
-            batch; None if it raised anything else, after which no batch is missing.
+        delivery: The ticket whose batch the last call of ``next_batch`` returned, or whose error it
+            raised; None if it raised anything else, after which no batch is missing.
         counts: Counters of slots and workers. Any thread may read them.
         draw_ns: How long the last call of :meth:`start`, :meth:`restart` or :meth:`next_batch` was
             in the sampler, unless the user's thread draws for a thread of the engine's own.
@@ -151,7 +151,7 @@ class Engine:
         self._base_seed = base_seed
         self._watch = watch
         self.counts = pool.counts
-        self.delivery: Delivery | None = None
+        self.delivery: Ticket | None = None
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
         self._draw: Callable[[], object] = iter(()).__next__
@@ -341,9 +341,8 @@ class Engine:
         answer, scheduler = ticket.answer, self._scheduler
         if not isinstance(answer, Batch):
             self._raise_instead(ticket, answer)
-        times = None
         if answer.times is not None:
-            times = pack_batch(
+            handed = pack_batch(
                 ticket.worker_id,
                 ticket.offered_ns,
                 ticket.sent_ns,
@@ -353,11 +352,8 @@ class Engine:
                 answer.nbytes,
                 scheduler.slots.lent_count,
             )
-            times += answer.times
-        if scheduler.beginnings is None and not self._left_out:
-            self.delivery = delivery_of((ticket.seq, (), (), times))
-        else:
-            self._set_delivery(ticket, times)
+            ticket.times = handed + answer.times
+        self._set_delivery(ticket)
         if self._memory is None:
             self._offer()
             return answer.content
@@ -419,7 +415,7 @@ class Engine:
         error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
         if answer.is_final:
             self._fail(error, "its dataset could not be resumed")
-        self._set_delivery(ticket, None)
+        self._set_delivery(ticket)
         self._offer()
         raise Instead(error)
 
@@ -427,15 +423,13 @@ class Engine:
         limit = self._scheduler.restart_limit
         return WorkerDiedError(describe_death(worker_id, death, ticket, restart_limit=limit))
 
-    def _set_delivery(self, ticket: Ticket, times: bytes | None) -> None:
-        """Set ``delivery`` for a ticket whose batch is delivered, or whose error is raised."""
-        left_out, self._left_out = self._left_out, []
-        updates = [
-            (one.worker_id, one.checkpoint)
-            for one in (*left_out, ticket)
-            if one.checkpoint is not None
-        ]
-        self.delivery = Delivery(ticket.seq, tuple(one.seq for one in left_out), updates, times)
+    def _set_delivery(self, ticket: Ticket) -> None:
+        """Set ``delivery`` to a ticket whose batch is delivered, or whose error is raised."""
+        if self._left_out:
+            ticket.left_out = tuple(self._left_out)
+            self._left_out.clear()
+        ticket.answer = None
+        self.delivery = ticket
 
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""

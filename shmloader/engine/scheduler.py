@@ -33,7 +33,7 @@ death, changes all three and the order of delivery.
 
 import collections
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -57,9 +57,9 @@ UNASSIGNED = -1
 _by_seq = attrgetter("seq")
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Ticket:
-    """A unit of work in flight.
+    """A unit of work in flight, and then what is said of its delivery.
 
     Attributes:
         seq: Its number in the epoch.
@@ -74,6 +74,10 @@ class Ticket:
         hung: Samples of the batch that took too long, by sample number, each with what its worker
             was doing when it was ended. The next worker raises in their places.
         checkpoint: Where the worker's dataset is after its batch, if checkpoints are kept.
+        times: When its batch passed each step, packed as in :mod:`shmloader.insight.measurements`,
+            once it is delivered; None if an error was raised.
+        left_out: The tickets since the last delivery whose batches were left out, since all their
+            samples failed.
     """
 
     seq: int
@@ -81,17 +85,26 @@ class Ticket:
     slot_id: int
     indices: object
     offered_ns: int = 0
-    answer: object = None
-    is_dropped: bool = False
-    kill_count: int = 0
-    sent_ns: int = 0
-    hung: dict[int, str] | None = None
-    checkpoint: Checkpoint | None = None
+    # Values of the class take no time in the constructor.
+    answer: object = field(default=None, init=False)
+    is_dropped: bool = field(default=False, init=False)
+    kill_count: int = field(default=0, init=False)
+    sent_ns: int = field(default=0, init=False)
+    hung: dict[int, str] | None = field(default=None, init=False)
+    checkpoint: Checkpoint | None = field(default=None, init=False)
+    times: bytes | None = field(default=None, init=False)
+    left_out: tuple["Ticket", ...] = field(default=(), init=False)
 
     @property
     def is_awaited(self) -> bool:
         """Whether it is to be delivered, and not answered yet."""
         return self.answer is None and not self.is_dropped
+
+    @property
+    def datasets(self) -> list[tuple[int, Checkpoint]]:
+        """The checkpoints after the batches that were left out and this one, with the workers."""
+        tickets = (*self.left_out, self)
+        return [(one.worker_id, one.checkpoint) for one in tickets if one.checkpoint is not None]
 
 
 class Scheduler:

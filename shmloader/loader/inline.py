@@ -22,7 +22,8 @@ from shmloader.batch.dataset_state import dump_in_main, load_dataset, read
 from shmloader.batch.failures import describe_indices
 from shmloader.batch.fetch import EmptyBatchError, map_style_stop
 from shmloader.batch.maker import BatchMaker
-from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, delivery_of
+from shmloader.engine.delivery import DatasetCheckpoints, Instead
+from shmloader.engine.scheduler import UNASSIGNED, Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.insight.measurements import pack_batch
@@ -59,13 +60,13 @@ class InlineEngine:
     is_waiting = is_closed = False
     beginnings = counts = None
     checkpoints: DatasetCheckpoints | None = None
-    delivery: Delivery | None = None
+    delivery: Ticket | None = None
     draw_ns, _stage, staged = 0, "build", ("build", 0, 0)
     end: Callable[[], object] = staticmethod(do_nothing)
     record: Record  # of the epoch, which the iterator sets
     _seq, _closed_because = -1, ""
     _step: Callable[[Any], Any] | None = None
-    _updates: tuple[tuple[int, Checkpoint], ...] = ()
+    _checkpoint: Checkpoint | None = None  # after the newest batch
     _maker: BatchMaker | None = None  # None until a dataset that resumes is ready
 
     def __init__(self, config: LoaderConfig, parts: LoaderParts) -> None:
@@ -135,8 +136,7 @@ class InlineEngine:
                 self.staged = (self._stage, fetched_ns, time.monotonic_ns())
                 nbytes = bytes_of(batch)
                 times = pack_batch(0, began_ns, began_ns, 0, fetched_ns, fetched_ns, nbytes, 0)
-                times += timer.read(fetched_ns)
-                self.delivery = delivery_of((self._seq, (), self._updates, times))
+                self._set_delivery(indices, times + timer.read(fetched_ns))
                 return batch
             except Instead:
                 raise
@@ -149,8 +149,12 @@ class InlineEngine:
                     raise
                 error = raised
             if drawn and not self.is_closed:
-                self.delivery = delivery_of((self._seq, (), self._updates, None))
+                self._set_delivery(indices, None)
             raise Instead(error) from None
+
+    def _set_delivery(self, indices: Any, times: bytes | None) -> None:
+        delivery = self.delivery = Ticket(self._seq, 0, UNASSIGNED, indices)
+        delivery.checkpoint, delivery.times = self._checkpoint, times
 
     def _load(self, indices: Any) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""
@@ -242,7 +246,7 @@ class InlineEngine:
             if self._is_iterable and self._maker is not None:
                 fingerprint = self._maker.fetcher.fingerprint
             state_ns = 0 if self._maker is None else self._maker.state_ns
-            self._updates = ((0, checkpoint.after_batch(snapshot, fingerprint, state_ns)),)
+            self._checkpoint = checkpoint.after_batch(snapshot, fingerprint, state_ns)
 
     def _add_rng(self, checkpoint: Checkpoint, at_start: dict[str, Any]) -> None:
         """Save the generators' states: the dataset may draw its order with its first sample."""

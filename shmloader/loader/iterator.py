@@ -32,7 +32,8 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shmloader.batch.sample_rng import base_seed
-from shmloader.engine.delivery import DatasetCheckpoints, Delivery, Instead, unwrapped
+from shmloader.engine.delivery import DatasetCheckpoints, Instead, unwrapped
+from shmloader.engine.scheduler import Ticket
 from shmloader.errors import CLOSED_MEANWHILE, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.grammar import user_part
@@ -329,17 +330,19 @@ class BatchIterator(_BaseDataLoaderIter):
         times = delivery.times
         about = "other" if times is None else source.staged
         record.add(began_ns, ended_ns, source.draw_ns, times, about)
-        if times is not None and (delivery.datasets or self._adapter is not None):
+        if self._checkpoints is not None or self._adapter is not None:
             self._count_costs(delivery, began_ns, ended_ns)
         progress = self._progress
-        if progress.is_plain and self._record.in_order and self._checkpoints is None:
+        if progress.is_plain and record.in_order and self._checkpoints is None:
             progress.position = progress.start + (delivery.seq + 1) * progress.unit
         else:
             self._count_done(delivery)
 
-    def _count_costs(self, delivery: Delivery, began_ns: int, ended_ns: int) -> None:
+    def _count_costs(self, delivery: Ticket, began_ns: int, ended_ns: int) -> None:
         """Count what the states of datasets cost, and adapt the number of workers."""
-        busy_ns = sum(work_of(delivery.times or b"")[1:4])
+        if delivery.times is None:
+            return
+        busy_ns = sum(work_of(delivery.times)[1:4])
         if self._opened is None:
             busy_ns += self._source.staged[2] - self._source.staged[1]
         for _, checkpoint in delivery.datasets:
@@ -354,14 +357,14 @@ class BatchIterator(_BaseDataLoaderIter):
                 self._record.num_workers = present
                 loader.num_workers = type(loader.num_workers)(present)
 
-    def _count_done(self, delivery: Delivery) -> None:
+    def _count_done(self, delivery: Ticket) -> None:
         if self._checkpoints is not None:
             self._checkpoints.update(delivery.datasets)
         if self._record.in_order:
             self._progress.done_until(delivery.seq)
         else:
-            for each in (*delivery.left_out, delivery.seq):
-                self._progress.done(each)
+            for each in (*delivery.left_out, delivery):
+                self._progress.done(each.seq)
 
     def _count_error(self, error: BaseException, began_ns: int) -> None:
         """Count an exception in place of a batch, or at the epoch's end."""

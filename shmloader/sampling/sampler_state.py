@@ -55,6 +55,9 @@ _LONGEST_CHAIN = 8
 
 _encode = json.JSONEncoder().encode
 
+# How many items are kept at least.
+_FEW = 8
+
 # Never changed.
 _NOTHING: dict[Any, Any] = {}
 
@@ -242,7 +245,7 @@ class DrawnEpoch:
         undrawn: The iterator that draws the epoch, until it has begun.
     """
 
-    __slots__ = ("_items", "number", "progress", "saved", "state", "undrawn")
+    __slots__ = ("_items", "_most", "number", "progress", "saved", "state", "undrawn")
 
     def __init__(
         self,
@@ -254,16 +257,19 @@ class DrawnEpoch:
         self.progress = Progress() if progress is None else progress
         self.state = _NOTHING
         self.undrawn: Any = None
-        # The items from the last one before the position on, by the position after them.
+        # The items from the last one before the position on, and some earlier ones, by the position
+        # after them; and how many there may be.
         self._items: dict[int, Any] = _NOTHING
+        self._most = 0
 
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
-        items, done = self._items or {}, self.progress.position
-        self._items = items
+        items = self._items
+        if len(items) >= self._most:
+            done = self.progress.position
+            items = self._items = {at: each for at, each in items.items() if at >= done}
+            self._most = 2 * len(items) + _FEW
         items[position] = item
-        while (first := next(iter(items))) < done:
-            del items[first]
 
     def dump(self, index_sampler: object) -> dict[str, Any]:
         """Return the state, with a checksum of the last item that the user is done with, if known.
