@@ -58,13 +58,18 @@ class NumberField(Field):
 
     _column: "Numbers"
 
-    def at(self, rows: Rows) -> RowsAt:
-        """Return where the numbers lie."""
+    def at(self, rows: Rows) -> RowsAt | None:
+        """Return where the numbers lie. Of NumPy's own of uint64, torch makes no tensor."""
+        if self._form == "numpy" and self._dtype == np.uint64:
+            return None
+        return self._find(rows)
+
+    def _find(self, rows: Rows) -> RowsAt:
         return RowsAt(self._column.tensor, self._column.find(rows), self._torch_dtype)
 
     def items(self, rows: Rows) -> Any:
         """Return one tensor, array or list."""
-        numbers = self.at(rows).copy()
+        numbers = self._find(rows).copy()
         if self._form is None:
             return numbers.tolist()
         return numbers if self._form == "torch" else numbers.numpy()
