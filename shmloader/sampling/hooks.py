@@ -114,7 +114,9 @@ def seekable(sampler: object) -> Any:
     * ``fill_step(items, count)`` returns ``count`` items for a last step that has fewer, and how
       many of these, the first ones, have no sample that the epoch has had before.
     """
-    return sampler if probe(sampler, "can_seek", False) is True else None
+    # A user's class may have an attribute of any name, but none that it does not know.
+    can_seek = getattr(type(sampler), "can_seek", False)
+    return sampler if can_seek and sampler.can_seek is True else None  # type: ignore[attr-defined]
 
 
 def check_lengths(batch_sampler: object, dataset: Any) -> None:

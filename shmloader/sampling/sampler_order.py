@@ -22,7 +22,6 @@ from shmloader.sampling.sampler_state import (
     Order,
     SamplerState,
     describe,
-    identify,
     size_of_batches,
 )
 from shmloader.sampling.steps import Steps, only_next, restart_if_exhausted, too_few
@@ -124,7 +123,7 @@ class SamplerOrder(Order):
             last_batch = "discard"
         return {
             "global_batch": size_of_batches(sampler),
-            "order": None if self._is_iterable else identify(sampler),
+            "order": None if self._is_iterable else describe(sampler, has_facts=True),
             "last_batch": last_batch,
             "seed": self._seed,
         }

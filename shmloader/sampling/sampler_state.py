@@ -77,18 +77,18 @@ def chain(index_sampler: object) -> list[Any]:
     return samplers
 
 
-def describe(index_sampler: object) -> str:
-    """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``."""
+def describe(index_sampler: object, *, has_facts: bool = False) -> str:
+    """Return the kind of a sampler, such as ``BatchSampler(RandomSampler)``.
+
+    With ``has_facts``, what the order of one that is planned depends on follows.
+    """
     samplers = chain(index_sampler)
     kinds = map(attrgetter("__name__"), map(type, samplers))
-    return "(".join(kinds) + ")" * (len(samplers) - 1)
-
-
-def identify(index_sampler: object) -> str:
-    """Return the kind of a sampler, with what the order of one that is planned depends on."""
-    planned = [each for each in chain(index_sampler) if seekable(each) is not None]
-    facts = [probe(each, "facts") for each in planned]
-    return ": ".join([describe(index_sampler), *filter(None, facts)])
+    text = "(".join(kinds) + ")" * (len(samplers) - 1)
+    for each in samplers if has_facts else ():
+        if getattr(type(each), "can_seek", False) and hasattr(each, "facts"):
+            text += f": {each.facts}"
+    return text
 
 
 def is_known(sampler: object) -> bool:
@@ -285,16 +285,14 @@ class DrawnEpoch:
         for sampler in chain(index_sampler):
             if type(sampler) not in _TORCHS and is_known(sampler) and is_cut_for_ranks(sampler):
                 check = None
-        return {**self.state, "last_checksum": check, **self._place(seekable(index_sampler))}
-
-    def _place(self, planned: Any) -> dict[str, Any]:
-        """Return the place of the last item before the position, if the sampler knows it."""
-        position, place = self.progress.position, None
-        if planned is not None and position == self.progress.start:
-            place = self.saved.get("place")
-        elif planned is not None:
-            place = planned.place(position - 1)
-        return {} if place is None else {"place": place}
+        state = {**self.state, "last_checksum": check}
+        planned = None if type(index_sampler) in _TORCHS else seekable(index_sampler)
+        if planned is not None:
+            # The place of the last item before the position, if it is known.
+            is_start = position == self.progress.start
+            place = self.saved.get("place") if is_start else planned.place(position - 1)
+            state |= {} if place is None else {"place": place}
+        return state
 
     def check_passed(self, last: object, kind: str) -> None:
         """Raise ValueError if a sampler yields another batch before the position than it did.

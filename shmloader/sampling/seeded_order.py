@@ -21,7 +21,6 @@ from shmloader.sampling.sampler_state import (
     Order,
     SamplerState,
     describe,
-    identify,
     size_of_batches,
 )
 from shmloader.sampling.steps import (
@@ -286,7 +285,7 @@ class SeededOrder(Order, Sampler[PositionedIndices]):
                 batch = f"{batch} in each of {shards} shards"
         return {
             "global_batch": batch,
-            "order": kind if self._sampler is None else identify(self._sampler),
+            "order": kind if self._sampler is None else describe(self._sampler, has_facts=True),
             "last_batch": self._last_batch,
             "seed": self._seed,
         }
