@@ -10,7 +10,10 @@ from shmloader.arrow.table import ArrowTable
 
 def is_arrow(dataset: object) -> bool:
     """Whether a dataset is an :class:`ArrowTable` or a ``datasets.Dataset``, and no subclass."""
-    return type(dataset) is ArrowTable or hugging_face.is_hugging_face(dataset)
+    kind = type(dataset)
+    # By the name first, which takes no call: this is asked for each epoch of each dataset.
+    is_named = kind.__module__ == "datasets.arrow_dataset"
+    return kind is ArrowTable or (is_named and hugging_face.is_hugging_face(dataset))
 
 
 def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:

@@ -41,8 +41,7 @@ class Timer:
         sample_count: How many samples the batch has.
     """
 
-    def __init__(self) -> None:
-        self.begin()
+    began_ns = fetched_ns = collate_ns = sample_count = 0
 
     def begin(self, now_ns: int | None = None) -> None:
         """Start the timer for a batch, now or at ``now_ns``."""

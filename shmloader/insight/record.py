@@ -85,7 +85,7 @@ class Record:
         """
         calls, cause, began_ns, ended_ns = self.calls[1], 0, received_ns, received_ns
         if times is None:
-            cause, times = CAUSES.index(about), NO_BATCH
+            cause, times = CAUSES[about], NO_BATCH
         elif about is not None:
             self.stage, began_ns, ended_ns = about
         calls.append(pack(cause, asked_ns, received_ns, draw_ns, began_ns, ended_ns) + times)
@@ -253,7 +253,7 @@ def _epoch(record: Record, numbers: Iterator[int]) -> Iterator[Event]:
         if later is not None:
             yield _slice(_CONSUMER, "use", received_ns, later[1])
         if cause:
-            name = "iter()" if CAUSES[cause] == "start" else "next()"
+            name = "iter()" if cause == CAUSES["start"] else "next()"
             yield _slice(_CONSUMER, name, asked_ns, received_ns, epoch=record.epoch)
             continue
         row, spent = next(batches)

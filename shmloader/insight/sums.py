@@ -1,7 +1,7 @@
 """Sums over the calls of ``iter()`` and ``next()``, computed when somebody reads them.
 
 A call is kept as bytes: whole numbers of eight bytes, which :data:`_COLUMNS` names. The first ones
-are where the next batch was if there is none (an index of :data:`CAUSES`); when the call began and
+are where the next batch was if there is none (a number of :data:`CAUSES`); when the call began and
 returned, in ns; how much of that time was spent in the sampler; and when the stage after the engine
 began and ended. The rest are the times of the batch, packed as in
 :mod:`shmloader.insight.measurements`, or zeros.
@@ -38,10 +38,11 @@ _COLUMNS = (
 pack = struct.Struct("=6q").pack
 #: Stands for the times of a batch where there is none.
 NO_BATCH = bytes(8 * len(_COLUMNS[6:]))
-#: Where the next batch was, for a call without one: parts of its way, as
+#: Where the next batch was, for a call without one, with its number: parts of its way, as
 #: :data:`~shmloader.insight.stats.PARTS` names them.
-CAUSES = ("", "start", "end", "other")
-_START = CAUSES.index("start")
+CAUSES = {"": 0, "start": 1, "end": 2, "other": 3}
+_CAUSES = list(CAUSES)
+_START = CAUSES["start"]
 # The parts of a wait, in order, and when a batch leaves them; "stage" stands for the stage after
 # the engine. What follows it counts as "build".
 _OF_WAIT = ("slot", "queue", "fetch", "collate", "encode", "transport", "build", "stage")
@@ -161,7 +162,7 @@ class Sums:
         self.set_most(next=max(waits, default=0))
         for cause, spent_ns, draw_ns in zip(causes, waited, draw, strict=True):
             if cause:
-                added["wait", CAUSES[cause]] += spent_ns - draw_ns
+                added["wait", _CAUSES[cause]] += spent_ns - draw_ns
                 added["wait", "draw"] += draw_ns
         if is_local:
             self._add_local(columns.T.tolist(), stage)
@@ -186,8 +187,12 @@ class Sums:
         for cause, asked_ns, _, _, stage_began, stage_ended, *known in calls:
             if not cause:
                 *_, nbytes, _, began_ns, fetch_ns, collate_ns, _, count = known
-                spent = {"fetch": fetch_ns, "collate": collate_ns, stage: stage_ended - stage_began}
-                for name, each_ns in spent.items():
+                staged_ns = stage_ended - stage_began
+                for name, each_ns in (
+                    ("fetch", fetch_ns),
+                    ("collate", collate_ns),
+                    (stage, staged_ns),
+                ):
                     added["stage", name] += each_ns
                     if name != "build":  # which is what is left of all waiting
                         added["wait", name] += each_ns

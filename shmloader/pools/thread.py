@@ -256,7 +256,8 @@ class _Worker(BackgroundThread):
 
     def _load(self, task: _Task, config: ThreadConfig) -> Answer:
         """Make a task's batch, and return the answer."""
-        fetch, watch = config.fetch, None
+        fetch, watch, timer = config.fetch, None, Timer()
+        timer.begin()
         if self._concurrent_fetcher is None:
             self._concurrent_fetcher = fetch.make_concurrent_fetcher()
         if fetch.sample_timeout_s is not None:
@@ -268,7 +269,7 @@ class _Worker(BackgroundThread):
             config.collate_fn,
             config.on_error,
             where=self._where,
-            timer=Timer(),
+            timer=timer,
             arrays=config.arrays,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=watch,

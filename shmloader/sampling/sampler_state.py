@@ -265,7 +265,10 @@ class DrawnEpoch:
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
         items = self._items
-        if len(items) >= self._most:
+        if not items:
+            items = self._items = {}
+            self._most = _FEW
+        elif len(items) >= self._most:
             done = self.progress.position
             items = self._items = {at: each for at, each in items.items() if at >= done}
             self._most = 2 * len(items) + _FEW
