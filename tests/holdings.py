@@ -49,10 +49,12 @@ class Holdings:
 
     def left(self, within_s: float) -> list[str]:
         """Wait until nothing beyond this is held; return what still is after so many seconds."""
-        deadline = time.monotonic() + within_s
+        deadline, pause_s = time.monotonic() + within_s, 0.01
         while (left := Holdings.now().beyond(self)) and time.monotonic() < deadline:
             gc.collect()
-            time.sleep(0.01)
+            # Longer and longer: a collection lets no other thread run, such as one that is to end.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
         return left
 
 

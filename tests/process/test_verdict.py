@@ -77,11 +77,11 @@ class Heavy:
         self.samples = samples
 
     def pin_memory(self) -> Heavy:
-        time.sleep(LONG_S)
+        time.sleep(LONGER_S)
         return self
 
     def to(self, device: object, non_blocking: bool = False) -> Heavy:
-        time.sleep(LONG_S)
+        time.sleep(LONGER_S)
         return self
 
 
@@ -90,7 +90,7 @@ def test_slow_copies(options) -> None:
     with switched_on():
         stats = second_epoch(
             DataLoader(
-                Calls(quick, 16),
+                Calls(quick, 12),
                 num_workers=1,
                 persistent_workers=True,
                 collate_fn=Heavy,
