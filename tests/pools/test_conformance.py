@@ -625,7 +625,11 @@ def test_an_engine_tells_what_a_late_worker_is_at(apart) -> None:
             next_of(engine)
         assert "waiting for batch 0 (index 0)" in str(caught.value)
         gate.open(2)
-        assert values(engine) == [0, 1]
+        found: list[int] = []
+        while len(found) < 2:
+            with contextlib.suppress(LoaderTimeoutError):  # a busy machine takes longer
+                found.append(int(next_of(engine)[0]))
+        assert found == [0, 1]
 
 
 def test_a_batch_outlives_its_engine(kind) -> None:
