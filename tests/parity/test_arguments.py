@@ -14,8 +14,6 @@ from shmloader import DataLoader
 from tests.parity.compare import TORCH_VERSION, both_outcomes, outcome
 from tests.parity.data import Counting, Measured, Squares, as_is, draw_some
 
-pytestmark = pytest.mark.timeout(60)
-
 MAP = Squares(10)
 STREAM = Counting()
 SAMPLER = SequentialSampler(MAP)

@@ -35,7 +35,6 @@ from tests.parity.objects import (
 from tests.parity.ways import THREE, Case, tried
 
 pytestmark = [
-    pytest.mark.timeout(60),
     # Young features of torch say so, and workers inherit that warnings are errors.
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),

@@ -14,8 +14,6 @@ from tests.parity.compare import assert_same, outcome, run_ours
 from tests.parity.data import Made, Squares, only
 from tests.parity.objects import floats
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -45,7 +45,6 @@ from tests.parity.data import (
 from tests.parity.ways import BOTH, SOME, THREE, WAYS, Case, compared, tried
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 

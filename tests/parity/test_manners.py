@@ -34,7 +34,6 @@ from tests.parity.ways import THREE, WAYS, WORKERS, Make, compared
 from tests.process.support import WatchedLock, in_thread, wait_until
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 

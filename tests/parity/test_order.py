@@ -33,7 +33,6 @@ from tests.parity.objects import let
 from tests.parity.ways import ALL, BOTH, THREE, Case, Make, compared, tried
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 

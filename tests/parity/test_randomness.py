@@ -29,7 +29,6 @@ from tests.parity.data import (
 from tests.parity.ways import ALL, BOTH, WAYS, WORKERS, Case, compared, tried
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 

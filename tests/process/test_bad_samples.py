@@ -15,8 +15,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, get_worker_info
 from shmloader import ClosedLoaderError, DataLoader, TooManyFailures
 from tests.process.support import Bad, Calls, Gate, Numbers, Switch, outcomes
 
-pytestmark = pytest.mark.timeout(40)
-
 # How samples are loaded: the number of workers; by threads; or by several coroutines of a worker.
 BOTH = pytest.mark.parametrize("workers", [0, 2])
 ALL = pytest.mark.parametrize("workers", [0, 2, "threads", "coroutines"])

@@ -30,8 +30,6 @@ from tests.process.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def large(index: int) -> torch.Tensor:
     return torch.full((50_000,), float(index))
@@ -327,7 +325,6 @@ def test_close_ends_workers_at_once_though_a_forked_child_holds_their_sockets() 
     os.waitpid(pid, 0)
 
 
-@pytest.mark.timeout(60)
 def test_a_key_that_cannot_be_pickled_in_mid_epoch_raises_and_the_rest_does_not_hang() -> None:
     keys: list[Any] = [0, 1, 2, 3, 4, threading.Lock(), 6, 7]
     loader = DataLoader(Calls(lambda key: key, 8), sampler=keys, batch_size=None, num_workers=2)

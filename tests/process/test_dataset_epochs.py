@@ -11,8 +11,6 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDatas
 from shmloader import DataLoader, ShardedDataLoader
 from tests.process.support import Deaths
 
-pytestmark = pytest.mark.timeout(90)
-
 
 class Samples(Dataset):
     epoch = 0

@@ -9,8 +9,6 @@ from torch.utils.data import Dataset, get_worker_info
 from shmloader import DataLoader
 from tests.process.support import Deaths
 
-pytestmark = pytest.mark.timeout(90)
-
 LENGTH = 24
 
 

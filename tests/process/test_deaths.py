@@ -46,9 +46,6 @@ from tests.process.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(90)
-
-
 # Large enough to lie in a slot, and to be lent.
 WIDTH = 3000
 
@@ -194,7 +191,6 @@ def test_a_killed_worker_is_told_in_place_of_its_next_batch(when) -> None:
     assert list(loader) == list(range(40))
 
 
-@pytest.mark.timeout(60)
 def test_a_death_that_was_seen_before_the_epoch_was_left_does_not_hang_the_next_one() -> None:
     deaths, gate, hold = Deaths({1: 1}), Gate(), Switch(is_on=True)
 
@@ -383,7 +379,6 @@ def test_a_batch_is_late_though_the_other_worker_goes_on_answering() -> None:
     assert next(however_late(batches)) == 0
 
 
-@pytest.mark.timeout(60)
 def test_a_further_epoch_with_a_stopped_worker_times_out_as_well() -> None:
     loader = DataLoader(
         Calls(int, 40), num_workers=2, collate_fn=only, timeout=0.5, persistent_workers=True

@@ -15,8 +15,6 @@ from shmloader.memory.flat import is_debugging
 from tests.parity.compare import assert_same
 from tests.process.support import Calls, only, run_program
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def run(source: str, monkeypatch: pytest.MonkeyPatch, *, value: str | None = "1") -> str:
     if value is None:

@@ -4,8 +4,6 @@ import pytest
 
 from tests.process.support import run_program
 
-pytestmark = pytest.mark.timeout(90)
-
 # A worker has nothing to do for longer than that: the first waits for the dataset, and all
 # wait between the epochs.
 PROGRAM = """

@@ -10,8 +10,6 @@ from torch.utils.data import DistributedSampler, IterableDataset
 import shmloader
 from shmloader import DataLoader, ShardedDataLoader
 
-pytestmark = pytest.mark.timeout(90)
-
 LENGTH = 12
 
 

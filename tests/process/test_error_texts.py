@@ -17,8 +17,6 @@ import shmloader
 from shmloader import DataLoader, ShardedDataLoader
 from tests.process.support import Bad, Calls, Numbers
 
-pytestmark = pytest.mark.timeout(60)
-
 OURS = str(Path(shmloader.__file__).parent)
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -53,7 +53,6 @@ from tests.process.support import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:executor= lets any idle worker:UserWarning"),
 ]
 

@@ -17,7 +17,6 @@ from shmloader import DataLoader, ShardedDataLoader
 from tests.process.support import Calls
 
 pytestmark = [
-    pytest.mark.timeout(60),
     # Threads of a worker that fork are what is tested.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]

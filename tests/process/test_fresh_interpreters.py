@@ -12,8 +12,6 @@ import torch
 from shmloader import DataLoader
 from tests.process.support import descriptor_count, run_program
 
-pytestmark = pytest.mark.timeout(90)
-
 LOCAL = """
 import torch, shmloader
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import ClosedLoaderError, DataLoader
 
-pytestmark = pytest.mark.timeout(40)
-
 
 class Stream(IterableDataset):
     def __init__(self) -> None:

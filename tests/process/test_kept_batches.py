@@ -11,8 +11,6 @@ import shmloader
 from shmloader import DataLoader
 from tests.process.support import Calls, only
 
-pytestmark = pytest.mark.timeout(90)
-
 ROWS = 30_000
 
 

@@ -10,8 +10,6 @@ import pytest
 from tests.late import reason_to_skip
 from tests.process.support import Program, wait_until
 
-pytestmark = pytest.mark.timeout(90)
-
 METHODS = ["fork", "spawn", "forkserver"]
 
 HEAD = """

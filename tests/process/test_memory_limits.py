@@ -15,8 +15,6 @@ from shmloader.memory.limits import RESERVE_BYTES, control_groups
 from tests.made_up import MIB, System
 from tests.process.support import Calls, Gate, run_program, wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Limited(DataLoader):
     def __init__(self, system: System, *arguments: Any, **options: Any) -> None:

@@ -14,9 +14,6 @@ from shmloader import DataLoader, WorkerDiedError
 from tests.parity.compare import assert_same
 from tests.process.support import Calls, only, outcomes
 
-pytestmark = pytest.mark.timeout(40)
-
-
 KEYS = [1, True, 1.0]
 
 ODD: dict[str, tuple[Calls, dict[str, Any]]] = {

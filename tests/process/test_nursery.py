@@ -7,7 +7,7 @@ import pytest
 
 from tests.process.support import Done, run_program, wait_for_end
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # A dataset that does something when it is pickled.
 PROGRAM = """

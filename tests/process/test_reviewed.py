@@ -16,8 +16,6 @@ import shmloader
 from shmloader import DataLoader
 from tests.process.support import Calls
 
-pytestmark = pytest.mark.timeout(40)
-
 
 class SeedsWhileUnpickled(Dataset):
     """As a module does that calls torch.manual_seed at its top."""

@@ -26,8 +26,6 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from shmloader import DataLoader, ShardedDataLoader, sample_rng
 from tests.process.support import Calls, Streams, Switch, outcomes
 
-pytestmark = pytest.mark.timeout(90)
-
 LENGTH = 53
 
 

@@ -20,8 +20,6 @@ from tests.late import to_host
 from tests.parity.compare import assert_same
 from tests.process.support import Calls, Gate, Streams, mapping_at, wait_until
 
-pytestmark = pytest.mark.timeout(90)
-
 # Elements of int32 in a sample: above 64 KiB, so that a batch is lent, not copied out.
 LENGTH = 17_000
 

@@ -9,8 +9,6 @@ import torch
 from shmloader import DataLoader, SharedMemoryError
 from tests.process.support import Calls, only
 
-pytestmark = pytest.mark.timeout(90)
-
 SLOTS = 2 * 2 + 4
 MIB = 1 << 20
 

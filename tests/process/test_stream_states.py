@@ -16,8 +16,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shmloader import DataLoader
 from tests.process.support import Deaths, told
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def worker_number() -> int:
     info = get_worker_info()

@@ -43,8 +43,6 @@ from tests.process.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 TorchLoader = torch.utils.data.DataLoader
 
 

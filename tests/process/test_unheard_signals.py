@@ -11,8 +11,6 @@ import pytest
 from shmloader import DataLoader
 from tests.process.support import Calls, Gate, only
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Unheard:
     """A poll object or a queue; a signal is there, unheard, when its next wait begins."""

@@ -13,8 +13,6 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialS
 from shmloader import DataLoader
 from tests.process.support import Deaths
 
-pytestmark = pytest.mark.timeout(90)
-
 WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
