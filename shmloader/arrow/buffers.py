@@ -169,20 +169,29 @@ class Texts(Lists):
         ]
 
 
-def lengths_of(column: Any) -> _Array:
+def lengths_of(column: Any, rows: _Array | None) -> _Array:
     """Return the length of each list of a column, from its offsets alone: int64.
+
+    Args:
+        column: A ``pyarrow.ChunkedArray`` of lists.
+        rows: The rows whose lengths are returned; None for all.
 
     Raises:
         TypeError: If the column has no lists.
-        ValueError: If it has None in place of a list.
+        ValueError: If one of these rows has None in place of a list.
     """
     kind = column.type
     if not _is_list(kind):
         raise TypeError(f"a column of lists has lengths, but this one has {kind}")
     if column.null_count:
-        raise ValueError(f"{column.null_count} of {len(column)} lists are None: fill or drop these")
+        is_none = column.is_null().to_numpy()
+        is_none = is_none if rows is None else is_none[rows]
+        if is_none.any():
+            raise ValueError(
+                f"{is_none.sum()} of {len(is_none)} lists are None: fill or drop these"
+            )
     if _has_size(kind):
-        return np.full(len(column), kind.list_size, np.int64)
+        return np.full(len(column if rows is None else rows), kind.list_size, np.int64)
     width = np.dtype(np.int64 if _is_large(kind) else np.int32)
     lengths: _Array = np.empty(len(column), np.int64)
     start = 0
@@ -190,7 +199,7 @@ def lengths_of(column: Any) -> _Array:
         offsets = Span([_offsets_of(chunk, width)], width, chunk).array
         np.subtract(offsets[1:], offsets[:-1], out=lengths[start : start + len(chunk)])
         start += len(chunk)
-    return lengths
+    return lengths if rows is None else lengths[rows]
 
 
 # pyarrow's arrays -------------------------------------------------------------------------

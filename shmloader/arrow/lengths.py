@@ -42,5 +42,4 @@ def lengths(dataset: Any, column: str) -> _Array:
 
     if column not in table.column_names:
         raise KeyError(f"there is no column {column!r}: the columns are {table.column_names}")
-    found = buffers.lengths_of(table.column(column))
-    return found if mapping is None else found[mapping]
+    return buffers.lengths_of(table.column(column), mapping)

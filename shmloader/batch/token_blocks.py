@@ -158,6 +158,8 @@ def _read(tokens: Any, dtype: np.dtype[Any] | None) -> _Tokens:
         array = np.asanyarray(tokens)
     elif tokens.suffix == ".npy":
         array = np.load(tokens, mmap_mode="r")
+        if dtype is not None and dtype != array.dtype:
+            raise ValueError(f"{tokens} has tokens of {array.dtype}, not {dtype}: leave dtype out")
     else:
         if dtype is None:
             raise ValueError(f"dtype should be given for the tokens of {tokens}, such as 'uint16'")

@@ -57,7 +57,9 @@ class Fields(Collate):
         TypeError: If one cannot be called.
     """
 
-    def __init__(self, *by_position: Callable[[Any], Any], **by_key: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, /, *by_position: Callable[[Any], Any], **by_key: Callable[[Any], Any]
+    ) -> None:
         if bool(by_position) == bool(by_key):
             raise ValueError(
                 "Fields() takes functions by key, for dicts, or by position, for tuples: "

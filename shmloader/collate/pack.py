@@ -29,6 +29,9 @@ _MADE = frozenset({
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 })  # fmt: skip
 
+# The largest number that cu_seq_lens can have.
+_MOST_TOKENS = 2**31 - 1
+
 
 class Pack(Collate):
     """Joins the sequences of a batch into one row of shape (1, tokens).
@@ -36,7 +39,8 @@ class Pack(Collate):
     Samples are sequences, which are the ``input_ids``, or dicts with these. The batch is a dict, of
     what transformers' models take, and what its ``DataCollatorWithFlattening`` makes:
 
-    - ``input_ids``, and ``labels``: those of the samples, or else the ``input_ids``;
+    - ``input_ids``, and ``labels``: those of the samples, or else the ``input_ids``. Labels of
+      whole sequences, which are numbers or among ``stacked``, are stacked;
     - ``position_ids``: the position of each token in its sequence, int64;
     - ``seq_idx``: the number of each token's sequence, int32;
     - ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where the sequences begin and the last one ends: 0,
@@ -95,24 +99,33 @@ class Pack(Collate):
         starts = tokens.lengths.cumsum() - tokens.lengths
         lengths = self._with_filler(tokens.lengths[is_kept])
         total = int(lengths.sum())
+        if total > _MOST_TOKENS:
+            raise ValueError(
+                f"a batch has {total} tokens, but cu_seq_lens are int32 and end at most at "
+                f"{_MOST_TOKENS}: make smaller batches"
+            )
         batch: dict[str, Any] = {"input_ids": self._pack("input_ids", tokens, starts, total)}
-        if "labels" in columns:
+        if "labels" in columns and not self._is_stacked("labels", columns["labels"]):
             labels = _read(columns, "labels", tokens)
             batch["labels"] = self._pack("labels", labels, starts, total)
-        elif self._separator is not None:
+        elif "labels" not in columns and self._separator is not None:
             batch["labels"] = empty((1, total), torch.int64).copy_(batch["input_ids"])
             self._fill("labels", batch["labels"], tokens)
-        if self._separator is not None:
+        if "labels" in batch and self._separator is not None:
             batch["labels"].numpy()[0, starts[is_kept]] = self._separator
         batch |= self._bounds(lengths, total)
         for key, column in columns.items():
             if key in batch or key in _MADE:
                 continue
-            if key in self._stacked or _are_numbers(column):
+            if self._is_stacked(key, column):
                 batch[key] = _stack(column, key, is_kept)
             else:
                 batch[key] = self._pack(key, _read(columns, key, tokens), starts, total)
         return batch
+
+    def _is_stacked(self, key: str, column: Any) -> bool:
+        """Whether a field is stacked, since it has no item for each token."""
+        return key in self._stacked or _are_numbers(column)
 
     def _with_filler(self, lengths: _Array) -> _Array:
         """Return the lengths of the sequences, and of the filler if there is any."""

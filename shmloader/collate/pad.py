@@ -1,5 +1,6 @@
 """One tensor of samples of different lengths: padded, or jagged."""
 
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Pad(Collate):
     ``<field>_mask``; and ``<field>_lengths``.
 
     Raises:
+        TypeError: If ``value`` is no number.
         ValueError: If ``side`` is no side, or a length is not positive.
     """
 
@@ -44,6 +46,8 @@ class Pad(Collate):
     ) -> None:
         if side not in ("right", "left"):
             raise ValueError(f'side should be "right" or "left", but is {side!r}')
+        if not isinstance(value, Number | torch.Tensor):
+            raise TypeError(f"value should be a number, but is {value!r}")
         check_positive("multiple_of", multiple_of)
         check_positive("max_length", max_length)
         self.value, self.side, self.multiple_of, self.max_length = (

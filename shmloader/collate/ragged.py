@@ -50,20 +50,20 @@ class Ragged(Sequence[Any]):
         self._as_item = as_item
         self.starts: _Array = np.asarray(starts, dtype=np.int64)
         self.lengths: _Array = np.asarray(lengths, dtype=np.int64)
-        self.dtype: np.dtype[Any] = values.dtype if dtype is None else np.dtype(dtype)
-        if self.starts.ndim != 1 or self.starts.shape != self.lengths.shape or not values.ndim:
+        self.dtype: np.dtype[Any] = self.values.dtype if dtype is None else np.dtype(dtype)
+        if self.starts.ndim != 1 or self.starts.shape != self.lengths.shape or not self.values.ndim:
             raise ValueError(
                 f"Ragged needs values of at least one dimension, and as many starts as lengths, "
-                f"but their shapes are {list(values.shape)}, {list(self.starts.shape)} and "
+                f"but their shapes are {list(self.values.shape)}, {list(self.starts.shape)} and "
                 f"{list(self.lengths.shape)}"
             )
-        ends = self.starts + self.lengths
-        outside = (self.starts < 0) | (self.lengths < 0) | (ends > len(values))
+        last = len(self.values) - self.lengths  # their sum with starts might overflow
+        outside = (self.starts < 0) | (self.lengths < 0) | (self.starts > last)
         if outside.any():
             at = int(outside.argmax())
             raise IndexError(
                 f"sample {at} begins at {self.starts[at]} and has the length {self.lengths[at]}, "
-                f"but there are {len(values)} values"
+                f"but there are {len(self.values)} values"
             )
 
     def __len__(self) -> int:

@@ -102,6 +102,7 @@ class _Slices(Sequences):
     ) -> None:
         self._samples, self.lengths, self.dtype, self.tail = samples, lengths, dtype, tail
 
+    @np.errstate(over="ignore")  # in torch, what is too large for a float is infinite
     def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
         array, samples = as_array(out), self._samples
         if isinstance(samples, Ragged):

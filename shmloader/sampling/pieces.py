@@ -1,6 +1,7 @@
 """Samples that are cut at the budget of a :class:`~shmloader.sampling.TokenBatches`."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +98,7 @@ def _cut(value: Any, length: int, part: slice) -> Any:
     )
     if is_sequence and len(value) == length:
         return value[part]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         fields = [_cut(field, length, part) for field in value.values()]
         is_same = all(map(operator.is_, fields, value.values()))
         return value if is_same else dict(zip(value, fields, strict=True))
@@ -111,6 +112,6 @@ def _cut(value: Any, length: int, part: slice) -> Any:
 
 def _sizes(sample: Any) -> str:
     """Return the lengths of a sample's fields, for a message."""
-    fields = sample if isinstance(sample, dict) else {"the sample": sample}
+    fields = sample if isinstance(sample, Mapping) else {"the sample": sample}
     sized = [f"{key}: {len(value)}" for key, value in fields.items() if np.ndim(value)]
     return ", ".join(sized) or type(sample).__name__

@@ -23,6 +23,9 @@ TOO_LONG = ("raise", "truncate", "split", "drop")
 # Numbers that are converted at a time.
 _BLOCK = 1 << 20
 
+# Lengths are below this, as int64 numbers.
+_TOO_LARGE = 2**63
+
 
 def check_budget(max_tokens: object, multiple_of: int) -> Budget:
     """Return the budget of each measure, rounded down to what padded samples can take.
@@ -141,15 +144,17 @@ def _as_whole_numbers(lengths: object, measures: int) -> npt.NDArray[np.integer[
     if not len(array):
         return array.astype(np.int64)
     if array.dtype.kind == "f":
-        wrong = ~(np.isfinite(array) & (array == np.floor(array)) & (array >= 1))
+        is_whole = np.isfinite(array) & (array == np.floor(array))
+        wrong = ~(is_whole & (array >= 1) & (array < _TOO_LARGE))
         is_wrong = bool(wrong.any())
     else:
-        is_wrong = bool(array.min() < 1)
-        wrong = array < 1 if is_wrong else array[:0]
+        is_wrong = bool(array.min() < 1 or array.max() >= _TOO_LARGE)
+        wrong = (array < 1) | (array >= _TOO_LARGE) if is_wrong else array[:0]
     if is_wrong:
         row, column = np.argwhere(wrong)[0].tolist()
         at = f"{row}" if measures == 1 else f"{row}, {column}"
         raise ValueError(
-            f"lengths should be whole numbers from 1, but got lengths[{at}]={array[row, column]}"
+            f"lengths should be whole numbers from 1 to 2**63 - 1, but got lengths[{at}]="
+            f"{array[row, column]}"
         )
     return array.astype(np.int64) if array.dtype.kind == "f" else array

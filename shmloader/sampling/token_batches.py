@@ -270,8 +270,10 @@ class TokenBatches(EpochSampler[list[int]]):
         """What the order depends on besides the epoch, as a short text; saved states have it."""
         multiple = f" by {self.multiple_of}" if self.multiple_of else ""
         balance = "a function" if callable(self.balance) else self.balance
+        budget = self._packer.budget  # the same for an int, numpy's and a tuple of one
+        max_tokens = budget if len(budget) > 1 else budget[0]
         return (
-            f"{self.layout}{multiple}, max_tokens={self.max_tokens}, "
+            f"{self.layout}{multiple}, max_tokens={max_tokens}, "
             f"window={self.window}, shuffle={self.shuffle}, seed={self.seed}, balance={balance}, "
             f"too_long={self.too_long}, {len(self._source.lengths)} lengths with checksum "
             f"{self._source.checksum:08x}"

@@ -23,6 +23,17 @@ def test_lengths_follow_the_mapping_of_a_dataset(feature):
         assert found.tolist() == expected
 
 
+@pytest.mark.parametrize("size", [{}, {"length": 2}])
+def test_rows_that_are_none_do_not_matter_once_they_are_dropped(size):
+    features = Features(ids=List(Value("int32"), **size))
+    lists = [[1, 2], None, [3, 4], None]
+    whole = datasets.Dataset.from_dict({"ids": lists}, features)
+    dataset = whole.select([0, 2])  # filter() makes such a mapping, too
+    assert lengths(dataset, "ids").tolist() == [2, 2]
+    with pytest.raises(ValueError, match="1 of 2 lists are None"):
+        lengths(whole.select([0, 3]), "ids")
+
+
 def test_lengths_of_chunks_and_of_lists_of_one_length():
     chunks = [pa.array(LISTS).slice(1, 3), pa.array([], pa.list_(pa.int64())), pa.array(LISTS)]
     fixed = pa.array([[1, 2, 3]] * 8, pa.list_(pa.int8(), 3))

@@ -157,6 +157,14 @@ def test_wrong_arguments_are_named(tokens, options, error, text):
         TokenBlocks(tokens, **{"block": 50, **options})
 
 
+def test_another_dtype_than_that_of_an_npy_file_is_refused(tmp_path):
+    path = tmp_path / "train.npy"
+    np.save(path, np.arange(30, dtype=np.uint16))
+    assert TokenBlocks(path, 10, dtype="uint16")[1].tolist() == list(range(10, 20))
+    with pytest.raises(ValueError, match=r"train.npy has tokens of uint16, not int32: leave"):
+        TokenBlocks(path, 10, dtype="int32")
+
+
 def test_a_file_needs_a_dtype_and_whole_tokens(tmp_path):
     path = tmp_path / "train.bin"
     path.write_bytes(b"abc")

@@ -137,6 +137,12 @@ def test_bad_functions_are_refused():
         Fields(x=3)
 
 
+def test_a_field_may_have_any_name():
+    assert Fields(self=Stack(), samples=Stack())([{"self": 1, "samples": 2}]).keys() == {
+        "self", "samples",
+    }  # fmt: skip
+
+
 class Untouched(RaggedBatch):
     """A batch by fields that makes no samples."""
 

@@ -147,6 +147,25 @@ def test_ids_and_labels_are_int64_whatever_the_samples_are():
         assert_same(Pack()(samples), Pack()([[1, 2], [3]]))
 
 
+def test_a_batch_of_too_many_tokens_for_int32_is_refused():
+    count = 1 << 20
+    tokens = Ragged(np.zeros(count, np.int64), [0] * 2048, [count] * 2048)
+    with pytest.raises(ValueError, match="2147483648 tokens, but cu_seq_lens are int32"):
+        Pack()(tokens)
+
+
+@pytest.mark.parametrize("separator", [-100, None])
+def test_labels_of_whole_sequences_are_stacked(separator):
+    def labels_of(samples, **options):
+        return Pack(separator=separator, **options)(samples)["labels"]
+
+    numbers = [{"input_ids": [1, 2], "labels": 3}, {"input_ids": [4], "labels": 5}]
+    assert_same(labels_of(numbers), torch.tensor([3, 5]))
+    scores = [{"input_ids": np.array([1]), "labels": np.array([0.5, 1.5])}] * 2
+    expected = torch.tensor([[0.5, 1.5]] * 2, dtype=torch.float64)
+    assert_same(labels_of(scores, stacked=["labels"]), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "samples", "text"),
     [

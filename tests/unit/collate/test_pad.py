@@ -80,6 +80,12 @@ def test_the_mask_and_the_lengths_are_named_after_their_field():
     }
 
 
+@pytest.mark.parametrize("length", [1, 200])
+def test_numbers_too_large_for_a_float_are_infinite_without_a_warning(length):
+    slices = Ragged(np.full(length, 1e300), [0], [length], np.float32)
+    assert Pad()(slices).isinf().all()
+
+
 def test_slices_of_an_array_are_converted():
     values = np.arange(200, dtype=np.int32)
     for lengths in ([150, 100], [3, 2]):  # by slices, and by indices
@@ -143,3 +149,8 @@ def test_samples_that_cannot_be_joined_are_named(samples, text):
 def test_bad_arguments_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         Pad(**arguments)
+
+
+def test_a_value_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="value should be a number, but is 'x'"):
+        Pad("x")

@@ -26,12 +26,17 @@ def test_samples_are_converted_as_ordinary_code_wants_them():
     assert ragged[1:][0].tolist() == [4, 5, 6]
 
 
+def test_values_may_be_a_list():
+    assert Ragged([5, 6, 7], [1], [2])[0].tolist() == [6, 7]
+
+
 @pytest.mark.parametrize(
     ("starts", "lengths", "error", "text"),
     [
         ([0, 8], [2, 3], IndexError, "sample 1 begins at 8 and has the length 3"),
         ([0, -1], [2, 1], IndexError, "sample 1 begins at -1"),
         ([0], [-1], IndexError, "sample 0 begins at 0 and has the length -1"),
+        ([2**63 - 1], [5], IndexError, "sample 0 begins at 9223372036854775807"),
         ([0, 1], [1], ValueError, "as many starts as lengths"),
     ],
 )

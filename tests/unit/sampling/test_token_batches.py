@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.states import sealed
@@ -385,6 +386,9 @@ def test_a_state_is_small_and_of_another_plan_an_error():
         loader = DataLoader(Numbers(), batch_sampler=other, collate_fn=list)
         with pytest.raises(ValueError, match=f"does not fit this loader(.|\n)*{text}"):
             loader.load_state_dict(state)
+    for budget in (np.int64(BUDGET), (BUDGET,)):
+        loader = DataLoader(Numbers(), batch_sampler=plan(max_tokens=budget), collate_fn=list)
+        loader.load_state_dict(state)
 
 
 LOADERS = {
@@ -525,6 +529,17 @@ def plan_again(batches):
     return pickle.loads(pickle.dumps(batches))
 
 
+def test_a_sample_of_a_tokenizer_is_cut():
+    whole = BatchEncoding({"input_ids": list(range(12)), "attention_mask": [1] * 12, "id": 3})
+    texts = TokenBatches([12], 10, too_long="split").pieces_of([whole])
+    assert texts[1] == {"input_ids": [10, 11], "attention_mask": [1, 1], "id": 3}
+    assert len(whole["input_ids"]) == 12
+    with pytest.raises(
+        ValueError, match=r"sample 0 should have .* 13 tokens.*: input_ids: 12, att"
+    ):
+        TokenBatches([13], 10, too_long="truncate").pieces_of([whole])[0]
+
+
 def test_a_sample_without_a_sequence_of_its_length_is_no_piece():
     texts = TokenBatches([12], 10, too_long="split").pieces_of([torch.arange(7)])
     with pytest.raises(ValueError, match=r"sample 0 should have a sequence of 12 tokens.*: 7"):
@@ -544,6 +559,11 @@ def test_a_sample_without_a_sequence_of_its_length_is_no_piece():
         ([1.0, 2.5], r"lengths\[1\]=2.5"),
         ([1.0, math.nan], r"lengths\[1\]=nan"),
         ([1.0, math.inf], r"lengths\[1\]=inf"),
+        ([1.0, 1e300], r"lengths\[1\]=1e\+300"),
+        (
+            np.array([1, 2**63], np.uint64),
+            r"to 2\*\*63 - 1, but got lengths\[1\]=9223372036854775808",
+        ),
         ([[1, 2]], r"shape \(1, 2\)"),
         (np.ones((2, 2, 2), int), r"shape \(2, 2, 2\)"),
     ],
