@@ -52,7 +52,7 @@ class FetchConfig(NamedTuple):
         auto_collation: Whether a ticket's index is a list of keys rather than one key.
         drop_last: Whether the last batch of an iterable dataset is dropped if it is short.
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
-            ranks or shards expect batches of the same size.
+            ranks or shards expect batches of the same size. At least a batch is never left out.
         may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
             makes a list of batches.
         seed: Seed of the samples' own random number generators; None if they have none.
@@ -68,6 +68,8 @@ class FetchConfig(NamedTuple):
             dataset seems to consist of arrays, and loading samples runs no code of the user's.
         told_epoch: The number that workers' copies of the dataset were told by ``set_epoch()``
             before they were made; None if that is not known.
+        has_budget: Whether batches have a budget of tokens, which a copy of a good sample might
+            exceed: skipped samples are left out, also with ``keep_size``.
     """
 
     is_iterable: bool
@@ -83,6 +85,12 @@ class FetchConfig(NamedTuple):
     is_threaded: bool = False
     takes_arrays: bool = False
     told_epoch: int | None = None
+    has_budget: bool = False
+
+    @property
+    def copies_good(self) -> bool:
+        """Whether copies of a good sample take the places of skipped ones."""
+        return self.keep_size and not self.has_budget
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""
@@ -268,14 +276,14 @@ class MapFetcher:
     def _without_skipped(self, samples: list[Any], index: Any) -> tuple[list[Any], Any]:
         """Return the samples without skipped ones, and their indices.
 
-        With ``keep_size``, copies of the first good sample take the places of skipped ones.
+        With ``copies_good``, copies of the first good sample take the places of skipped ones.
         """
         good = [sample for sample in samples if sample is not _SKIPPED]
         if len(good) == len(samples):
             return samples, index
         if not good:
             raise EmptyBatchError
-        if self._config.keep_size:
+        if self._config.copies_good:
             return [_copy(good[0]) if one is _SKIPPED else one for one in samples], index
         return good, [at for at, one in zip(index, samples, strict=True) if one is not _SKIPPED]
 

@@ -120,6 +120,7 @@ class FailureWatch:
         max_failures: The number of samples that may fail, or their share; None allows any number.
         keep_size: Whether a batch must not be left out (see ``FetchConfig``).
         replaces: Whether the user's ``on_error`` function replaces bad samples.
+        copies: Whether copies of good samples take the places of bad ones.
     """
 
     def __init__(
@@ -129,8 +130,9 @@ class FailureWatch:
         *,
         keep_size: bool,
         replaces: bool,
+        copies: bool = False,
     ) -> None:
-        self._keep_size, self._replaces = keep_size, replaces
+        self._keep_size, self._replaces, self._copies = keep_size, replaces, copies
         self._listed = listed
         self._max_failures = max_failures
         self.start_epoch()
@@ -163,7 +165,7 @@ class FailureWatch:
                     "the sample of index %s failed and is %s (%s, on_error): %s; further "
                     "failures of this epoch are counted in the loader's `failures` but not logged",
                     index,
-                    "replaced" if self._replaces or self._keep_size else "left out",
+                    "replaced" if self._replaces or self._copies else "left out",
                     who,
                     bad.error.summary[:_LOGGED_CHARACTERS],
                 )
@@ -180,7 +182,7 @@ class FailureWatch:
         if not self._keep_size:
             return None
         return self._too_many(
-            f"all samples of {batch} failed, and there is no good sample to replace them. A "
+            f"all samples of {batch} failed, and none is left for the batch. A "
             "batch of one rank cannot be left out while the other ranks have theirs"
         )
 

@@ -156,6 +156,7 @@ class LoaderConfig(SimpleNamespace):
             self.max_failures,
             keep_size=self.fetch.keep_size,
             replaces=callable(self.on_error),
+            copies=self.fetch.copies_good,
         )
 
 

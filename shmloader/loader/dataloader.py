@@ -53,6 +53,7 @@ from shmloader.memory.writer import is_plain
 from shmloader.pools.adapting import Adapter, AutoCount
 from shmloader.pools.cores import usable_cores
 from shmloader.sampling.arguments import is_cut_for_ranks, rank_of, whole_number
+from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
@@ -218,9 +219,11 @@ class DataLoader(ResumableLoader[_T_co]):
             its place; what the function raises, ``next()`` raises. With a ``DistributedSampler``
             of several replicas, "skip" puts a copy of the batch's first good sample in place of a
             bad one, so that ranks stay equal, and a batch without any good sample raises
-            ``TooManyFailures``. If ``__getitems__`` fails for a batch, it is called again for each
-            index separately. Exceptions of ``collate_fn`` are always raised, and so are those of an
-            iterable dataset's iterator: with such a dataset, only "raise" is possible.
+            ``TooManyFailures``. (With a :class:`~shmloader.sampling.TokenBatches`, bad samples are
+            left out, since a copy might exceed the budget.) If ``__getitems__`` fails for a batch,
+            it is called again for each index separately. Exceptions of ``collate_fn`` are always
+            raised, and so are those of an iterable dataset's iterator: with such a dataset, only
+            "raise" is possible.
         max_failures: How many samples may fail in an epoch: an int, or a share of the samples tried
             so far, judged from the 100th on and at the epoch's end. A share is a float or a
             ``fractions.Fraction``, above 0 and at most 1. If more fail, ``next()`` raises
@@ -472,11 +475,12 @@ class DataLoader(ResumableLoader[_T_co]):
         seed, on_error = self._sample_seed, values.get("on_error", "raise")
         count = self.num_workers
         order = None if sharing.ranks is None else self._present_plan.order
+        keeps_size = on_error == "skip" and self._is_in_ranks
         fetch = FetchConfig(
             not is_map,
             collates,
             self.drop_last,
-            keep_size=on_error == "skip" and self._is_in_ranks,
+            keep_size=keeps_size,
             may_shard=isinstance(order, SeededOrder) and order.may_give_lists,
             seed=None if seed is None else self._seed_of_samples(seed),
             snapshot_every=self._snapshot_interval if saves_dataset else 0,
@@ -493,6 +497,7 @@ class DataLoader(ResumableLoader[_T_co]):
                 and (is_plain(self.collate_fn) or may_have_samples(self.dataset))
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
+            has_budget=keeps_size and any(map(seekable, self._all_samplers)),
         )
         config = LoaderConfig(
             **values,

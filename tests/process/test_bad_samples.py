@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, get_worker_info
 
-from shmloader import ClosedLoaderError, DataLoader, TooManyFailures
+from shmloader import ClosedLoaderError, DataLoader, ShardedDataLoader, TooManyFailures
+from shmloader.sampling import ShardedSampler, TokenBatches
 from tests.process.support import Bad, Calls, Gate, Numbers, Switch, outcomes
 
 # How samples are loaded: the number of workers; by threads; or by several coroutines of a worker.
@@ -190,6 +191,28 @@ def test_in_ranks_the_first_good_sample_takes_the_place_of_a_bad_one(workers, ki
     assert listed(loader) == [0, 2, 12]
     alone = load(dataset, workers, **in_ranks(dataset, kind, replicas=1))
     assert next(iter(alone)) == [1, 3]  # it need not be equal to others
+
+
+@BOTH
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_in_ranks_a_bad_sample_of_a_planned_batch_is_left_out(workers, make, caplog):
+    dataset = Numbers(24, 3)
+    plan = TokenBatches([40, *[1] * 11] * 2, 51, shuffle=False, window=12)
+    ranks = {"rank": 0, "world_size": 2}
+    options = {"batch_sampler": plan, **ranks}
+    if make is DataLoader:
+        options = {"batch_sampler": ShardedSampler(plan, **ranks)}
+    loader = make(dataset, collate_fn=list, num_workers=workers, on_error="skip", **options)
+    with caplog.at_level("WARNING", logger="shmloader"):
+        # A copy of the first sample would have 40 tokens.
+        assert list(loader) == [[0, 1, 2, *range(4, 12)]]
+    assert "index 3 failed and is left out" in caplog.text
+    loader.close()
+    dataset = Numbers(2, 0)
+    options["batch_sampler"] = TokenBatches([5, 5], 5, shuffle=False)
+    if make is ShardedDataLoader:
+        with pytest.raises(TooManyFailures, match="all samples of batch 0"):
+            list(make(dataset, collate_fn=list, num_workers=workers, on_error="skip", **options))
 
 
 @BOTH
