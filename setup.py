@@ -1,4 +1,4 @@
-"""The one compiled part: optional, for without a compiler torch copies instead."""
+"""The one compiled part: optional, for without a compiler torch and Python copy instead."""
 
 import sysconfig
 

@@ -164,9 +164,12 @@ class Pack(Collate):
         ends, count, most = lengths.cumsum(), len(lengths), int(lengths.max())
         shape = ((self._fixed_sequences or count) + 1,)
         positions, numbers = empty((1, total), torch.int64), empty((1, total), torch.int32)
-        before = np.repeat(ends - lengths - self._first_position, lengths)
-        np.subtract(np.arange(total), before, out=positions.numpy()[0])
-        numbers.numpy()[0] = np.repeat(np.arange(count, dtype=np.int32), lengths)
+        # Both are running sums: of steps of one, and of where sequences begin.
+        steps, begun, firsts = positions.numpy()[0], numbers.numpy()[0], ends[:-1]
+        steps[:], begun[:] = 1, 0
+        steps[0], steps[firsts], begun[firsts] = self._first_position, 1 - lengths[:-1], 1
+        steps.cumsum(out=steps)
+        begun.cumsum(dtype=np.int32, out=begun)
         bounds = [empty(shape, torch.int32), empty(shape, torch.int32)]
         for each in bounds:
             array = each.numpy()

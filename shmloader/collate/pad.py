@@ -68,15 +68,14 @@ class Pad(Collate):
         if self.side == "left":
             starts += width - lengths
         out = empty((count, width, *sequences.tail), sequences.dtype)
+        rows = out.view(count * width, *sequences.tail)
         is_ragged = int(lengths.min()) < width
-        if is_ragged:
-            out.fill_(self.value)
-        sequences.write(out.view(count * width, *sequences.tail), starts, lengths)
+        sequences.write(rows, starts, lengths, self.value if is_ragged else None)
         parts = [out]
         if self.with_mask:
             parts.append(empty((count, width), torch.int64))
-            column = np.arange(width) if self.side == "right" else np.arange(width)[::-1]
-            np.less(column, lengths[:, None], out=parts[-1].numpy(), casting="unsafe")
+            ones = read_sequences([np.ones(width, np.int64)] * count, field)
+            ones.write(parts[-1].view(count * width), starts, lengths, 0)
         if self.with_lengths:
             parts.append(empty((count,), torch.int64))
             parts[-1].numpy()[:] = lengths

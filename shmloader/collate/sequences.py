@@ -2,7 +2,9 @@
 
 Padding and packing differ only in where each sample begins in the batch. :func:`read_sequences`
 looks at the samples, and what it returns writes them: a :class:`Sequences` knows their lengths, and
-what one element is. There is one for each kind of samples, since what is fastest differs:
+what one element is. Lists of ints and arrays are copied by a few lines of C (:mod:`_streaming`), in
+one call that fills what is between them as well. For other samples, and without the compiled part,
+what is fastest differs:
 
 - lists of ints: ``struct`` converts them in place, in half the time that NumPy takes;
 - arrays: one slice assignment a sample;
@@ -12,6 +14,7 @@ what one element is. There is one for each kind of samples, since what is fastes
 
 import abc
 import functools
+import math
 import operator
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +25,7 @@ import torch
 
 from shmloader.collate.ragged import Ragged
 from shmloader.grammar import described_data
+from shmloader.memory.compiled import copy_sequences as _copy_sequences
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,12 +80,31 @@ class Sequences(abc.ABC):
     dtype: torch.dtype
     tail: tuple[int, ...] = ()
 
-    @abc.abstractmethod
-    def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
+    # The samples, if they may be lists of ints or arrays whose bytes are copied as they are.
+    _copied: list[Any] | None = None
+
+    def write(
+        self, out: torch.Tensor, starts: _Array, lengths: _Array, fill: float | None = None
+    ) -> None:
         """Write the first ``lengths[i]`` elements of each sample to ``out[starts[i]:]``.
 
-        ``out`` is contiguous and has one more dimension than an element. Samples do not overlap.
+        ``out`` is contiguous and has one more dimension than an element. Samples are in order, and
+        do not overlap. What is before, between and after them becomes ``fill``, unless it is None.
         """
+        samples = self._copied
+        if (
+            samples is not None
+            and out.dtype == self.dtype
+            and copy_sequences(samples, out, starts, lengths, fill)
+        ):
+            return
+        if fill is not None:
+            out.fill_(fill)
+        self._write(out, starts, lengths)
+
+    @abc.abstractmethod
+    def _write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
+        """Write the samples, and leave what is between them."""
 
 
 def as_array(tensor: torch.Tensor) -> _Array:
@@ -94,6 +117,22 @@ def as_array(tensor: torch.Tensor) -> _Array:
         return tensor.view(_BITS[tensor.itemsize]).numpy()
 
 
+def copy_sequences(
+    samples: list[Any], out: torch.Tensor, starts: _Array, lengths: _Array, fill: float | None
+) -> bool:
+    """Do what :meth:`Sequences.write` does, for samples in one piece, of the dtype of ``out``.
+
+    Returns False if one is not, and without the compiled part. Some may be written then.
+    """
+    row_bytes = out.itemsize * math.prod(out.shape[1:])
+    if _copy_sequences is None or not row_bytes:
+        return False
+    item: Any = b""
+    if fill is not None:
+        item = as_array(torch.empty(1, dtype=out.dtype).fill_(fill))
+    return _copy_sequences(out.data_ptr(), len(out), row_bytes, samples, starts, lengths, item)
+
+
 class _Slices(Sequences):
     """Samples that are slices of one array, or arrays of their own."""
 
@@ -101,9 +140,11 @@ class _Slices(Sequences):
         self, samples: "Sequence[_Array] | Ragged", lengths: _Array, dtype: torch.dtype, tail: Any
     ) -> None:
         self._samples, self.lengths, self.dtype, self.tail = samples, lengths, dtype, tail
+        if type(samples) is list and samples[0].dtype.isnative:
+            self._copied = samples
 
     @np.errstate(over="ignore")  # in torch, what is too large for a float is infinite
-    def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
+    def _write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
         array, samples = as_array(out), self._samples
         if isinstance(samples, Ragged):
             total = int(lengths.sum())
@@ -131,7 +172,7 @@ class _Tensors(Sequences):
         self._samples, self.lengths = samples, lengths
         self.dtype, self.tail = samples[0].dtype, tail
 
-    def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
+    def _write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
         ends = self.lengths.cumsum()
         begins = ends - self.lengths
         if np.array_equal(lengths, self.lengths) and np.array_equal(starts, begins):
@@ -149,8 +190,9 @@ class _IntLists(Sequences):
 
     def __init__(self, samples: list[Any], lengths: _Array, field: object) -> None:
         self._samples, self.lengths, self._field = samples, lengths, field
+        self._copied = samples
 
-    def write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
+    def _write(self, out: torch.Tensor, starts: _Array, lengths: _Array) -> None:
         if not out.numel():
             return  # such memory cannot be cast
         memory, counts = out.numpy().data.cast("B"), lengths.tolist()

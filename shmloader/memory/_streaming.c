@@ -1,4 +1,7 @@
-/* Copies rows into memory that this process will not read again.
+/* Copies many samples in one call.
+ *
+ * copy_rows writes large rows, which this process will not read again, past the caches.
+ * copy_sequences writes samples of different lengths, and fills what is between them.
  *
  * An ordinary store makes the processor read the cache line that is about to be overwritten, and
  * push other data out of the caches. A streaming store does neither. SSE2, which every x86-64 has,
@@ -70,10 +73,108 @@ static PyObject *copy_rows(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+#ifndef Py_BEGIN_CRITICAL_SECTION /* the GIL keeps others from changing a list */
+#define Py_BEGIN_CRITICAL_SECTION(object) {
+#define Py_END_CRITICAL_SECTION() }
+#endif
+
+/* Converts the first ints of a list; returns whether all are ints of 64 bits. */
+static int copy_ints(char *to, PyObject *list, Py_ssize_t count)
+{
+    int64_t number;
+    if (count > PyList_Size(list))
+        return 0;
+    for (Py_ssize_t i = 0; i < count; i++, to += sizeof number) {
+        PyObject *item = PyList_GetItem(list, i);
+        if (!PyLong_CheckExact(item))
+            return 0;
+        number = PyLong_AsLongLong(item);
+        if (number == -1 && PyErr_Occurred())
+            return 0;
+        memcpy(to, &number, sizeof number);
+    }
+    return 1;
+}
+
+/* Copies the first bytes of a sample; returns whether it has them in one piece. */
+static int copy_sample(char *to, PyObject *sample, Py_ssize_t count, Py_ssize_t row_bytes)
+{
+    int is_copied;
+    if (PyList_Check(sample)) {
+        Py_BEGIN_CRITICAL_SECTION(sample);
+        is_copied = row_bytes == sizeof(int64_t) && copy_ints(to, sample, count);
+        Py_END_CRITICAL_SECTION();
+        return is_copied;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(sample, &view, PyBUF_SIMPLE) < 0)
+        return 0;
+    is_copied = view.len / row_bytes >= count;
+    if (is_copied)
+        memcpy(to, view.buf, (size_t)(count * row_bytes));
+    PyBuffer_Release(&view);
+    return is_copied;
+}
+
+/* Repeats an item. What is written already is copied, twice as much each time. */
+static void fill(char *to, size_t nbytes, const Py_buffer *item)
+{
+    size_t done = (size_t)item->len;
+    if (done == 0 || nbytes < done)
+        return;
+    memcpy(to, item->buf, done);
+    for (size_t more; done < nbytes; done += more) {
+        more = done < nbytes - done ? done : nbytes - done;
+        memcpy(to + done, to, more);
+    }
+}
+
+static PyObject *copy_sequences(PyObject *module, PyObject *args)
+{
+    unsigned long long target;
+    Py_ssize_t rows, row_bytes, end = 0;
+    PyObject *samples, *result = Py_True;
+    Py_buffer starts, counts, item;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KnnO!y*y*y*", &target, &rows, &row_bytes, &PyList_Type, &samples,
+                          &starts, &counts, &item))
+        return NULL;
+    char *to = (char *)(uintptr_t)target;
+    Py_ssize_t many = PyList_Size(samples);
+    if (row_bytes < 1 || starts.len != many * 8 || counts.len != many * 8)
+        result = NULL;
+    for (Py_ssize_t i = 0; i < many && result == Py_True; i++) {
+        int64_t start = ((int64_t *)starts.buf)[i], count = ((int64_t *)counts.buf)[i];
+        if (start < end || count < 0 || count > rows - start) {
+            result = NULL;
+            break;
+        }
+        fill(to + end * row_bytes, (size_t)((start - end) * row_bytes), &item);
+        if (!copy_sample(to + start * row_bytes, PyList_GetItem(samples, i), count, row_bytes))
+            result = Py_False;
+        end = start + count;
+    }
+    if (result == Py_True)
+        fill(to + end * row_bytes, (size_t)((rows - end) * row_bytes), &item);
+    PyBuffer_Release(&starts);
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&item);
+    if (result == NULL)
+        PyErr_SetString(PyExc_ValueError, "sequences overlap, or do not lie inside of the target");
+    else
+        PyErr_Clear();
+    return result == NULL ? NULL : PyBool_FromLong(result == Py_True);
+}
+
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, sources, row_bytes)\n--\n\n"
      "Copy row_bytes from each address in the list sources, one after the other, to target."},
+    {"copy_sequences", copy_sequences, METH_VARARGS,
+     "copy_sequences(target, rows, row_bytes, samples, starts, counts, item)\n--\n\n"
+     "Copy the first counts[i] rows of samples[i] to row starts[i] of target, which has so many\n"
+     "rows, and repeat the bytes of item between them, unless it is empty. Samples are lists of\n"
+     "ints, or buffers; starts and counts are int64. Return whether all samples are such."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,9 @@ from torch.utils.data._utils import worker as torch_worker
 from shmloader.errors import SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.memory.arena import ALIGNMENT, EXCESS_BYTES, Arena, Slot, has_excess
+from shmloader.memory.compiled import copy_rows as _copy_rows
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.process_state import PROCESS
-
-_copy_rows: Callable[[int, list[int], int], None] | None
-try:
-    from shmloader.memory._streaming import copy_rows as _copy_rows
-except ImportError:  # installed without a compiler
-    _copy_rows = None
 
 #: Fields of at least this many bytes are written with streaming stores. Between the size of a
 #: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
