@@ -33,6 +33,11 @@ def open_table(paths: Sequence[str], columns: Sequence[str] | None) -> pa.Table:
     return pa.concat_tables(tables)
 
 
+def is_table(value: object) -> bool:
+    """Whether a value is a table of pyarrow's."""
+    return isinstance(value, pa.Table)
+
+
 def select(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
     """Return the table with these columns only, in this order.
 

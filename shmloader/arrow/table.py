@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from shmloader.arrow.fields import Field, ObjectField
 from shmloader.arrow.rows import Rows
 from shmloader.collate import RaggedBatch
+from shmloader.grammar import described_type
 
 _PARQUET = {".parquet", ".pq"}
 _FORMS = ("numpy", "torch", None)
@@ -38,7 +39,8 @@ class ArrowTable(Dataset[dict[str, Any]]):
 
     Raises:
         ImportError: If pyarrow is not installed.
-        ValueError: If there is no file, or no such format.
+        TypeError: If the source is another one, or columns are no names.
+        ValueError: If there is no file, no such format, no column, or a column twice.
         KeyError: If the files have no column of a name; names those that there are.
     """
 
@@ -50,7 +52,9 @@ class ArrowTable(Dataset[dict[str, Any]]):
     ) -> None:
         if format not in _FORMS:
             raise ValueError(f'format is "numpy", "torch" or None, but it is {format!r}')
-        self._columns, self._format = None if columns is None else list(columns), format
+        if columns is not None:
+            columns = _checked_columns(columns)
+        self._columns, self._format = columns, format
         self._paths: list[str] | None = None
         if isinstance(source, str | os.PathLike):
             source = [source]
@@ -65,6 +69,11 @@ class ArrowTable(Dataset[dict[str, Any]]):
 
         if self._paths is not None:
             table = files.open_table(self._paths, self._columns)
+        elif not files.is_table(table):
+            raise TypeError(
+                "ArrowTable reads a path, several paths or a pyarrow.Table, but the source is "
+                f"{described_type(table)}"
+            )
         self._table = table = files.select(table, self._columns)
         self._fields: dict[str, Field] = {}
         for name, column in zip(table.column_names, table.columns, strict=True):
@@ -112,6 +121,15 @@ class ArrowTable(Dataset[dict[str, Any]]):
         rows[rows < 0] += length
         chosen = Rows(rows)
         return list(RaggedBatch({key: one.items(chosen) for key, one in self._fields.items()}))
+
+
+def _checked_columns(columns: Sequence[str]) -> list[str]:
+    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+        raise TypeError(f"columns should be a list of names, but got columns={columns!r}")
+    names = list(columns)
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"columns should be different names, at least one, but got {names}")
+    return names
 
 
 def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:

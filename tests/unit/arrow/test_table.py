@@ -122,6 +122,15 @@ def test_what_cannot_be_opened_is_said(tmp_path):
     write_arrow(tmp_path / "other.arrow", pa.table({"id": [1]}))
     with pytest.raises(ValueError, match=r"other\.arrow has the columns {'id': 'int64'}"):
         ArrowTable([tmp_path / "one.arrow", tmp_path / "other.arrow"])
+    for wrong in (5, TABLE.to_batches()[0]):
+        with pytest.raises(TypeError, match=r"a path, several paths or a pyarrow\.Table, but the"):
+            ArrowTable(wrong)
+    for columns in ("id", [1]):
+        with pytest.raises(TypeError, match="columns should be a list of names"):
+            ArrowTable(TABLE, columns)
+    for columns in ([], ["id", "id"]):
+        with pytest.raises(ValueError, match="columns should be different names, at least one"):
+            ArrowTable(TABLE, columns)
     with pytest.raises(IndexError, match="there is no row 3: the table has 3"):
         ArrowTable(TABLE)[3]
 
