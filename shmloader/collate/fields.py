@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.collate.ragged import RaggedBatch
-from shmloader.collate.sequences import Collate, bad_sample, differs
+from shmloader.collate.sequences import Collate, bad_sample, check_samples, differs
 from shmloader.grammar import described_data
 from shmloader.memory.writer import empty
 
@@ -18,6 +18,7 @@ class Stack(Collate):
 
     def collate(self, samples: Any, field: object) -> Any:
         """Return the batch."""
+        check_samples(samples)
         if isinstance(samples, np.ndarray) and samples.dtype.kind in "biufc":
             samples = torch.from_numpy(samples)
         if isinstance(samples, torch.Tensor):
@@ -73,8 +74,7 @@ class Fields(Collate):
 
     def collate(self, samples: Any, field: object) -> Any:
         """Return the batch."""
-        if not len(samples):
-            raise ValueError("a batch without samples cannot be collated")
+        check_samples(samples)
         if not self._is_by_key:
             columns = self._columns_by_position(samples, field)
             return [collate_field(each, columns[key], key) for key, each in self._functions.items()]

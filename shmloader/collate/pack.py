@@ -18,7 +18,13 @@ import torch
 from shmloader.collate.fields import Stack, column_of
 from shmloader.collate.pad import check_positive
 from shmloader.collate.ragged import Ragged, RaggedBatch
-from shmloader.collate.sequences import Collate, Sequences, bad_sample, read_sequences
+from shmloader.collate.sequences import (
+    Collate,
+    Sequences,
+    bad_sample,
+    check_samples,
+    read_sequences,
+)
 from shmloader.memory.writer import empty
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -183,8 +189,7 @@ class Pack(Collate):
 
 def _columns_of(samples: Any, field: object) -> dict[str, Any]:
     """Return the samples' fields, each with an item for each sample."""
-    if not len(samples):
-        raise ValueError("a batch without samples cannot be collated")
+    check_samples(samples)
     if isinstance(samples, RaggedBatch):
         keys: Any = samples.fields
     elif isinstance(samples, Ragged) or not isinstance(samples[0], Mapping):

@@ -70,6 +70,8 @@ class Pad(Collate):
         out = empty((count, width, *sequences.tail), sequences.dtype)
         rows = out.view(count * width, *sequences.tail)
         is_ragged = int(lengths.min()) < width
+        if is_ragged:
+            _check_fits(self.value, sequences.dtype, field)
         sequences.write(rows, starts, lengths, self.value if is_ragged else None)
         parts = [out]
         if self.with_mask:
@@ -116,6 +118,17 @@ class Jagged(Collate):
         return torch.nested.nested_tensor_from_jagged(
             values, offsets, min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
         )
+
+
+def _check_fits(value: Any, dtype: torch.dtype, field: object) -> None:
+    """Check that samples of a dtype can be padded with a value: torch would wrap it around."""
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return
+    limits = torch.iinfo(dtype)
+    if not limits.min <= value <= limits.max:
+        of_field = "" if field is None else f"field {field!r}: "
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{of_field}samples of {name} cannot be padded with {value}")
 
 
 def check_positive(name: str, value: int | None) -> None:

@@ -53,6 +53,12 @@ class Collate(abc.ABC):
         """Return the batch of the samples, or of a field of theirs that errors name."""
 
 
+def check_samples(samples: Any) -> None:
+    """Check that a batch has samples."""
+    if not len(samples):
+        raise ValueError("a batch without samples cannot be collated")
+
+
 def bad_sample(field: object, number: int, problem: str) -> ValueError:
     """Return the error about a sample of the batch. The loader adds its index in the dataset."""
     of_field = "" if field is None else f"field {field!r}: "
@@ -224,8 +230,7 @@ def read_sequences(samples: Any, field: object) -> Sequences:
         ValueError: If there are no samples, if one is none of these, or if they differ in dtype, or
             in the shape of an element; names the sample.
     """
-    if not len(samples):
-        raise ValueError("a batch without samples cannot be collated")
+    check_samples(samples)
     if isinstance(samples, Ragged):
         dtype = _dtype_of(samples.dtype, field)
         return _Slices(samples, samples.lengths, dtype, samples.values.shape[1:])

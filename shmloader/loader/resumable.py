@@ -29,7 +29,7 @@ from shmloader.memory.limits import is_supported
 from shmloader.messages import Unsaved
 from shmloader.pools.adapting import Adapter
 from shmloader.sampling.hooks import (
-    check_lengths,
+    check_planned,
     has_state_methods,
     told_datasets,
     told_of_epochs,
@@ -167,7 +167,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     ) -> None:
         """Prepare the samplers; called by the constructor with the user's, or None."""
         is_sharded = self._sharing.ranks is not None
-        check_lengths(batch_sampler, self.dataset)
+        check_planned(None if self.batch_size is None else sampler, batch_sampler, self.dataset)
         if self.last_batch == "rollover" and batch_sampler is None and not is_sharded:
             assert self.batch_size is not None
             # Set in __dict__, since torch's __setattr__ refuses to change this attribute.

@@ -119,11 +119,17 @@ def seekable(sampler: object) -> Any:
     return sampler if can_seek and sampler.can_seek is True else None  # type: ignore[attr-defined]
 
 
-def check_lengths(batch_sampler: object, dataset: Any) -> None:
-    """Raise ValueError if a batch sampler has the lengths of another number of samples.
+def check_planned(sampler: object, batch_sampler: object, dataset: Any) -> None:
+    """Raise ValueError if planned batches have the lengths of another number of samples.
 
-    Called with the arguments of a loader when it is constructed. A dataset may have no length.
+    Also if they are given as ``sampler``. Called with the arguments of a loader when it is
+    constructed. A dataset may have no length.
     """
+    if seekable(sampler) is not None:
+        raise ValueError(
+            f"a {type(sampler).__name__} of batches yields lists of indices: give it as "
+            "batch_sampler, not as sampler"
+        )
     for each in (batch_sampler, probe(batch_sampler, "sampler")):
         check = probe(seekable(each), "check_dataset")
         if check is not None and not isinstance(attempt(len, dataset), Caught):

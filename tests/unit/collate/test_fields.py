@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from shmloader.collate import AsList, Fields, Pack, Pad, Ragged, RaggedBatch, Stack
+from shmloader.collate import AsList, Fields, Jagged, Pack, Pad, Ragged, RaggedBatch, Stack
 from tests.parity.compare import assert_same
 
 SAMPLES = [
@@ -168,3 +168,9 @@ def test_no_object_is_made_of_a_sample_of_columns(lengths):
     made = Fields(input_ids=Pad(), id=Stack())(batch)
     assert_same(made["id"], torch.tensor([7, 8]))
     assert made["input_ids"].shape == (2, lengths[0])
+
+
+@pytest.mark.parametrize("collate", [Stack(), Pad(), Pack(), Jagged(), Fields(Pad())])
+def test_a_batch_without_samples_is_refused(collate):
+    with pytest.raises(ValueError, match="a batch without samples"):
+        collate([])

@@ -154,3 +154,11 @@ def test_bad_arguments_are_refused(arguments, text):
 def test_a_value_that_is_no_number_is_refused():
     with pytest.raises(TypeError, match="value should be a number, but is 'x'"):
         Pad("x")
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.uint8, -100), (torch.int8, 128)])
+def test_a_value_that_the_samples_cannot_have_is_refused(dtype, value):
+    samples = [torch.ones(2, dtype=dtype), torch.ones(1, dtype=dtype)]
+    with pytest.raises(ValueError, match=f"'x': samples of {str(dtype)[6:]} cannot .* {value}"):
+        Fields(x=Pad(value))([{"x": each} for each in samples])
+    assert Pad(value)(samples[:1]).tolist() == [[1, 1]]  # nothing is padded

@@ -170,7 +170,7 @@ ARGUMENTS = {
         ("ShardedSampler", "last_batch", "rollover", ""),
         ("ShardedSampler", "seed", -1, "0 or more"),
         ("ShardedSampler", "rank", 0, "be given both or not"),
-        ("TokenBatches", "lengths", [1, 0], "be whole numbers from 1, but got lengths"),
+        ("TokenBatches", "lengths", [1, 0], r"be whole numbers from 1 to 2\*\*63 - 1, but got"),
         ("TokenBatches", "max_tokens", 0, "1 or more"),
         ("TokenBatches", "window", 0.5, "an int"),
         ("TokenBatches", "shuffle", 0, "True or False"),

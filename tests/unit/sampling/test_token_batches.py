@@ -631,3 +631,11 @@ def test_a_dataset_of_another_length_is_refused_by_the_loader(wrap):
     DataLoader(Endless(), batch_sampler=wrap(plan()))
     with pytest.raises(ValueError, match="but the dataset has 3"):
         ShardedDataLoader([1, 2, 3], batch_sampler=plan())
+
+
+def test_a_plan_is_no_sampler_of_indices():
+    plan = TokenBatches([1, 2], 4)
+    for sampler in (plan, ShardedSampler(plan, rank=0, world_size=1)):
+        with pytest.raises(ValueError, match="give it as batch_sampler, not as sampler"):
+            DataLoader(range(2), sampler=sampler)
+        assert list(DataLoader(torch.arange(2), sampler=sampler, batch_size=None))
