@@ -342,9 +342,9 @@ class Arrays:
         return layout
 
 
-def _copied(found: RowsAt | list[str] | None, writer: SlotWriter | None) -> Any:
+def _copied(found: RowsAt | list[str], writer: SlotWriter | None) -> Any:
     """Return a field of a batch: a list of texts, or the tensor of rows."""
-    if found is None or isinstance(found, list):
+    if isinstance(found, list):
         return found
     if writer is None:
         return found.copy()

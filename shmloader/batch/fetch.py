@@ -52,7 +52,7 @@ class FetchConfig(NamedTuple):
         auto_collation: Whether a ticket's index is a list of keys rather than one key.
         drop_last: Whether the last batch of an iterable dataset is dropped if it is short.
         keep_size: Whether a skipped sample is replaced by a good one of its batch, since other
-            ranks or shards expect batches of the same size. At least a batch is never left out.
+            ranks or shards expect batches of the same size; a whole batch is never left out.
         may_shard: Whether a ticket's index may be a list of index lists, one for each shard, which
             makes a list of batches.
         seed: Seed of the samples' own random number generators; None if they have none.

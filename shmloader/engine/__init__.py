@@ -91,7 +91,7 @@ The modules (those marked "pure" import no threads, processes or clock):
 ``records``               Records and states of slots and workers (pure).
 ``scheduler``             Tickets, their order, and epochs: all decisions (pure).
 ``engine``                Performs what the scheduler decides, and receives the pool's reports.
-``delivery``              What is said of a delivered batch, and datasets' checkpoints after it.
+``delivery``              How exceptions are delivered, and datasets' checkpoints after a batch.
 ``failures``              Bad samples: counted, listed, limited.
 ``workers``               Says what workers do and how they ended; ends those that hang.
 ========================  ========================================================================
