@@ -15,6 +15,7 @@ The layers; imports run downward only::
     engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
     pools       where batches are made: processes, threads, an executor, or the calling thread
     host        what the ranks of one host share
+    streams     datasets in shards that are read from end to end
     batch       how a batch is made
     arrow       datasets in Arrow tables, read from their buffers
     shared      datasets in shared memory, once for all processes
@@ -66,6 +67,7 @@ from shmloader.errors import (
     InternalError,
     LoaderTimeoutError,
     SampleTimeoutError,
+    ShardError,
     SharedMemoryError,
     ShmloaderError,
     TooManyFailures,
@@ -73,7 +75,7 @@ from shmloader.errors import (
 )
 
 if TYPE_CHECKING:
-    from shmloader import arrow, collate, sampling, sequence
+    from shmloader import arrow, collate, sampling, sequence, streams
     from shmloader.batch.sample_rng import sample_rng
     from shmloader.batch.token_blocks import TokenBlocks
     from shmloader.host import share_on_host
@@ -94,13 +96,14 @@ __all__ = [
     "DFIterDataPipe", "DataChunk", "DataLoader", "Dataset", "DistributedSampler", "InstallReport",
     "InternalError", "IterDataPipe", "IterableDataset", "LoaderStats", "LoaderTimeoutError",
     "MapDataPipe", "Pipeline", "PipelineBuilder", "PipelineDataLoader", "PipelineStats",
-    "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardedDataLoader",
-    "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset", "SubsetRandomSampler",
-    "TensorDataset", "TokenBlocks", "TooManyFailures", "WeightedRandomSampler", "WorkerDiedError",
-    "__version__", "argument_validation", "arrow", "collate", "default_collate", "default_convert",
-    "empty", "functional_datapipe", "get_worker_info", "guaranteed_datapipes_determinism",
-    "install", "installed", "non_deterministic", "random_split", "runtime_validation",
-    "runtime_validation_disabled", "sample_rng", "sampling", "sequence", "share", "share_on_host",
+    "RandomSampler", "SampleTimeoutError", "Sampler", "SequentialSampler", "ShardError",
+    "ShardedDataLoader", "SharedMemoryError", "ShmloaderError", "StackDataset", "Subset",
+    "SubsetRandomSampler", "TensorDataset", "TokenBlocks", "TooManyFailures",
+    "WeightedRandomSampler", "WorkerDiedError", "__version__", "argument_validation", "arrow",
+    "collate", "default_collate", "default_convert", "empty", "functional_datapipe",
+    "get_worker_info", "guaranteed_datapipes_determinism", "install", "installed",
+    "non_deterministic", "random_split", "runtime_validation", "runtime_validation_disabled",
+    "sample_rng", "sampling", "sequence", "share", "share_on_host", "streams",
     "uninstall",
 ]  # fmt: skip
 
@@ -127,6 +130,7 @@ _HOMES = {
     "sequence": "sequence",
     "share": "shared.sharing",
     "share_on_host": "host",
+    "streams": "streams",
     "uninstall": "installing",
 }
 

@@ -9,6 +9,7 @@
     ├── SharedMemoryError   (MemoryError)   a batch needs more shared memory than its slot may have,
     │                                       or than is free; raised before the memory is touched
     ├── TooManyFailures     (RuntimeError)  more samples failed than ``max_failures``, or all did
+    ├── ShardError          (RuntimeError)  a shard or record of a stream cannot be read
     ├── ClosedLoaderError   (RuntimeError)  used after ``close()`` or after a worker died
     └── InternalError       (RuntimeError)  a bug in shmloader
 
@@ -55,6 +56,21 @@ class TooManyFailures(ShmloaderError, RuntimeError):  # noqa: N818 - says what h
 
     In a pipeline, calls of stages are counted instead of samples.
     """
+
+
+class ShardError(ShmloaderError, RuntimeError):
+    """A shard of a stream is missing or broken, or one of its records cannot be read.
+
+    What the file system, the server or the parser raised is its ``__cause__``.
+
+    Attributes:
+        shard: Path or URL of the shard.
+        record: Number of the record in the shard, from 0; None if the shard as a whole is broken.
+    """
+
+    def __init__(self, text: str, shard: str | None = None, record: int | None = None) -> None:
+        super().__init__(text)
+        self.shard, self.record = shard, record
 
 
 class ClosedLoaderError(ShmloaderError, RuntimeError):

@@ -17,6 +17,7 @@ TREE = {
     "SampleTimeoutError": (errors.ShmloaderError, TimeoutError),
     "SharedMemoryError": (errors.ShmloaderError, MemoryError),
     "TooManyFailures": (errors.ShmloaderError, RuntimeError),
+    "ShardError": (errors.ShmloaderError, RuntimeError),
     "ClosedLoaderError": (errors.ShmloaderError, RuntimeError),
     "InternalError": (errors.ShmloaderError, RuntimeError),
 }
@@ -41,12 +42,12 @@ def test_each_error_is_drawn_in_the_module_and_crosses_a_process(name):
 
 OURS = {
     *("DataLoader", "ShardedDataLoader", "empty", "__version__", "sampling", "sequence", "collate"),
-    "arrow",
+    *("arrow", "streams"),
     *("Pipeline", "PipelineBuilder", "PipelineDataLoader"),
     *("sample_rng", "share", "share_on_host", "CachedBatches", "LoaderStats", "PipelineStats"),
     *("install", "installed", "uninstall", "InstallReport"),
     *("ShmloaderError", "WorkerDiedError", "LoaderTimeoutError", "SharedMemoryError"),
-    *("SampleTimeoutError", "TokenBlocks"),
+    *("SampleTimeoutError", "ShardError", "TokenBlocks"),
     *("ClosedLoaderError", "InternalError", "TooManyFailures"),
 }
 # The loader is ours, and an underscore is not public.
@@ -67,7 +68,7 @@ def test_what_users_import_from_torch_is_torchs_own_object(name):
 def test_our_public_classes_say_where_users_import_them_from():
     classes = {name: getattr(shmloader, name) for name in OURS}
     classes = {name: kind for name, kind in classes.items() if isinstance(kind, type)}
-    assert len(classes) == 18
+    assert len(classes) == 19
     for name, kind in classes.items():
         assert (kind.__module__, kind.__qualname__) == ("shmloader", name)
         assert pickle.loads(pickle.dumps(kind)) is kind

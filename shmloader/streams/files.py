@@ -1,0 +1,117 @@
+"""Reads the files of shards, which may be compressed by gzip or zstd.
+
+What decides is the end of a name: ``.gz`` and ``.tgz``, or ``.zst`` and ``.tzst``. A compressed
+file can only be read forward, so a place that was passed costs reading the file again.
+"""
+
+import gzip
+import io
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+_GZIP = (".gz", ".tgz")
+_ZSTD = (".zst", ".tzst")
+
+# So many bytes are read and dropped at a time on the way to a place in a compressed file.
+_SKIPPED_BYTES = 1 << 20
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a shard is compressed, as its name says."""
+    return path.lower().endswith(_GZIP + _ZSTD)
+
+
+def uncompressed_name(path: str) -> str:
+    """Return the name without compression, in lower case: ``a.tar`` for ``A.tgz``."""
+    name = path.lower()
+    for ending in (".tgz", ".tzst"):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + ".tar"
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a shard for reading from its beginning, and decompress what is read.
+
+    Raises:
+        OSError: If the file cannot be opened.
+        ImportError: If zstd is needed, and its package is not installed.
+    """
+    name = path.lower()
+    if name.endswith(_GZIP):
+        return io.BufferedReader(gzip.open(path, "rb"))
+    if name.endswith(_ZSTD):
+        return io.BufferedReader(_open_zstd(path))
+    return Path(path).open("rb")
+
+
+def _open_zstd(path: str) -> Any:
+    try:
+        from compression import zstd  # noqa: PLC0415 - of Python 3.14
+
+        return zstd.open(path, "rb")
+    except ImportError:
+        pass
+    try:
+        import zstandard  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is compressed by zstd: install the extra shmloader[streams]"
+        ) from error
+    file = Path(path).open("rb")  # noqa: SIM115 - the reader closes it
+    return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+
+
+class ShardFile:
+    """A shard that is read at places that an index names. Close it, or use it in a with block.
+
+    Args:
+        path: The shard. Places in a compressed one are those of its decompressed bytes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._is_compressed, self._position = path, is_compressed(path), 0
+        self._file = open_file(path)
+
+    def __enter__(self) -> "ShardFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return ``size`` bytes from ``offset`` on; fewer at the end of the file."""
+        if not self._is_compressed:
+            return self._read_plain(offset, size)
+        if offset < self._position:
+            self._file.close()
+            self._file, self._position = open_file(self._path), 0
+        while left := offset - self._position:
+            skipped = len(self._file.read(min(left, _SKIPPED_BYTES)))
+            self._position += skipped
+            if not skipped:
+                return b""
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+    def _read_plain(self, offset: int, size: int) -> bytes:
+        descriptor = self._file.fileno()
+        data = os.pread(descriptor, size, offset)
+        while len(data) < size:  # at the end, or of more than the 2 GiB that one call reads
+            more = os.pread(descriptor, size - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return what reading a missing or damaged file raises."""
+    modules = [
+        sys.modules[name] for name in ("zstandard", "compression.zstd") if name in sys.modules
+    ]
+    return (OSError, EOFError, zlib.error, *(module.ZstdError for module in modules))

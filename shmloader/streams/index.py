@@ -1,0 +1,124 @@
+"""The index of a shard: a small file that says where the records lie.
+
+It is made when it is first needed, or by ``shmloader index``, and lies beside the shard, as
+``<shard>.shmidx``. Where that folder cannot be written to, it lies in the user's cache folder. An
+index belongs to the size and the modification time of its shard: for a changed shard it is made
+anew. It is written under another name and then renamed, so that nobody reads half an index.
+
+The file begins with eight magic bytes, which name the version. The length of a JSON head follows,
+and a checksum of what comes after these: the head, which has the names, dtypes and lengths of the
+arrays, and the arrays, little endian, each at a multiple of eight bytes.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: What the name of an index ends with.
+SUFFIX = ".shmidx"
+
+_MAGIC = b"shmidx1\n"
+_START = struct.Struct("<8sII")
+_ALIGNMENT = 8
+_attempts = itertools.count()
+
+Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
+
+
+def arrays_of(path: str, kind: str, make: Callable[[str], Arrays]) -> Arrays:
+    """Return the arrays of a shard's index, which is made and kept if there is none.
+
+    Args:
+        path: The shard.
+        kind: Name of the format; an index of another format is not taken.
+        make: Makes the arrays from the path.
+
+    Raises:
+        OSError: If there is no such shard.
+        Exception: What ``make`` raises.
+    """
+    identity = _identity(path, kind)
+    for place in _places(path):
+        with contextlib.suppress(OSError, ValueError):
+            return _decoded(place.read_bytes(), identity)
+    arrays = make(path)
+    data = _encoded(arrays, identity)
+    for place in _places(path):
+        with contextlib.suppress(OSError):
+            _write(place, data)
+            break
+    return arrays
+
+
+def _identity(path: str, kind: str) -> dict[str, Any]:
+    status = os.stat(path)  # noqa: PTH116 - a path is a string here
+    return {"kind": kind, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def _places(path: str) -> tuple[Path, Path]:
+    """Return where an index may lie, the better place first."""
+    absolute = Path(path).absolute()
+    name = hashlib.blake2b(os.fsencode(absolute), digest_size=16).hexdigest()
+    return Path(path + SUFFIX), cache_folder() / "indexes" / (name + SUFFIX)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: ``shmloader`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "shmloader"
+
+
+def _encoded(arrays: Arrays, identity: dict[str, Any]) -> bytes:
+    columns = {name: array.astype(array.dtype.newbyteorder("<")) for name, array in arrays.items()}
+    shapes = {name: [array.dtype.str, len(array)] for name, array in columns.items()}
+    head = json.dumps(identity | {"arrays": shapes}).encode()
+    head += b" " * (-len(head) % _ALIGNMENT)
+    parts = [head]
+    for array in columns.values():
+        parts += [array.tobytes(), bytes(-array.nbytes % _ALIGNMENT)]
+    body = b"".join(parts)
+    return _START.pack(_MAGIC, len(head), zlib.crc32(body)) + body
+
+
+def _decoded(data: bytes, identity: dict[str, Any]) -> Arrays:
+    """Return the arrays, which cannot be written to.
+
+    Raises:
+        ValueError: If this is no index, or that of another shard.
+    """
+    if len(data) < _START.size:
+        raise ValueError("too short")
+    magic, length, checksum = _START.unpack_from(data)
+    if magic != _MAGIC or checksum != zlib.crc32(memoryview(data)[_START.size :]):
+        raise ValueError("no index, or a damaged one")
+    head = json.loads(data[_START.size : _START.size + length])
+    shapes = head.pop("arrays")
+    if head != identity:
+        raise ValueError("the index of another shard")
+    position = _START.size + length
+    arrays: Arrays = {}
+    for name, (dtype, count) in shapes.items():
+        arrays[name] = np.frombuffer(data, dtype, count, position)
+        position += arrays[name].nbytes
+        position += -arrays[name].nbytes % _ALIGNMENT
+    return arrays
+
+
+def _write(place: Path, data: bytes) -> None:
+    """Write an index as a whole. No other process or thread uses the same temporary name."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{os.getpid()}-{next(_attempts)}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(place)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

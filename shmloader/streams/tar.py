@@ -1,0 +1,174 @@
+"""Tar shards, in webdataset's naming: neighbouring files of one base name are a sample.
+
+An index says where the files of each sample lie, so that a shard is read by one call a mebibyte and
+one slice a file. It is made from the headers of the archive alone. ``headers`` reads these, not
+``tarfile``, which takes a damaged header for the end of the archive.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmloader.streams.files import ShardFile, is_compressed, open_file
+from shmloader.streams.formats import check_numbers, reading, unreadable
+from shmloader.streams.headers import DamagedArchiveError, files_of
+from shmloader.streams.index import Arrays, arrays_of
+
+# So many bytes are read by one call, if samples are smaller.
+_READ_BYTES = 1 << 20
+
+# A base name, which ends at the first dot of the last part of the path; and an extension.
+_NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
+# Files whose path begins with such a name are about the shard.
+_META = re.compile(r"__[^/]*__(/|$)")
+
+
+class TarFormat:
+    """The format of tar shards, plain or compressed by gzip or zstd.
+
+    A record is a dict: ``"__key__"`` is the base name, and each extension in lower case has the
+    bytes of a file. ``a/1.jpg`` and ``a/1.seg.png`` make ``{"__key__": "a/1", "jpg": …, "seg.png":
+    …}``. As webdataset does, it leaves out folders, links, files without an extension, and those
+    whose path begins with a ``__name__``. Files of one base name that are not neighbours make
+    several samples of one key. Unlike webdataset's, records have no ``"__url__"``.
+    """
+
+    seeks = True
+
+    def __call__(self, path: str) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a shard."""
+        return self.records(path)
+
+    def __repr__(self) -> str:
+        return "open_tar"
+
+    def records(self, path: str, start: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the samples in the order of the archive, from number ``start`` on.
+
+        Raises:
+            ShardError: If the archive cannot be read or is damaged; before the first sample.
+        """
+        with reading(path):
+            index = _Index(path)
+            with ShardFile(path) as file:
+                while start < index.count:
+                    stop = index.end_of_read(start)
+                    yield from index.read(file, start, stop)
+                    start = stop
+
+    def count(self, path: str) -> int:
+        """Return the number of samples, from the index."""
+        with reading(path):
+            return _Index(path).count
+
+    def at(self, path: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples of these numbers, in the order of ``numbers``."""
+        with reading(path):
+            index = _Index(path)
+            check_numbers(path, numbers, index.count)
+            found: dict[int, dict[str, Any]] = {}
+            with ShardFile(path) as file:
+                for number in sorted(set(numbers)):
+                    (found[number],) = index.read(file, number, number + 1)
+        return [found[number] for number in numbers]
+
+
+class _Index:
+    """Where the files of each sample lie in an archive.
+
+    Attributes:
+        count: Number of samples.
+
+    Args:
+        path: The archive.
+    """
+
+    def __init__(self, path: str) -> None:
+        arrays = arrays_of(path, "tar", _make)
+        self._path, self.count = path, len(arrays["firsts"]) - 1
+        self._firsts, self._offsets, self._sizes = (
+            arrays["firsts"], arrays["offsets"], arrays["sizes"]
+        )  # fmt: skip
+        self._keys, self._names = _split(arrays["keys"]), _split(arrays["names"])
+        self._name_ids = arrays["name_ids"]
+        self._ends = (self._offsets + self._sizes)[self._firsts[1:] - 1]
+
+    def end_of_read(self, start: int) -> int:
+        """Return the number after the last sample that is read with sample ``start``."""
+        end = int(self._offsets[self._firsts[start]]) + _READ_BYTES
+        return max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
+
+    def read(self, file: ShardFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        """Yield the samples from number ``start`` to before ``stop``, which are read together."""
+        firsts = self._firsts[start : stop + 1]
+        first, last = int(firsts[0]), int(firsts[-1])
+        begin, end = int(self._offsets[first]), int(self._ends[stop - 1])
+        data = file.read(begin, end - begin)
+        if len(data) < end - begin:
+            raise unreadable(self._path, f"it ends at byte {begin + len(data)}", start)
+        begins = self._offsets[first:last] - begin
+        ends = (begins + self._sizes[first:last]).tolist()
+        files = zip(self._name_ids[first:last].tolist(), begins.tolist(), ends, strict=True)
+        names, counts = self._names, np.diff(firsts).tolist()
+        for key, count in zip(self._keys[start:stop], counts, strict=True):
+            sample: dict[str, Any] = {"__key__": key}
+            for _ in range(count):
+                name, at, to = next(files)
+                sample[names[name]] = data[at:to]
+            yield sample
+
+
+def _make(path: str) -> Arrays:
+    """Return the arrays of the index of an archive.
+
+    Raises:
+        ShardError: If the archive is damaged, or a sample has two files of one extension.
+    """
+    keys, firsts = list[str](), list[int]()
+    offsets, sizes, name_ids = list[int](), list[int](), list[int]()
+    names = dict[str, int]()  # each extension, and its number
+    try:
+        with open_file(path) as file:
+            size = None if is_compressed(path) else os.fstat(file.fileno()).st_size
+            for name, offset, nbytes in files_of(file, size):
+                parts = _NAME.fullmatch(name)
+                if parts is None or _META.match(name):
+                    continue
+                key, extension = parts[1], parts[2].lower()
+                if not keys or key != keys[-1]:
+                    keys.append(key)
+                    firsts.append(len(offsets))
+                number = names.setdefault(extension, len(names))
+                if number in name_ids[firsts[-1] :]:
+                    raise unreadable(path, f"it has two files {name}", len(keys) - 1)
+                name_ids.append(number)
+                offsets.append(offset)
+                sizes.append(nbytes)
+    except DamagedArchiveError as error:
+        raise unreadable(path, f"after {len(keys)} samples, {error}") from error
+    return {
+        "firsts": np.array([*firsts, len(offsets)], np.int64),
+        "offsets": np.array(offsets, np.int64),
+        "sizes": np.array(sizes, np.int64),
+        "name_ids": np.array(name_ids, np.int32),
+        "keys": _joined(keys),
+        "names": _joined(list(names)),
+    }
+
+
+# Names have no NUL in archives.
+
+
+def _joined(names: list[str]) -> "np.ndarray[Any, np.dtype[Any]]":
+    return np.frombuffer("\0".join(names).encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _split(array: "np.ndarray[Any, np.dtype[Any]]") -> list[str]:
+    return array.tobytes().decode("utf-8", "surrogateescape").split("\0")
+
+
+#: The format of tar shards.
+open_tar = TarFormat()

@@ -1,0 +1,67 @@
+"""Writes shards, and returns the records that they have."""
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+
+def write(path, data):
+    """Write a file, compressed as its name says."""
+    if path.endswith((".gz", ".tgz")):
+        data = gzip.compress(data)
+    elif path.endswith(".zst"):
+        import zstandard
+
+        # Two frames, as programs write that compress in parallel.
+        half = len(data) // 2
+        compress = zstandard.ZstdCompressor().compress
+        data = compress(data[:half]) + compress(data[half:])
+    Path(path).write_bytes(data)
+
+
+def tar_bytes(files, **options):
+    """Return an archive of files: pairs of a name and bytes, or of a TarInfo and bytes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", **options) as archive:
+        for member, data in files:
+            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def samples(count, seed=0):
+    """Return records of tar shards, with files of 0 bytes to 400 kB."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        size = 0 if number == 3 else int(rng.integers(400_000 if number % 10 == 0 else 9_000))
+        made.append({"__key__": f"part/{number:04}", "jpg": rng.bytes(size), "cls": b"%d" % number})
+    return made
+
+
+def write_tar(path, count, seed=0):
+    """Write a tar shard."""
+    records = samples(count, seed)
+    files = [
+        (f"{record['__key__']}.{name}", record[name])
+        for record in records
+        for name in record
+        if name != "__key__"
+    ]
+    write(path, tar_bytes(files))
+    return records
+
+
+def write_jsonl(path, count, seed=0):
+    """Write a shard of JSON Lines."""
+    rng = np.random.default_rng(seed)
+    records = [{"id": number, "text": "é" * int(rng.integers(300))} for number in range(count)]
+    write(
+        path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    )
+    return records

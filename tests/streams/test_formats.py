@@ -1,0 +1,139 @@
+"""Every format gives the records of a list: from any number on, counted, and at any numbers."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shmloader import ShardError
+from shmloader.streams import as_format, open_jsonl, open_tar
+from shmloader.streams.formats import CallableFormat, Format, can_seek
+from tests.streams.support import write_jsonl, write_tar
+
+COMPRESSIONS = ["", ".gz", ".zst"]
+
+
+def lines_of(path):
+    with Path(path).open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+SHARDS = [
+    *(("tar" + ending, open_tar) for ending in COMPRESSIONS),
+    *(("jsonl" + ending, open_jsonl) for ending in COMPRESSIONS),
+    ("jsonl", as_format(lines_of)),
+]
+
+
+@pytest.fixture(params=SHARDS, ids=lambda param: f"{param[0]}-{param[1]!r}"[:20], scope="module")
+def shard(request, tmp_path_factory):
+    """A shard of 30 records, its format, and the records."""
+    ending, format_ = request.param
+    path = str(tmp_path_factory.mktemp("shards") / f"shard.{ending}")
+    if "tar" in ending:
+        return path, format_, write_tar(path, 30)
+    return path, format_, write_jsonl(path, 30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(start=st.integers(0, 40))
+def test_records_from_a_number_on_are_the_end_of_the_list(shard, start):
+    path, format_, records = shard
+    assert list(format_.records(path, start)) == records[start:]
+
+
+@settings(max_examples=20)
+@given(numbers=st.lists(st.integers(0, 29), max_size=12))
+def test_records_at_numbers_come_in_the_order_asked(shard, numbers):
+    path, format_, records = shard
+    assert format_.at(path, numbers) == [records[number] for number in numbers]
+
+
+def test_a_shard_is_counted(shard):
+    path, format_, records = shard
+    assert format_.count(path) == len(records)
+
+
+def test_a_format_can_be_pickled_and_is_one(shard):
+    path, format_, records = shard
+    copied = pickle.loads(pickle.dumps(format_))
+    assert isinstance(copied, Format)
+    assert as_format(copied) is copied
+    assert list(copied.records(path)) == records
+
+
+@pytest.mark.parametrize("number", [30, -1])
+def test_a_number_beyond_the_shard_names_shard_and_number(shard, number):
+    path, format_, _ = shard
+    with pytest.raises(ShardError, match=rf"has 30 records, but record {number} was asked") as info:
+        format_.at(path, [3, number])
+    assert (info.value.shard, info.value.record) == (path, number)
+
+
+def test_a_missing_shard_is_named(shard):
+    path, format_, _ = shard
+    for read in (
+        lambda it: list(format_.records(it)),
+        format_.count,
+        lambda it: format_.at(it, [0]),
+    ):
+        with pytest.raises((ShardError, FileNotFoundError)) as info:
+            read(f"{path[:-20]}/not-there.tar")
+        assert "not-there.tar" in str(info.value)
+        if not isinstance(format_, CallableFormat):
+            assert info.value.record is None
+            assert isinstance(info.value.__cause__, FileNotFoundError)
+
+
+def test_only_a_plain_file_of_a_built_in_format_can_seek(shard):
+    path, format_, _ = shard
+    built_in = not isinstance(format_, CallableFormat)
+    assert format_.seeks is built_in
+    assert can_seek(format_, path) is (built_in and path.endswith(("tar", "jsonl")))
+
+
+class Watched:
+    """Records that say whether they were closed, and that fail at number 5."""
+
+    def __init__(self, count=20):
+        self.count, self.opened, self.closed = count, 0, 0
+
+    def __call__(self, path):
+        self.opened += 1
+        try:
+            for number in range(self.count):
+                if number == 5:
+                    raise KeyError("number five")
+                yield number
+        finally:
+            self.closed += 1
+
+
+def test_a_users_iterator_is_closed_and_its_error_has_shard_and_record():
+    watched = Watched()
+    records = as_format(watched).records("one.bin")
+    assert [next(records), next(records)] == [0, 1]
+    records.close()
+    assert watched.closed == 1
+    with pytest.raises(KeyError) as info:
+        list(as_format(watched).records("one.bin", 3))
+    assert info.value.__notes__ == ["This was raised at record 5 of shard one.bin."]
+    assert watched.closed == watched.opened == 2
+    assert as_format(watched).at("one.bin", [4, 0]) == [4, 0]
+    assert watched.closed == watched.opened == 3
+
+
+def test_a_shard_that_was_read_to_its_end_is_not_read_again_to_be_counted():
+    watched = Watched(count=4)
+    format_ = as_format(watched)
+    assert list(format_.records("a", 2)) == [2, 3]
+    assert (format_.count("a"), watched.opened) == (4, 1)
+    assert (format_.count("b"), format_.count("b"), watched.opened) == (4, 4, 2)
+
+
+def test_what_is_no_format_is_refused():
+    with pytest.raises(TypeError, match="open should be a format such as open_tar, or a function"):
+        as_format("tar")
