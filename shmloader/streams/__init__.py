@@ -1,11 +1,16 @@
 """Datasets in shards, which are read from end to end.
 
-``formats`` says what a format is; ``tar`` and ``jsonl`` are formats, whose indexes ``index`` keeps
-and whose files ``files`` opens. Each shard is a file of this machine.
+``formats`` says what a format is. ``tar``, ``jsonl`` and ``columns`` are formats: of archives,
+lines, and Parquet and Arrow. ``index`` keeps the indexes of shards, and ``files`` opens compressed
+files. None of these knows a loader, and each shard is a file of this machine.
 """
 
+from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
 from shmloader.streams.formats import Format, as_format
 from shmloader.streams.jsonl import JsonlFormat, open_jsonl
 from shmloader.streams.tar import TarFormat, open_tar
 
-__all__ = ["Format", "JsonlFormat", "TarFormat", "as_format", "open_jsonl", "open_tar"]
+__all__ = [
+    "ArrowFormat", "Format", "JsonlFormat", "ParquetFormat", "TarFormat", "as_format", "open_arrow",
+    "open_jsonl", "open_parquet", "open_tar",
+]  # fmt: skip

@@ -15,6 +15,9 @@ from typing import IO, Any
 _GZIP = (".gz", ".tgz")
 _ZSTD = (".zst", ".tzst")
 
+# Classes of exceptions, by their modules, which need not be imported.
+_ERRORS = {"zstandard": "ZstdError", "compression.zstd": "ZstdError", "pyarrow": "ArrowException"}
+
 # So many bytes are read and dropped at a time on the way to a place in a compressed file.
 _SKIPPED_BYTES = 1 << 20
 
@@ -111,7 +114,7 @@ class ShardFile:
 
 def read_errors() -> tuple[type[Exception], ...]:
     """Return what reading a missing or damaged file raises."""
-    modules = [
-        sys.modules[name] for name in ("zstandard", "compression.zstd") if name in sys.modules
+    others = [
+        getattr(sys.modules[name], error) for name, error in _ERRORS.items() if name in sys.modules
     ]
-    return (OSError, EOFError, zlib.error, *(module.ZstdError for module in modules))
+    return (OSError, EOFError, zlib.error, *others)

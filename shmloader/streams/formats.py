@@ -153,6 +153,6 @@ def reading(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, read_errors()):
-            problem = error.strerror if isinstance(error, OSError) else error
-            raise unreadable(path, problem or error) from error
+            problem = isinstance(error, OSError) and error.strerror
+            raise unreadable(path, problem or str(error).partition("\n")[0]) from error
         raise

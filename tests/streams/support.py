@@ -57,6 +57,35 @@ def write_tar(path, count, seed=0):
     return records
 
 
+def write_table(path, count, seed=0):
+    """Write a shard of Parquet in groups of 7 rows, or of Arrow in batches of 7, as its name says.
+
+    Its records have no arrays, so that they can be compared.
+    """
+    import pyarrow as pa
+
+    rng = np.random.default_rng(seed)
+    records = [
+        {"id": number, "x": float(rng.random()), "text": "é" * int(rng.integers(9)), "tags": ["a"]}
+        for number in range(count)
+    ]
+    write_columns(path, pa.Table.from_pylist(records))
+    return records
+
+
+def write_columns(path, table, rows=7):
+    """Write a table to a shard: Parquet, a file of Arrow, or a stream of Arrow (``.arrows``)."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if path.endswith("parquet"):
+        parquet.write_table(table, path, row_group_size=rows)
+        return
+    new = pa.ipc.new_stream if path.endswith("arrows") else pa.ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
 def write_jsonl(path, count, seed=0):
     """Write a shard of JSON Lines."""
     rng = np.random.default_rng(seed)

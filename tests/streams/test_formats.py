@@ -9,9 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmloader import ShardError
-from shmloader.streams import as_format, open_jsonl, open_tar
+from shmloader.streams import (
+    ArrowFormat,
+    ParquetFormat,
+    as_format,
+    open_arrow,
+    open_jsonl,
+    open_parquet,
+    open_tar,
+)
 from shmloader.streams.formats import CallableFormat, Format, can_seek
-from tests.streams.support import write_jsonl, write_tar
+from tests.streams.support import write_jsonl, write_table, write_tar
 
 COMPRESSIONS = ["", ".gz", ".zst"]
 
@@ -24,6 +32,10 @@ def lines_of(path):
 SHARDS = [
     *(("tar" + ending, open_tar) for ending in COMPRESSIONS),
     *(("jsonl" + ending, open_jsonl) for ending in COMPRESSIONS),
+    ("parquet", ParquetFormat(batch_rows=4)),
+    ("parquet", open_parquet),
+    ("arrow", ArrowFormat(batch_rows=4)),
+    ("arrows", open_arrow),
     ("jsonl", as_format(lines_of)),
 ]
 
@@ -33,9 +45,8 @@ def shard(request, tmp_path_factory):
     """A shard of 30 records, its format, and the records."""
     ending, format_ = request.param
     path = str(tmp_path_factory.mktemp("shards") / f"shard.{ending}")
-    if "tar" in ending:
-        return path, format_, write_tar(path, 30)
-    return path, format_, write_jsonl(path, 30)
+    write = {"tar": write_tar, "jsonl": write_jsonl, "parquet": write_table, "arrow": write_table}
+    return path, format_, write[ending.partition(".")[0].rstrip("s")](path, 30)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
@@ -92,7 +103,7 @@ def test_only_a_plain_file_of_a_built_in_format_can_seek(shard):
     path, format_, _ = shard
     built_in = not isinstance(format_, CallableFormat)
     assert format_.seeks is built_in
-    assert can_seek(format_, path) is (built_in and path.endswith(("tar", "jsonl")))
+    assert can_seek(format_, path) is (built_in and not path.endswith((".gz", ".zst")))
 
 
 class Watched:

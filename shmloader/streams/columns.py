@@ -1,0 +1,241 @@
+"""Shards of columns, Parquet and Arrow, read by pyarrow, which is an extra.
+
+No index is needed: the files themselves say how many rows each part of them has.
+"""
+
+import abc
+import bisect
+import contextlib
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmloader.streams.formats import check_numbers, reading, unreadable
+
+_Record = dict[str, Any]
+# Numbers of rows in ascending order; or None for all from a row on.
+_Wanted = list[int] | None
+
+# So many rows are decoded at a time. Of 1,024 tokens each they fit the cache of a core.
+_BATCH_ROWS = 256
+
+
+class _ColumnsFormat(abc.ABC):
+    """What Parquet and Arrow have in common.
+
+    Args:
+        columns: The columns that are read; None for all.
+        batch_rows: So many rows are decoded at a time, and are in memory.
+    """
+
+    seeks = True
+
+    def __init__(self, columns: Sequence[str] | None = None, batch_rows: int = _BATCH_ROWS) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"columns should be a list of names, but is {columns!r}")
+        if columns is not None and not columns:
+            raise ValueError("columns should have a name, or be None for all columns, but is empty")
+        if batch_rows < 1:
+            raise ValueError(f"batch_rows should be 1 or more, but is {batch_rows}")
+        self._columns = None if columns is None else list(columns)
+        self._batch_rows = batch_rows
+
+    def __call__(self, path: str) -> Iterator[_Record]:
+        """Yield the records of a shard."""
+        return self.records(path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(columns={self._columns}, batch_rows={self._batch_rows})"
+
+    @abc.abstractmethod
+    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
+        """Yield batches in order, each with the number of its first row.
+
+        Leaves out those that end before row ``start``, and those without a row of ``wanted``.
+        """
+
+    @abc.abstractmethod
+    def count(self, path: str) -> int:
+        """Return the number of rows, from the metadata of the file."""
+
+    def records(self, path: str, start: int = 0) -> Iterator[_Record]:
+        """Yield the rows in the order of the file, from number ``start`` on.
+
+        Raises:
+            ShardError: If the file cannot be read, or lacks a column.
+        """
+        with reading(path), contextlib.closing(self._batches(path, start, None)) as batches:
+            for first, batch in batches:
+                yield from _rows(batch.slice(max(0, start - first)))
+
+    def at(self, path: str, numbers: Sequence[int]) -> list[_Record]:
+        """Return the rows of these numbers, in the order of ``numbers``."""
+        check_numbers(path, numbers, self.count(path))
+        wanted = sorted(set(numbers))
+        found: dict[int, _Record] = {}
+        with reading(path), contextlib.closing(self._batches(path, 0, wanted)) as batches:
+            for first, batch in batches:
+                here = _between(wanted, first, first + len(batch))
+                rows = _rows(batch.take(np.array(here) - first))
+                found |= zip(here, rows, strict=True)
+                if len(found) == len(wanted):
+                    break
+        return [found[number] for number in numbers]
+
+    def _checked(self, path: str, names: Sequence[str]) -> list[str]:
+        """Return the names of the columns to read, of all that a file has."""
+        for name in self._columns or ():
+            if name not in names:
+                raise unreadable(path, f"it has no column {name!r}, but {list(names)}")
+        return list(names) if self._columns is None else self._columns
+
+
+class ParquetFormat(_ColumnsFormat):
+    """The format of Parquet shards.
+
+    A record is a dict of columns: numbers, texts and bytes are Python's, a list of numbers is an
+    array of shape (length,) of the column's dtype, and all else is what ``to_pylist()`` makes. What
+    is null is None. Row groups without a record that is read are passed over.
+
+    Args:
+        columns: The columns that are read; None for all.
+        batch_rows: So many rows are decoded at a time, and are in memory.
+    """
+
+    def count(self, path: str) -> int:
+        """Return the number of rows, from the metadata of the file."""
+        with reading(path), _parquet_file(path) as file:
+            return int(file.metadata.num_rows)
+
+    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
+        with _parquet_file(path) as file:
+            columns = self._checked(path, file.schema_arrow.names)
+            counts = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+            ends = list(itertools.accumulate(counts))
+            for group, (end, count) in enumerate(zip(ends, counts, strict=True)):
+                first = end - count
+                if not _is_needed(first, end, start, wanted):
+                    continue
+                # Without threads: the workers of a loader run beside each other.
+                for batch in file.iter_batches(
+                    self._batch_rows, row_groups=[group], columns=columns, use_threads=False
+                ):
+                    if _is_needed(first, first + len(batch), start, wanted):
+                        yield first, batch.select(columns)
+                    first += len(batch)
+
+
+class ArrowFormat(_ColumnsFormat):
+    """The format of Arrow's files and streams, such as those that ``datasets`` writes.
+
+    Records are those of :class:`ParquetFormat`. The file is mapped into memory, so nothing is read
+    of batches without a record that is wanted.
+
+    Args:
+        columns: The columns that are read; None for all.
+        batch_rows: So many rows become records at a time.
+    """
+
+    def count(self, path: str) -> int:
+        """Return the number of rows, from the metadata of the file's batches."""
+        with reading(path), _arrow_batches(path) as (_, batches):
+            return sum(len(batch) for batch in batches)
+
+    def _batches(self, path: str, start: int, wanted: _Wanted) -> Generator[tuple[int, Any]]:
+        first = 0
+        with _arrow_batches(path) as (names, batches):
+            columns = self._checked(path, names)
+            for batch in batches:
+                for at in range(0, len(batch), self._batch_rows):
+                    piece = batch.slice(at, self._batch_rows)
+                    if _is_needed(first, first + len(piece), start, wanted):
+                        yield first, piece.select(columns)
+                    first += len(piece)
+
+
+def _parquet_file(path: str) -> Any:
+    try:
+        import pyarrow.parquet  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise _missing(path) from error
+    return pyarrow.parquet.ParquetFile(path)
+
+
+@contextlib.contextmanager
+def _arrow_batches(path: str) -> Iterator[tuple[list[str], Iterator[Any]]]:
+    """Open a file of Arrow: the names of its columns, and its batches."""
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise _missing(path) from error
+    with pa.memory_map(path) as file:
+        if file.read(6) == b"ARROW1":
+            with pa.ipc.open_file(file) as reader:
+                yield reader.schema.names, map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            with pa.ipc.open_stream(file) as reader:
+                yield reader.schema.names, reader
+
+
+def _missing(path: str) -> ImportError:
+    return ImportError(f"reading {path} takes pyarrow: install the extra shmloader[streams]")
+
+
+def _is_needed(first: int, end: int, start: int, wanted: _Wanted) -> bool:
+    """Return whether rows from ``first`` to before ``end`` have one that is wanted."""
+    return end > start and (wanted is None or bool(_between(wanted, first, end)))
+
+
+def _between(numbers: list[int], first: int, end: int) -> list[int]:
+    """Return those of ascending numbers that are from ``first`` to before ``end``."""
+    return numbers[bisect.bisect_left(numbers, first) : bisect.bisect_left(numbers, end)]
+
+
+def _rows(batch: Any) -> Iterator[_Record]:
+    """Yield the rows of a ``pyarrow.RecordBatch``."""
+    names = batch.schema.names
+    for row in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the value of each row of a ``pyarrow.Array``.
+
+    Each list of numbers becomes an array of its own, so that a record that is kept keeps no other.
+    """
+    import pyarrow.types as kinds  # noqa: PLC0415 - an extra
+
+    kind = column.type
+    is_list = kinds.is_list(kind) or kinds.is_large_list(kind)
+    rows: list[Any]
+    if not (is_list or kinds.is_fixed_size_list(kind)) or not _has_numbers(column.values):
+        rows = column.to_pylist()
+        return rows
+    if is_list:
+        bounds = column.offsets.to_pylist()
+    else:
+        bounds = [kind.list_size * (column.offset + row) for row in range(len(column) + 1)]
+    array = column.values.to_numpy()
+    rows = [array[begin:end].copy() for begin, end in itertools.pairwise(bounds)]
+    if column.null_count:
+        for row in np.flatnonzero(column.is_null()):
+            rows[row] = None
+    return rows
+
+
+def _has_numbers(array: Any) -> bool:
+    """Return whether an array has numbers, and no null."""
+    import pyarrow.types as kinds  # noqa: PLC0415 - an extra
+
+    is_number = kinds.is_integer(array.type) or kinds.is_floating(array.type)
+    return bool(is_number) and not array.null_count
+
+
+#: The format of Parquet shards.
+open_parquet = ParquetFormat()
+
+#: The format of Arrow's files and streams.
+open_arrow = ArrowFormat()
