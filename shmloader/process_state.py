@@ -27,6 +27,7 @@ exists for the tests.
 ``segments``            the segments that this process has mapped, by their tokens
 ``slot_writer``         in a worker, what torch's collate functions write to; None elsewhere
 ``tasks``               in a process of an executor, its name and what its tasks keep
+``file_locks``          locks on cached shards: a forked child closes its copies of the descriptors
 ``installation``        what ``shmloader.install()`` installed for torch's loaders; None for nothing
 ======================  =========================================================================
 """
@@ -108,6 +109,7 @@ class ProcessState:
         self.segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         self.slot_writer: Any = None
         self.tasks = Tasks()
+        self.file_locks: weakref.WeakSet[Any] = weakref.WeakSet()
         self.installation: Any = None
 
     def all_arenas(self) -> list[Any]:
@@ -131,6 +133,11 @@ class ProcessState:
         for meeting in list(self.meetings):
             meeting.close()
 
+    def leave_file_locks(self) -> None:
+        """Close the locks in a forked child, which must not keep them for its parent."""
+        for lock in list(self.file_locks):
+            lock.close()
+
     def leave_groups(self) -> None:
         """Leave the workers to the parent. Called in a forked child."""
         for group in list(self.worker_groups):
@@ -149,6 +156,7 @@ for _hook in (
     PROCESS.tasks.forget,
     PROCESS.close_pipes,
     PROCESS.leave_meetings,
+    PROCESS.leave_file_locks,
     PROCESS.leave_groups,
 ):
     os.register_at_fork(after_in_child=_hook)

@@ -1,0 +1,234 @@
+"""Remote shards on the disk of this machine, shared by its processes, up to a number of bytes.
+
+A folder has three kinds of files for a shard, whose names have a digest of its URL:
+
+* ``<digest>-<name>``, the whole shard. A process that reads it holds a *lease*: a shared lock on
+  its own descriptor of the file. The access time of the file is that of the last lease.
+* ``.lock-<digest>``, exclusively locked by the process that downloads the shard. Others wait for
+  the lock, and then find the shard. The file has no data, but the size that the shard will have.
+* ``.part-<digest>``, what has come so far.
+
+The kernel drops the locks of a process that ends, however it ends: no count can be left wrong, and
+a ``.lock`` file that can be locked says that the part beside it is waste. To make room, a process
+removes the shards whose last lease is the oldest, if it gets their exclusive locks at once. One
+process at a time makes room.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from shmloader.errors import ShardError
+from shmloader.streams.download import NoSpaceError, download
+from shmloader.streams.index import SUFFIX, cache_folder
+from shmloader.streams.locks import FileLock, exclusive, exclusive_if_free, shared
+from shmloader.streams.prefetching import Prefetcher
+
+_LOCK, _PART, _ROOM = ".lock-", ".part-", ".room"
+_LONGEST_NAME = 100
+
+
+class Lease:
+    """A shard that stays on the disk until this is closed. Use it in a with block.
+
+    Attributes:
+        path: The path of the shard on this machine. It ends as the URL does.
+    """
+
+    def __init__(self, path: str, lock: FileLock | None = None) -> None:
+        self.path, self._lock = path, lock
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the shard be removed. It may be called more than once."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+class ShardCache:
+    """Brings shards to this machine when they are opened, and keeps the last ones.
+
+    All processes of a machine that name the same folder share the shards, and download each once.
+    An object can be pickled, and used by any process and thread, also after a fork.
+
+    Args:
+        directory: The folder, on a disk of this machine; None for ``shmloader/shards`` in the
+            user's cache folder.
+        limit: The most bytes that shards take together. Those that are open, or on their way,
+            are not removed, so they may take more: one shard that is larger than the limit, too.
+        storage_options: Arguments for fsspec's file systems, such as credentials.
+        threads: The most shards that :meth:`prefetch` downloads at a time in this process.
+
+    Raises:
+        ValueError: If the limit is negative, or there is no thread.
+    """
+
+    def __init__(
+        self,
+        directory: "str | os.PathLike[str] | None" = None,
+        limit: int = 10 * 2**30,
+        storage_options: Mapping[str, Any] | None = None,
+        threads: int = 2,
+    ) -> None:
+        if limit < 0:
+            raise ValueError(f"limit should be a number of bytes, but is {limit}")
+        if threads < 1:
+            raise ValueError(f"threads should be 1 or more, but is {threads}")
+        self.directory = Path(directory or cache_folder() / "shards").absolute()
+        self.limit, self.storage_options = limit, dict(storage_options or {})
+        self._prefetcher = Prefetcher(threads)
+
+    def __repr__(self) -> str:
+        return f"ShardCache({str(self.directory)!r}, limit={self.limit})"
+
+    def open(self, url: str) -> Lease:
+        """Return a lease of a shard, which is downloaded if it is not here.
+
+        Waits for another process that downloads the same shard. A path, or a URL of the scheme
+        ``file``, is taken as it is: nothing is copied or looked at.
+
+        Raises:
+            ShardError: If the shard is not there, if the network fails several times in a row, or
+                if the disk is full.
+            ImportError: If fsspec is not installed, or what it needs for such a URL.
+        """
+        if (local := _local_path(url)) is not None:
+            return Lease(local)
+        place = self._place(url)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if (lease := _leased(place)) is not None:
+                return lease
+            with exclusive(self._beside(place, _LOCK)) as lock:
+                try:
+                    # Another process may have downloaded it while this one waited.
+                    return _leased(place) or self._download(url, place, lock)
+                finally:
+                    lock.remove()
+        except NoSpaceError as error:
+            raise ShardError(
+                f"shard {url} does not fit on the disk of {self.directory}, where shards may take "
+                f"{self.limit:,} bytes. Lower the cache's limit=, or choose another directory=",
+                url,
+            ) from error
+        except OSError as error:
+            raise self._unusable(url, error) from error
+
+    def prefetch(self, url: str) -> None:
+        """Begin to download a shard on a thread of this process, and return.
+
+        Does nothing if many are waiting already. An error is not raised here: :meth:`open` tries
+        again.
+        """
+        if _local_path(url) is None and not self._place(url).exists():
+            self._prefetcher.add(url, self._fetch)
+
+    def _unusable(self, url: str, error: OSError) -> ShardError:
+        return ShardError(
+            f"shard {url} cannot be kept in {self.directory}: {error}. Choose a directory= on a "
+            "disk of this machine, which you may write to",
+            url,
+        )
+
+    def _fetch(self, url: str) -> None:
+        self.open(url).close()
+
+    def _place(self, url: str) -> Path:
+        """Return where a shard lies. The name ends as the URL's, which names its format."""
+        digest = hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
+        name = re.sub(r"[^\w.-]", "_", urlsplit(url).path.rpartition("/")[2])
+        return self.directory / f"{digest}-{name[-_LONGEST_NAME:]}"
+
+    def _beside(self, place: Path, kind: str) -> Path:
+        return self.directory / (kind + place.name.partition("-")[0])
+
+    def _download(self, url: str, place: Path, lock: FileLock) -> Lease:
+        part = self._beside(place, _PART)
+
+        def reserve(size: int | None) -> None:
+            try:
+                self._make_room(size or 0, lock)
+            except OSError as error:
+                raise self._unusable(url, error) from error
+
+        try:
+            download(url, part, self.storage_options, reserve)
+            lease = Lease(str(place), shared(part))  # before another process can find it
+            part.replace(place)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        self._make_room(0, lock)  # the size may not have been known
+        return lease
+
+    # Room -----------------------------------------------------------------------------------
+
+    def _make_room(self, size: int, lock: FileLock) -> None:
+        """Remove shards until so many bytes more are allowed, and reserve these with the lock."""
+        with exclusive(self.directory / _ROOM):
+            lock.reserve(size)
+            files = list(self._files())
+            total = sum(status.st_size for _, status in files)
+            for path, status in sorted(files, key=lambda file: file[1].st_atime_ns):
+                if total <= self.limit:
+                    break
+                if _is_shard(path.name) and _removed(path):
+                    total -= status.st_size
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Yield what takes or reserves room. Removes what killed processes have left."""
+        for path in list(self.directory.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                if path.name.startswith(_LOCK):
+                    if (lock := exclusive_if_free(path)) is None:
+                        yield path, path.stat()
+                        continue
+                    with lock:
+                        path.with_name(path.name.replace(_LOCK, _PART)).unlink(missing_ok=True)
+                        lock.remove()
+                elif _is_shard(path.name):
+                    yield path, path.stat()
+                elif path.name.endswith(SUFFIX) and not path.with_suffix("").exists():
+                    path.unlink()
+
+
+def _is_shard(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(SUFFIX)
+
+
+def _leased(place: Path) -> Lease | None:
+    """Return a lease of a shard that is here; None if it is not."""
+    lock = shared(place)
+    if lock is None:
+        return None
+    lock.touch()
+    return Lease(str(place), lock)
+
+
+def _removed(place: Path) -> bool:
+    """Remove a shard, with its index, unless it is leased. Returns whether it was removed."""
+    lock = exclusive_if_free(place)
+    if lock is None:
+        return False
+    with lock:
+        lock.remove()
+    Path(f"{place}{SUFFIX}").unlink(missing_ok=True)
+    return True
+
+
+def _local_path(url: str) -> str | None:
+    """Return the path that a URL stands for on this machine; None for a remote one."""
+    if url.startswith(("file://", "local://")):
+        return url2pathname(urlsplit(url).path)
+    return None if "://" in url or "::" in url else url

@@ -1,0 +1,117 @@
+"""Brings one file to this machine, by fsspec, and tries again when the network fails.
+
+fsspec is an extra. Only its public interface is used: ``url_to_fs``, ``info`` and ``get_file``.
+"""
+
+import errno
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shmloader.errors import ShardError
+from shmloader.interruptions import is_interruption
+
+#: A download is tried so many times. The waits between them are 12 seconds at most, in all.
+ATTEMPTS = 8
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+
+# A server that sends nothing for so long has failed. aiohttp's own limit is five minutes a file.
+_SILENCE_S = 60
+
+# What a server refuses for good, apart from these: too slow, too early, too many requests.
+_REFUSED, _LATER = range(400, 500), (408, 425, 429)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoSpaceError(Exception):
+    """The disk is full. Never reaches the user."""
+
+
+class _ShortReadError(Exception):
+    """Fewer bytes came than the file has."""
+
+
+def download(
+    url: str, path: Path, options: Mapping[str, Any], reserve: Callable[[int | None], None]
+) -> None:
+    """Write a file to ``path``.
+
+    Args:
+        url: What fsspec opens.
+        path: Where the file is written. It may be there, and is there in part after an error.
+        options: Arguments for the file system.
+        reserve: Called before each try with the size in bytes, or None if that is not known. May
+            raise a ShardError.
+
+    Raises:
+        ShardError: If the file is not there, or if the last try failed.
+        NoSpaceError: If the disk is full.
+        ImportError: If fsspec is not installed, or what it needs for this kind of address.
+    """
+    try:
+        import fsspec  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ImportError(f"reading {url} takes fsspec: install shmloader[streams]") from error
+    for attempt in range(ATTEMPTS):
+        try:
+            files, remote = fsspec.url_to_fs(url, **_with_defaults(url, options))
+            size = files.info(remote).get("size")
+            reserve(size)
+            files.get_file(remote, str(path))
+            received = path.stat().st_size
+            if size is not None and received != size:
+                raise _ShortReadError(f"{received} of {size} bytes came")
+        except (ImportError, ShardError):
+            raise
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                raise NoSpaceError from error
+            if _is_final(error):
+                raise _failed(url, "", error, "Check the address, and what it needs") from error
+            if attempt == ATTEMPTS - 1:
+                tries = f" in {ATTEMPTS} tries"
+                raise _failed(url, tries, error, "Check the server and the network") from error
+            # Other processes have failed at the same time, and shall not all come back at once.
+            wait_s = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S)
+            time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1))
+        else:
+            return
+
+
+def _with_defaults(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for the file system. Those of the user come first."""
+    if not url.startswith(("http://", "https://")):
+        return dict(options)
+    import aiohttp  # noqa: PLC0415 - an extra
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    # The bytes of the file, and not of what the server or aiohttp make of them.
+    headers = {"Accept-Encoding": "identity"}
+    return {"client_kwargs": {"timeout": timeout}, "headers": headers, **options}
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether another try would fail as well."""
+    cause = error.__cause__
+    for each in (error, cause):
+        if isinstance(status := getattr(each, "status", None), int):
+            return status in _REFUSED and status not in _LATER
+    if not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ValueError):
+        return False
+    # fsspec says that a file is not found also if the server could not be asked.
+    is_network = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
+    return not is_network
+
+
+def _failed(url: str, tries: str, error: BaseException, remedy: str) -> ShardError:
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    problem = f"{type(cause or error).__name__}: {cause or error}"
+    return ShardError(
+        f"shard {url} could not be downloaded{tries} ({problem}). {remedy}, or leave the shard "
+        "out with on_error='skip'",
+        url,
+    )

@@ -1,0 +1,93 @@
+"""Locks on files, which the kernel drops when their process ends.
+
+A lock belongs to a descriptor: threads of one process exclude each other as processes do. A forked
+child closes its copies of the descriptors, so that it does not keep its parent's locks.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from shmloader.process_state import PROCESS
+
+
+class FileLock:
+    """A lock that was acquired. Closing it drops it; use it in a with block.
+
+    Args:
+        path: The file.
+        descriptor: The descriptor that holds the lock, which is closed with this.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        PROCESS.file_locks.add(self)
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the lock. It may be called more than once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    __del__ = close
+
+    def remove(self) -> None:
+        """Remove the file. Whoever waits for its lock finds that it is gone."""
+        self._path.unlink(missing_ok=True)
+
+    def reserve(self, size: int) -> None:
+        """Give the file a size, without data."""
+        os.truncate(self._descriptor, size)
+
+    def touch(self) -> None:
+        """Set the access time of the file to now, unless it is another user's."""
+        with contextlib.suppress(PermissionError):
+            modified_ns = os.fstat(self._descriptor).st_mtime_ns
+            os.utime(self._descriptor, ns=(time.time_ns(), modified_ns))
+
+
+def shared(path: Path) -> FileLock | None:
+    """Return a shared lock of a file; None if there is no such file."""
+    return _locked(path, os.O_RDONLY, fcntl.LOCK_SH)
+
+
+def exclusive(path: Path) -> FileLock:
+    """Return the exclusive lock of a file, which is made. Waits for other processes' locks."""
+    lock = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+    assert lock is not None
+    return lock
+
+
+def exclusive_if_free(path: Path) -> FileLock | None:
+    """Return the exclusive lock of a file; None if another lock is held, or there is no file."""
+    return _locked(path, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _locked(path: Path, flags: int, kind: int) -> FileLock | None:
+    while True:
+        try:
+            descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            return None
+        lock = FileLock(path, descriptor)
+        try:
+            fcntl.flock(descriptor, kind)
+            # The file may have been removed, or another one made, before it was locked.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return lock
+        except BlockingIOError:
+            lock.close()
+            return None
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()

@@ -1,0 +1,488 @@
+"""The cache of remote shards: one download, leases, room, and processes that are killed."""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shmloader import ShardError
+from shmloader.streams import ShardCache, download, open_jsonl
+from tests.streams.fake_files import FakeFiles, data_of
+
+DEADLINE_S = 60
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """The fake file system, with a log of its own. Waits between tries take no time."""
+    monkeypatch.setattr(FakeFiles, "log", tmp_path / "reads.log", raising=False)
+    (tmp_path / "reads.log").touch()
+    waits = []
+    monkeypatch.setattr(download.time, "sleep", waits.append)
+    FakeFiles.waits = waits
+    return FakeFiles
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "cache"
+
+
+def reads():
+    """Return the names of the files that were read, in order."""
+    return FakeFiles.log.read_text().split()
+
+
+def names(directory):
+    """Return the names of the shards that are there, and of what else is."""
+    return sorted(
+        entry.name.partition("-")[2] if entry.name[0] != "." else entry.name
+        for entry in directory.iterdir()
+        if entry.name != ".room"
+    )
+
+
+def fetch(cache, name):
+    """Open a shard, and return its bytes."""
+    with cache.open(f"fake://shards/{name}") as lease:
+        return Path(lease.path).read_bytes()
+
+
+@contextlib.contextmanager
+def running(function, *args):
+    """Run a function in a forked process, and kill the process in the end."""
+    process = fork.Process(target=function, args=args)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)
+        process.close()
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_file_of_this_machine_is_taken_as_it_is(tmp_path, directory, prefix):
+    path = tmp_path / "a b.tar"
+    with ShardCache(directory).open(
+        prefix + str(path).replace(" ", "%20" if prefix else " ")
+    ) as it:
+        assert it.path == str(path)
+    assert not directory.exists()
+
+
+def test_a_shard_is_downloaded_once_and_keeps_its_name(directory):
+    cache = ShardCache(directory)
+    for _ in range(3):
+        with cache.open("fake://shards/40-a.jsonl.gz") as lease:
+            assert Path(lease.path).read_bytes() == data_of("40-a.jsonl.gz")
+            assert lease.path.endswith("-40-a.jsonl.gz")
+    assert ShardCache(directory).open("fake://shards/40-a.jsonl.gz").path == lease.path
+    assert reads() == ["40-a.jsonl.gz"]
+    assert names(directory) == ["40-a.jsonl.gz"]
+
+
+def test_shards_of_one_name_in_different_folders_are_different(directory):
+    cache = ShardCache(directory)
+    paths = {cache.open(f"fake://{folder}/9-a.tar").path for folder in "ab"}
+    assert len(paths) == 2
+
+
+def test_room_is_made_by_the_oldest_leases(directory):
+    cache = ShardCache(directory, limit=100)
+    for name in ["30-a", "30-b", "30-c"]:
+        fetch(cache, name)
+    fetch(cache, "30-a")
+    fetch(cache, "35-d")
+    assert names(directory) == ["30-a", "30-c", "35-d"]
+    fetch(cache, "100-e")
+    assert names(directory) == ["100-e"]
+    assert reads() == ["30-a", "30-b", "30-c", "35-d", "100-e"]
+
+
+def test_a_leased_shard_is_not_removed(directory):
+    cache = ShardCache(directory, limit=100)
+    with cache.open("fake://shards/60-a") as lease:
+        fetch(cache, "60-b")
+        fetch(cache, "60-c")
+        assert names(directory) == ["60-a", "60-c"]
+        assert Path(lease.path).read_bytes() == data_of("60-a")
+    fetch(cache, "60-b")
+    assert names(directory) == ["60-b"]
+
+
+def test_a_shard_larger_than_the_limit_can_be_read(directory):
+    cache = ShardCache(directory, limit=50)
+    assert fetch(cache, "20-a") == data_of("20-a")
+    for _ in range(2):
+        assert fetch(cache, "60-b") == data_of("60-b")
+    assert (names(directory), reads()) == (["60-b"], ["20-a", "60-b"])
+    fetch(cache, "20-a")
+    assert names(directory) == ["20-a"]
+
+
+def test_shards_of_unknown_size_keep_the_limit(directory, files, monkeypatch):
+    monkeypatch.setattr(files, "knows_size", False)
+    cache = ShardCache(directory, limit=50)
+    for name in ["30-a", "30-b", "30-c"]:
+        assert fetch(cache, name) == data_of(name)
+        assert names(directory) == [name]
+
+
+def test_what_is_on_its_way_counts_as_if_it_had_come(directory, files, monkeypatch):
+    cache, at = ShardCache(directory, limit=100), {}
+
+    def before_read(name, _):
+        if name == "50-b":
+            fetch(cache, "20-c")
+            at["names"] = [name for name in names(directory) if name[0] != "."]
+
+    monkeypatch.setattr(files, "before_read", before_read)
+    fetch(cache, "40-a")
+    fetch(cache, "50-b")
+    assert at["names"] == ["20-c"]
+
+
+def test_the_index_of_a_shard_stays_valid_and_goes_with_it(directory):
+    cache, indexes = ShardCache(directory, limit=5_000), set()
+    for _ in range(2):
+        with cache.open("fake://shards/4000-a.jsonl") as lease:
+            assert open_jsonl.count(lease.path) == data_of("4000-a.jsonl").count(b"\n") + 1
+            indexes.add(Path(lease.path + ".shmidx").stat().st_ino)
+    assert len(indexes) == 1
+    fetch(cache, "3000-b.jsonl")
+    assert names(directory) == ["3000-b.jsonl"]
+
+
+# Failures -----------------------------------------------------------------------------------
+
+
+def failing(*errors):
+    """Return a function that raises these errors, one after another, and then nothing."""
+    left = list(errors)
+
+    def before_read(_name, path):
+        if left:
+            Path(path).write_bytes(b"part")
+            raise left.pop(0)
+
+    return before_read
+
+
+def test_a_download_is_tried_again_with_longer_and_longer_waits(directory, files, monkeypatch):
+    errors = [ConnectionError("reset"), TimeoutError(), RuntimeError("503"), EOFError()]
+    monkeypatch.setattr(files, "before_read", failing(*errors))
+    assert fetch(ShardCache(directory), "40-a") == data_of("40-a")
+    assert reads() == ["40-a"] * 5
+    assert len(files.waits) == 4
+    for wait_s, longest_s in zip(files.waits, [0.1, 0.2, 0.4, 0.8], strict=True):
+        assert longest_s / 2 <= wait_s <= longest_s
+
+
+def test_too_few_bytes_are_no_shard(directory, files, monkeypatch):
+    written = [b"", data_of("40-a")[:39], data_of("40-a") + b"1"]
+
+    def get_file(self, _, path, **__):
+        Path(path).write_bytes(written.pop(0) if written else data_of("40-a"))
+
+    monkeypatch.setattr(files, "get_file", get_file)
+    assert fetch(ShardCache(directory), "40-a") == data_of("40-a")
+    assert not written
+
+
+def test_after_the_last_try_the_error_names_the_shard_and_the_cause(directory, files, monkeypatch):
+    errors = [ConnectionError(f"reset {number}") for number in range(8)]
+    monkeypatch.setattr(files, "before_read", failing(*errors))
+    with pytest.raises(ShardError) as info:
+        fetch(ShardCache(directory), "40-a")
+    assert str(info.value) == (
+        "shard fake://shards/40-a could not be downloaded in 8 tries (ConnectionError: reset 7). "
+        "Check the server and the network, or leave the shard out with on_error='skip'"
+    )
+    assert info.value.__cause__ is errors[-1]
+    assert info.value.shard == "fake://shards/40-a"
+    assert (len(reads()), len(files.waits), names(directory)) == (8, 7, [])
+    assert sum(files.waits) <= 12
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("40-a"), PermissionError("40-a")])
+def test_a_shard_that_is_not_there_is_not_asked_for_again(directory, files, monkeypatch, error):
+    monkeypatch.setattr(files, "before_read", failing(error))
+    with pytest.raises(ShardError, match="could not be downloaded") as info:
+        fetch(ShardCache(directory), "40-a")
+    assert "Check the address, and what it needs" in str(info.value)
+    assert (reads(), names(directory)) == (["40-a"], [])
+
+
+def test_a_file_that_is_not_found_since_no_server_answers_is_asked_for_again(
+    directory, files, monkeypatch
+):
+    error = FileNotFoundError("40-a")
+    error.__cause__ = ConnectionRefusedError()
+    monkeypatch.setattr(files, "before_read", failing(error))
+    assert fetch(ShardCache(directory), "40-a") == data_of("40-a")
+
+
+def test_an_unknown_kind_of_address_is_an_error_at_once(directory):
+    with pytest.raises(ShardError, match="Protocol not known: nothing"):
+        ShardCache(directory).open("nothing://a")
+    assert names(directory) == []
+
+
+def test_a_full_disk_is_named_with_the_limit(directory, files, monkeypatch):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(files, "before_read", failing(error))
+    with pytest.raises(ShardError) as info:
+        fetch(ShardCache(directory, limit=1_000_000), "40-a")
+    assert str(info.value) == (
+        f"shard fake://shards/40-a does not fit on the disk of {directory}, where shards may take "
+        "1,000,000 bytes. Lower the cache's limit=, or choose another directory="
+    )
+    assert (reads(), names(directory)) == (["40-a"], [])
+
+
+def test_a_directory_that_is_none_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardError, match=f"cannot be kept in {tmp_path}/file"):
+        ShardCache(tmp_path / "file").open("fake://shards/40-a")
+
+
+def test_an_interrupted_download_leaves_nothing(directory, files, monkeypatch):
+    monkeypatch.setattr(files, "before_read", failing(KeyboardInterrupt()))
+    cache = ShardCache(directory)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(cache, "40-a")
+    assert names(directory) == []
+    assert fetch(cache, "40-a") == data_of("40-a")
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="limit should be a number of bytes, but is -1"):
+        ShardCache(limit=-1)
+    with pytest.raises(ValueError, match="threads should be 1 or more, but is 0"):
+        ShardCache(threads=0)
+
+
+# Processes ----------------------------------------------------------------------------------
+
+
+def test_processes_that_ask_at_once_download_once(directory, files, monkeypatch):
+    cache, begin = ShardCache(directory), fork.Barrier(8)
+    results = fork.SimpleQueue()
+
+    def run():
+        begin.wait(DEADLINE_S)
+        for number in range(20):
+            name = f"{1000 + number}-a"
+            results.put((name, fetch(cache, name) == data_of(name)))
+
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(running(run)) for _ in range(8)]
+        found = [results.get() for _ in range(8 * 20)]
+        for process in processes:
+            process.join(DEADLINE_S)
+    assert all(is_right for _, is_right in found)
+    assert sorted(reads()) == [f"{1000 + number}-a" for number in range(20)]
+    results.close()
+
+
+def test_processes_with_too_little_room_read_every_shard(directory):
+    cache = ShardCache(directory, limit=3_000)
+    results = fork.SimpleQueue()
+
+    def run(seed):
+        order = [f"{1000 + number}-a" for number in range(12)] * 3
+        random.Random(seed).shuffle(order)
+        results.put(all(fetch(cache, name) == data_of(name) for name in order))
+
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(running(run, seed)) for seed in range(4)]
+        assert [results.get() for _ in range(4)] == [True] * 4
+        for process in processes:
+            process.join(DEADLINE_S)
+    fetch(cache, "10-b")
+    assert sum(entry.stat().st_size for entry in directory.iterdir()) <= 3_000
+    results.close()
+
+
+def stall_in(directory, files, monkeypatch):
+    """Return a function that begins to download, and a pipe that says when it is in the midst."""
+    reader, writer = fork.Pipe(duplex=False)
+    owner = os.getpid()
+
+    def before_read(_, path):
+        if os.getpid() != owner:
+            Path(path).write_bytes(b"part")
+            writer.send(None)
+            signal.pause()
+
+    monkeypatch.setattr(files, "before_read", before_read)
+    return reader, writer
+
+
+def test_a_killed_download_blocks_nobody_and_leaves_nothing(directory, files, monkeypatch):
+    reader, writer = stall_in(directory, files, monkeypatch)
+    cache = ShardCache(directory)
+    with running(fetch, cache, "40-a"):
+        assert reader.poll(DEADLINE_S)
+        reader.recv()
+        waiter = threading.Thread(target=fetch, args=(cache, "40-a"))
+        waiter.start()
+    waiter.join(DEADLINE_S)
+    assert not waiter.is_alive()
+    assert fetch(cache, "40-a") == data_of("40-a")
+    with running(fetch, cache, "50-b"):
+        assert reader.poll(DEADLINE_S)
+    assert len(names(directory)) == 3  # with the lock and the part of the second
+    fetch(cache, "20-c")
+    assert names(directory) == ["20-c", "40-a"]
+    reader.close()
+    writer.close()
+
+
+def test_the_lease_of_a_killed_process_ends_with_it(directory):
+    cache = ShardCache(directory, limit=100)
+    reader, writer = fork.Pipe(duplex=False)
+
+    def hold():
+        lease = cache.open("fake://shards/60-a")
+        writer.send(lease.path)
+        signal.pause()
+
+    with running(hold):
+        assert reader.poll(DEADLINE_S)
+        fetch(cache, "60-b")
+        assert names(directory) == ["60-a", "60-b"]
+    fetch(cache, "60-c")
+    assert names(directory) == ["60-c"]
+    reader.close()
+    writer.close()
+
+
+def test_a_forked_child_keeps_no_lease_of_its_parent(directory):
+    cache = ShardCache(directory, limit=100)
+    lease = cache.open("fake://shards/60-a")
+    with running(signal.pause):
+        fetch(cache, "60-b")
+        assert names(directory) == ["60-a", "60-b"]
+        lease.close()
+        lease.close()
+        fetch(cache, "60-c")
+        assert names(directory) == ["60-c"]
+
+
+def test_a_lease_that_is_garbage_is_closed(directory):
+    cache = ShardCache(directory, limit=100)
+    cache.open("fake://shards/60-a")
+    fetch(cache, "60-b")
+    assert names(directory) == ["60-b"]
+
+
+# Prefetching --------------------------------------------------------------------------------
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def test_shards_are_fetched_ahead_by_a_bounded_number_of_threads(directory, files, monkeypatch):
+    cache, go, threads = ShardCache(directory, threads=2), threading.Event(), set()
+
+    def before_read(*_):
+        threads.add(threading.current_thread())
+        go.wait(DEADLINE_S)
+
+    monkeypatch.setattr(files, "before_read", before_read)
+    wanted = [f"{10 + number}-a" for number in range(9)]
+    for name in wanted:
+        cache.prefetch(f"fake://shards/{name}")
+    until(lambda: len(threads) == 2)
+    go.set()
+    until(lambda: names(directory) == wanted)
+    assert len(threads) <= 2
+    assert all(fetch(cache, name) == data_of(name) for name in wanted)
+    cache.prefetch("fake://shards/10-a")  # is there
+    cache.prefetch(__file__)  # needs nothing
+    assert sorted(reads()) == wanted
+    until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_an_error_ahead_is_raised_when_the_shard_is_opened(directory, files, monkeypatch):
+    asked = threading.Event()
+
+    def before_read(*_):
+        asked.set()
+        raise FileNotFoundError
+
+    monkeypatch.setattr(files, "before_read", before_read)
+    cache = ShardCache(directory)
+    cache.prefetch("fake://shards/40-a")
+    assert asked.wait(DEADLINE_S)
+    with pytest.raises(ShardError):
+        fetch(cache, "40-a")
+    assert reads() == ["40-a"] * 2
+
+
+def test_more_requests_than_may_wait_are_dropped(directory, files, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(files, "before_read", lambda *_: go.wait(DEADLINE_S))
+    cache = ShardCache(directory, threads=1)
+    for number in range(200):
+        cache.prefetch(f"fake://shards/{10 + number}-a")
+    go.set()
+    until(lambda: len(reads()) >= 64)
+    assert fetch(cache, "209-a") == data_of("209-a")
+    assert len(set(reads())) <= 66
+
+
+def test_a_forked_child_fetches_ahead_with_threads_of_its_own(directory, files, monkeypatch):
+    go, begun = threading.Event(), threading.Event()
+
+    def before_read(*_):
+        begun.set()
+        go.wait(DEADLINE_S)
+
+    monkeypatch.setattr(files, "before_read", before_read)
+    cache = ShardCache(directory, threads=1)
+    cache.prefetch("fake://shards/40-a")
+    assert begun.wait(DEADLINE_S)
+
+    def run():
+        FakeFiles.before_read = lambda *_: None
+        cache.prefetch("fake://shards/50-b")
+        until(lambda: "50-b" in names(directory))
+        os._exit(7)
+
+    with running(run) as process:
+        process.join(DEADLINE_S)
+        assert process.exitcode == 7
+    go.set()
+    until(lambda: names(directory) == ["40-a", "50-b"])
+
+
+def test_a_cache_can_be_pickled(directory):
+    cache = ShardCache(directory, limit=70, storage_options={"a": 1}, threads=3)
+    fetch(ShardCache(directory), "40-a")
+    copied = pickle.loads(pickle.dumps(cache))
+    assert (copied.directory, copied.limit, copied.storage_options) == (directory, 70, {"a": 1})
+    assert repr(copied) == repr(cache) == f"ShardCache('{directory}', limit=70)"
+    assert Path(copied.open("fake://shards/40-a").path).read_bytes() == data_of("40-a")
+
+
+def test_without_a_directory_it_is_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ShardCache().directory == tmp_path / "shmloader" / "shards"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert ShardCache().directory == Path("~/.cache/shmloader/shards").expanduser()
