@@ -10,7 +10,8 @@ includes threads that run the user's code, such as those of :mod:`shmloader.pool
 does not wait for these (``parks_for_forks``).
 
 The thread that calls Ray Client (:mod:`shmloader.cluster`) is not derived from it, since a call may
-not return. Every other thread of the package keeps these rules:
+not return; nor are those of :mod:`shmloader.streams.fingerprint`, which end before the call that
+starts them. Every other thread of the package keeps these rules:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.
 * No thread waits for a thread that is parked for good. Neither a background thread nor a thread

@@ -22,6 +22,7 @@ import torch
 from shmloader import __version__
 from shmloader.cli.bench import bench
 from shmloader.cli.doctor import doctor
+from shmloader.cli.index import index
 from shmloader.cli.report import report
 from shmloader.cli.target import UsageError
 
@@ -36,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """Return a number of batches or rounds from 1 up."""
+    """Return a number of batches, rounds or processes from 1 up."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -81,6 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("trace", type=Path, help="a file that loader.trace() has written")
     text = "the page (default: the name of the trace with .html)"
     add("-o", "--output", type=Path, metavar="FILE", help=text)
+
+    add = command("index", index, "say where the records of tar and JSON Lines shards lie")
+    text = "shards; the end of a name says the format"
+    add("files", nargs="+", metavar="FILE", help=text)
+    text = "number of processes (default: one for each core)"
+    add("--jobs", type=count, metavar="N", help=text)
     return parser
 
 

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from shmloader.errors import ShardError
 from shmloader.streams.download import NoSpaceError, download
+from shmloader.streams.files import local_path
 from shmloader.streams.index import SUFFIX, cache_folder
 from shmloader.streams.locks import FileLock, exclusive, exclusive_if_free, shared
 from shmloader.streams.prefetching import Prefetcher
@@ -103,7 +103,7 @@ class ShardCache:
                 if the disk is full.
             ImportError: If fsspec is not installed, or what it needs for such a URL.
         """
-        if (local := _local_path(url)) is not None:
+        if (local := local_path(url)) is not None:
             return Lease(local)
         place = self._place(url)
         try:
@@ -131,7 +131,7 @@ class ShardCache:
         Does nothing if many are waiting already. An error is not raised here: :meth:`open` tries
         again.
         """
-        if _local_path(url) is None and not self._place(url).exists():
+        if local_path(url) is None and not self._place(url).exists():
             self._prefetcher.add(url, self._fetch)
 
     def _unusable(self, url: str, error: OSError) -> ShardError:
@@ -225,10 +225,3 @@ def _removed(place: Path) -> bool:
         lock.remove()
     Path(f"{place}{SUFFIX}").unlink(missing_ok=True)
     return True
-
-
-def _local_path(url: str) -> str | None:
-    """Return the path that a URL stands for on this machine; None for a remote one."""
-    if url.startswith(("file://", "local://")):
-        return url2pathname(urlsplit(url).path)
-    return None if "://" in url or "::" in url else url

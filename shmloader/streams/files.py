@@ -1,4 +1,4 @@
-"""Reads the files of shards, which may be compressed by gzip or zstd.
+"""Finds and reads the files of shards, which may be compressed by gzip or zstd.
 
 What decides is the end of a name: ``.gz`` and ``.tgz``, or ``.zst`` and ``.tzst``. A compressed
 file can only be read forward, so a place that was passed costs reading the file again.
@@ -11,6 +11,8 @@ import sys
 import zlib
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 _GZIP = (".gz", ".tgz")
 _ZSTD = (".zst", ".tzst")
@@ -20,6 +22,13 @@ _ERRORS = {"zstandard": "ZstdError", "compression.zstd": "ZstdError", "pyarrow":
 
 # So many bytes are read and dropped at a time on the way to a place in a compressed file.
 _SKIPPED_BYTES = 1 << 20
+
+
+def local_path(url: str) -> str | None:
+    """Return the path that a URL stands for on this machine; None for a remote one."""
+    if url.startswith(("file://", "local://")):
+        return url2pathname(urlsplit(url).path)
+    return None if "://" in url or "::" in url else url
 
 
 def is_compressed(path: str) -> bool:
