@@ -15,8 +15,8 @@ The layers; imports run downward only::
     engine      an ordered, bounded, parallel map; its docstring draws the path of a batch
     pools       where batches are made: processes, threads, an executor, or the calling thread
     host        what the ranks of one host share
-    streams     datasets in shards that are read from end to end
     batch       how a batch is made
+    streams     datasets in shards that are read from end to end
     arrow       datasets in Arrow tables, read from their buffers
     shared      datasets in shared memory, once for all processes
     collate     collate functions for samples of different lengths

@@ -10,7 +10,7 @@ includes threads that run the user's code, such as those of :mod:`shmloader.pool
 does not wait for these (``parks_for_forks``).
 
 The thread that calls Ray Client (:mod:`shmloader.cluster`) is not derived from it, since a call may
-not return; nor are those of :mod:`shmloader.streams.fingerprint`, which end before the call that
+not return; nor are those of :mod:`shmloader.streams.fingerprints`, which end before the call that
 starts them. Every other thread of the package keeps these rules:
 
 * Threads are daemons, because a thread may be inside the user's code when the interpreter exits.

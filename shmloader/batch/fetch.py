@@ -70,6 +70,7 @@ class FetchConfig(NamedTuple):
             before they were made; None if that is not known.
         has_budget: Whether batches have a budget of tokens, which a copy of a good sample might
             exceed: skipped samples are left out, also with ``keep_size``.
+        reads: Whether the dataset is a stream of shards, whose batches tickets ask for.
     """
 
     is_iterable: bool
@@ -86,6 +87,7 @@ class FetchConfig(NamedTuple):
     takes_arrays: bool = False
     told_epoch: int | None = None
     has_budget: bool = False
+    reads: bool = False
 
     @property
     def copies_good(self) -> bool:

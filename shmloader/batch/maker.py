@@ -17,6 +17,7 @@ from shmloader.batch.concurrent_fetcher import ConcurrentFetcher
 from shmloader.batch.dataset_state import Keep
 from shmloader.batch.failures import OnError, SampleReport
 from shmloader.batch.fetch import FetchConfig, Load, MapFetcher
+from shmloader.batch.reader_fetcher import ReaderFetcher
 from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.batch.stream import StreamFetcher
@@ -54,6 +55,7 @@ class BatchMaker:
         load: Called for each sample, or list of samples, with a function that loads it and the
             index. None to call that function directly.
         writer: In a worker process, the writer of its slots; else None.
+        opened: The readers of a stream that threads share; None if each maker has its own.
     """
 
     fetcher: Any
@@ -76,6 +78,7 @@ class BatchMaker:
         sample_watch: SampleWatch | None = None,
         load: Load | None = None,
         writer: SlotWriter | None = None,
+        opened: dict[int, Any] | None = None,
     ) -> None:
         self.timer, rng = timer, None
         if config.seed is not None:
@@ -94,7 +97,19 @@ class BatchMaker:
         collator = Collator(
             collate_fn, timer, takes_list=config.auto_collation, writer=writer, rng=rng
         )
-        if config.is_iterable:
+        if config.reads:
+            self.rng = None  # each record has its own position
+            self.fetcher = ReaderFetcher(
+                dataset,
+                collator,
+                takes_list=config.auto_collation,
+                is_strict=on_error == "raise",
+                where=where,
+                rng=rng,
+                watch=sample_watch,
+                opened=opened,
+            )
+        elif config.is_iterable:
             self.fetcher = StreamFetcher(config, dataset, collator, rng, sample_watch)
         else:
             self.fetcher = MapFetcher(

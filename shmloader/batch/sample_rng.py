@@ -67,6 +67,9 @@ class Use(enum.IntEnum):
     STREAM = 4
     #: The workers' base seed, in place of torch's: 0 and 0.
     BASE_SEED = 5
+    #: A record of a stream of shards: the pass over the shards and the number of the shard, as one
+    #: number, and the number of the record in the shard.
+    RECORD = 6
 
 
 def _begin_digest(use: Use, seed: int, epoch: int) -> "hashlib.blake2b":
@@ -257,6 +260,10 @@ class SampleRng:
         self.position += 1
         self._count += 1
         self._set(Use.STREAM_SAMPLE, self._worker_id, position)
+
+    def begin_record(self, first: int, second: int) -> None:
+        """Seed for a record of a stream of shards, which two numbers name."""
+        self._set(Use.RECORD, first, second)
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from shmloader.engine.scheduler import Ticket
 from shmloader.errors import ITERATOR_CLOSED, ClosedLoaderError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import Caught, Wakeup, attempt, is_interruption, uninterruptible
+from shmloader.streams.order import NotYet, Readings
 
 # How long `ThreadOwner.end` waits for the thread, which may be in the user's transform, in seconds.
 _JOIN_S = 5.0
@@ -261,6 +262,7 @@ class StagedEngine:
         self.window = window
         self._timeout_s = timeout_s
         self._draw: Callable[[], object] = iter(()).__next__
+        self._readings: Readings | None = None
         # Tickets of this epoch that are not answered yet.
         self._tickets_out = 0
         self.is_waiting = False
@@ -271,6 +273,7 @@ class StagedEngine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
+        self._readings = tickets if isinstance(tickets, Readings) else None
         self._tickets_out = self.draw_ns = 0
         thread = self.owner.begin()
         try:
@@ -301,6 +304,8 @@ class StagedEngine:
         if thread is None:
             self._engine.check_open()
             raise Instead(ClosedLoaderError(ITERATOR_CLOSED))
+        if not self._tickets_out:
+            self._draw_owed(thread, may_wait=True)
         deadline = time.monotonic() + self._timeout_s if self._timeout_s > 0 else None
         while True:
             item = self._wait_for_result(thread, deadline)
@@ -339,11 +344,23 @@ class StagedEngine:
         if result.delivery is not None:  # otherwise an exception that replaces no batch
             self._tickets_out -= 1
             self._draw_one(thread)  # which wakes the engine
+            self._draw_owed(thread)
         self.delivery = result.delivery
         if result.error is not None:
             raise Instead(result.error)
         self.staged = result.staged
         return self._stage.deliver(result.batch)
+
+    def _draw_owed(self, thread: EngineThread, *, may_wait: bool = False) -> None:
+        """Draw tickets that could not be drawn before; see :meth:`Engine._offer_owed`."""
+        readings = self._readings
+        for number in range(0 if readings is None else readings.pop_owed()):
+            assert readings is not None
+            readings.may_wait = may_wait and not number
+            try:
+                self._draw_one(thread)
+            finally:
+                readings.may_wait = False
 
     def _wait_for_result(self, thread: EngineThread, deadline: float | None) -> Item:
         """Wait for the thread's next item, and return it."""
@@ -373,8 +390,8 @@ class StagedEngine:
         began_ns = time.monotonic_ns()
         try:
             thread.tickets.append(self._draw())
-        except StopIteration:
-            thread.is_ended = True
+        except StopIteration as stop:
+            thread.is_ended = not isinstance(stop, NotYet)
             return False
         except Exception as error:
             if is_interruption(error):

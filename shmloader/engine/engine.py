@@ -21,7 +21,7 @@ from typing import NoReturn, cast
 
 from shmloader.batch.checkpoint import Checkpoint
 from shmloader.engine.delivery import DatasetCheckpoints, Instead, not_an_end
-from shmloader.engine.failures import FailureWatch
+from shmloader.engine.failures import FailureWatch, ReadWatch
 from shmloader.engine.records import DEAD, LOST
 from shmloader.engine.scheduler import UNASSIGNED, Scheduler, Ticket
 from shmloader.engine.workers import (
@@ -50,6 +50,7 @@ from shmloader.pools import Pool, SlotPool
 from shmloader.pools.answers import Answer, Batch, Death, Empty, Failure
 from shmloader.pools.slot_memory import TRIM_EVERY, SlotMemory
 from shmloader.pools.status_page import AtWork, Phase
+from shmloader.streams.order import Readings
 from shmloader.threads import BackgroundThread, may_wait
 
 _log = logging.getLogger("shmloader")
@@ -141,7 +142,7 @@ class Engine:
         timeout_s: float,
         sample_timeout_s: float | None = None,
         base_seed: int | None = None,
-        watch: FailureWatch | None = None,
+        watch: FailureWatch | ReadWatch | None = None,
     ) -> None:
         self._pool, self._scheduler = pool, scheduler
         # ``pool`` again, typed for calls that only a pool with slots has.
@@ -155,6 +156,7 @@ class Engine:
         self.draw_ns = 0
         self.staged: tuple[str, int, int] | None = None
         self._draw: Callable[[], object] = iter(()).__next__
+        self._readings: Readings | None = None
         # When the last call of next_batch began to look for answers.
         self._looked_ns = 0
         self._left_out: list[Ticket] = []
@@ -195,6 +197,7 @@ class Engine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch. Raises an Instead with the sampler's own exception."""
         self._draw = tickets.__next__
+        self._readings = tickets if isinstance(tickets, Readings) else None
         self.draw_ns = 0
         for _ in range(self._scheduler.tickets_asked):
             self._offer()
@@ -296,6 +299,8 @@ class Engine:
             if scheduler.is_exhausted and not self._awaits_tickets():
                 if own is not None and own.has_ticket:
                     continue
+                if self._readings is not None and self._offer_owed(may_wait=True):
+                    continue
                 self._raise_end()
             if own is None:  # otherwise the user's thread keeps the deadline
                 deadline = deadline or self._deadline()
@@ -317,7 +322,7 @@ class Engine:
             self._fail(error)
         raise Instead(StopIteration())
 
-    def _is_left_out(self, watch: FailureWatch, ticket: Ticket) -> bool:
+    def _is_left_out(self, watch: FailureWatch | ReadWatch, ticket: Ticket) -> bool:
         """Count the samples of the next ticket; return whether its batch is empty and left out."""
         answer, error = ticket.answer, None
         if isinstance(answer, Answer) and answer.report is not None:
@@ -356,6 +361,8 @@ class Engine:
         self._set_delivery(ticket)
         if self._memory is None:
             self._offer()
+            if self._readings is not None:
+                self._offer_owed()
             return answer.content
         try:
             batch = self._build(self._memory, ticket, answer)
@@ -365,6 +372,8 @@ class Engine:
             self._offer()
             raise Instead(not_an_end(error, "unpickling a batch")) from None
         self._offer()
+        if self._readings is not None:
+            self._offer_owed()
         return batch
 
     def _build(self, memory: SlotMemory, ticket: Ticket, answer: Batch) -> object:
@@ -450,6 +459,22 @@ class Engine:
         scheduler.offer(indices, drawn_ns)
         if scheduler.unsent:
             self._send_tasks(drawn_ns)
+
+    def _offer_owed(self, *, may_wait: bool = False) -> int:
+        """Offer tickets that could not be drawn before, and return how many there were.
+
+        If nothing is in flight, it is waited for other ranks (``may_wait``).
+        """
+        readings = self._readings
+        owed = 0 if readings is None else readings.pop_owed()
+        for number in range(owed):
+            assert readings is not None
+            readings.may_wait = may_wait and not number
+            try:
+                self._offer()
+            finally:
+                readings.may_wait = False
+        return owed
 
     def _offer_another(self, *, is_addition: bool = False) -> None:
         """Offer a ticket in place of one that yields no batch, or in addition to all others."""

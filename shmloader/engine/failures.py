@@ -8,7 +8,7 @@ before it raises.
 
 import collections
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
@@ -204,3 +204,35 @@ class FailureWatch:
         error = TooManyFailures(f"{what}. The loader's `failures` lists the newest ones.")
         error.__cause__ = None if last is None else last.error
         return error
+
+
+class ReadWatch:
+    """Passes on what was found of a stream's readers, beside what a :class:`FailureWatch` does.
+
+    Args:
+        hear: Called with each :class:`~shmloader.streams.reader.Found`.
+        watch: Counts failures; None if the first failure is raised.
+    """
+
+    def __init__(self, hear: Callable[[Any], None], watch: FailureWatch | None) -> None:
+        self._hear, self._watch = hear, watch
+
+    def start_epoch(self) -> None:
+        """Count from 0 again."""
+        if self._watch is not None:
+            self._watch.start_epoch()
+
+    def add(
+        self, report: Any, batch: str, worker: int | None = None, pid: int | None = None
+    ) -> TooManyFailures | None:
+        """Pass on what was found; see :meth:`FailureWatch.add`."""
+        if report.found is not None:
+            self._hear(report.found)
+        return None if self._watch is None else self._watch.add(report, batch, worker, pid)
+
+    def left_out(self, _: str) -> None:
+        """Return None: a reader has no such batch, or all its records failed."""
+
+    def end_epoch(self) -> TooManyFailures | None:
+        """Return the error to raise instead of ending the epoch, or None."""
+        return None if self._watch is None else self._watch.end_epoch()

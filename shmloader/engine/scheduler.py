@@ -19,7 +19,7 @@ A ticket gets its worker in one of two ways. If the pool has a queue, any idle w
 oldest ticket, and the answer says which worker did. Otherwise the scheduler assigns it, by torch's
 rules: with ``in_order``, ticket i goes to worker i mod n, and workers whose streams have ended are
 skipped. Without it, the ticket goes to the next worker in turn that has less than its share of the
-window.
+window. The readings of a stream of shards name their worker themselves.
 
 Each event has one method: a ticket is offered, a worker has answered, a worker is lost, and so on.
 The resulting actions stay in the scheduler until the engine performs them: tasks by ``unsent``,
@@ -137,6 +137,8 @@ class Scheduler:
         is_iterable: Whether the datasets are iterable.
         has_queue: Whether workers receive tickets from the pool's queue. Not for iterable datasets.
         has_slots: Whether batches come in slots.
+        has_routes: Whether tickets decide which worker gets them, by their ``route``: any number.
+            Not with a queue.
         present: How many workers run at first; None for all. Fewer only with a queue.
         sharers: How many engines share the workers. Each has tickets for its share of them.
         tickets_each: How many tickets should be in flight for each present worker; 0 for a whole
@@ -156,6 +158,7 @@ class Scheduler:
         is_iterable: bool = True,
         has_queue: bool = False,
         has_slots: bool = True,
+        has_routes: bool = False,
         present: int | None = None,
         sharers: int = 1,
         tickets_each: int = 0,
@@ -163,6 +166,7 @@ class Scheduler:
         self.epoch = 0
         self.in_order, self._has_queue, self._has_slots = in_order, has_queue, has_slots
         self._window, self.lend_limit = window, lend_limit
+        self._has_routes = has_routes
         self.slots = SlotTable(window + lend_limit)
         self.workers = WorkerTable(worker_count, worker_count if present is None else present)
         self.is_workers_due = False
@@ -196,7 +200,9 @@ class Scheduler:
         else:
             # Round robin, where this worker takes tickets: most often.
             worker = self.workers[self._next_worker]
-            if worker.has_stream and self.in_order:
+            if self._has_routes:
+                worker = self.workers[indices.route % len(self.workers)]  # type: ignore[attr-defined]
+            elif worker.has_stream and self.in_order:
                 following = worker.worker_id + 1
                 self._next_worker = following if following < len(self.workers) else 0
             else:

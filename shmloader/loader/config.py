@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.batch.fetch import FetchConfig
 from shmloader.engine.delivery import DatasetCheckpoints, StateCost
-from shmloader.engine.failures import FailedSample, FailureList, FailureWatch
+from shmloader.engine.failures import FailedSample, FailureList, FailureWatch, ReadWatch
 from shmloader.insight.record import Statistics
 from shmloader.loader.options import DEFAULTS, WorkerScope, slot_share
 from shmloader.pools.adapting import Adapter
@@ -62,6 +62,8 @@ class LoaderConfig(SimpleNamespace):
         most_workers: Maximum number of workers; more than ``num_workers`` only with "auto".
         is_dynamic: Whether a batch may come from any worker.
         root: Directory that contains ``proc`` and ``sys``.
+        hear: Called with what workers found of a stream's readers, on the engine's thread; None for
+            any other dataset.
         rank: Number of this rank among the ``host_ranks`` that share the workers.
     """
 
@@ -71,6 +73,7 @@ class LoaderConfig(SimpleNamespace):
     has_steps = False
     most_workers = 0
     host_ranks = 1
+    hear: Any = None
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values of some attributes."""
@@ -147,17 +150,18 @@ class LoaderConfig(SimpleNamespace):
         is_rare = fetch.is_iterable and fetch.snapshot_every >= self.most_window
         return self.most_workers if is_rare else 0
 
-    def watch_failures(self, parts: "LoaderParts") -> FailureWatch | None:
+    def watch_failures(self, parts: "LoaderParts") -> FailureWatch | ReadWatch | None:
         """Return the watch that records in ``failures``; None if the first failure is raised."""
-        if self.on_error == "raise" or self.fetch.is_iterable:
-            return None
-        return FailureWatch(
-            parts.failures,
-            self.max_failures,
-            keep_size=self.fetch.keep_size,
-            replaces=callable(self.on_error),
-            copies=self.fetch.copies_good,
-        )
+        watch = None
+        if self.on_error != "raise" and not self.fetch.is_iterable:
+            watch = FailureWatch(
+                parts.failures,
+                self.max_failures,
+                keep_size=self.fetch.keep_size,
+                replaces=callable(self.on_error),
+                copies=self.fetch.copies_good,
+            )
+        return watch if self.hear is None else ReadWatch(self.hear, watch)
 
 
 for _name, _default in DEFAULTS.items():

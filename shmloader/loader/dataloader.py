@@ -57,6 +57,7 @@ from shmloader.sampling.hooks import seekable
 from shmloader.sampling.loader_samplers import carries_over
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
+from shmloader.streams.stream import Stream
 
 if TYPE_CHECKING:
     from shmloader.insight.stats import LoaderStats
@@ -327,7 +328,8 @@ class DataLoader(ResumableLoader[_T_co]):
                 check_last_batch(
                     last_batch, batch_size, batch_sampler, drop_last=drop_last, dataset=dataset
                 )
-            drop_last = drop_last or (last_batch == "discard" and batch_sampler is None)
+            makes_batches = batch_sampler is None and not isinstance(dataset, Stream)
+            drop_last = drop_last or (last_batch == "discard" and makes_batches)
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
             pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
@@ -473,7 +475,13 @@ class DataLoader(ResumableLoader[_T_co]):
         if saves_dataset:
             parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         seed, on_error = self._sample_seed, values.get("on_error", "raise")
-        count = self.num_workers
+        count, stream, plan = self.num_workers, self._stream, self._present_plan
+        dataset, collate_fn = self.dataset, self.collate_fn
+        if stream is not None:
+            plan.newest.timeout_s = self.timeout
+            dataset, collates = stream, stream.is_batched
+            collate_fn = stream.collate or collate_fn
+            is_map = True
         order = None if sharing.ranks is None else self._present_plan.order
         keeps_size = on_error == "skip" and self._is_in_ranks
         fetch = FetchConfig(
@@ -492,18 +500,25 @@ class DataLoader(ResumableLoader[_T_co]):
             takes_arrays=(
                 on_error == "raise"
                 and is_map
+                and stream is None
                 and may_be_columns(self.dataset)
                 and collates
                 and (is_plain(self.collate_fn) or may_have_samples(self.dataset))
             ),
             told_epoch=parts.dataset_epoch.told if count and not is_host else None,
             has_budget=keeps_size and any(map(seekable, self._all_samplers)),
+            reads=stream is not None,
         )
+
+        def hear(found: Any) -> None:
+            plan.newest.hear(found, is_here=not count)
+
         config = LoaderConfig(
             **values,
             fetch=fetch,
-            dataset=self.dataset,
-            collate_fn=self.collate_fn,
+            dataset=dataset,
+            collate_fn=collate_fn,
+            hear=None if stream is None else hear,
             saves_dataset=saves_dataset,
             num_workers=count,
             in_order=self.in_order or not count,
@@ -524,7 +539,7 @@ class DataLoader(ResumableLoader[_T_co]):
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
             most_workers=max(count, 0 if self._adapter is None else self._adapter.most),
-            is_dynamic=is_map and (is_free or self._adapter is not None),
+            is_dynamic=is_map and stream is None and (is_free or self._adapter is not None),
             root=self._root,
             worker_scope=sharing.scope,
         )

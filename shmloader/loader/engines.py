@@ -116,6 +116,7 @@ class Workers:
             is_iterable=config.fetch.is_iterable,
             has_queue=self.pool.has_queue,
             has_slots=self.pool.memory is not None,
+            has_routes=config.fetch.reads and self.pool.memory is not None,
             **given,
         )
         self.engine = Engine(
@@ -131,7 +132,7 @@ class Workers:
         """Start threads of this process, which make batches without copies or shared memory."""
         self._arrays = Arrays(config.dataset) if config.fetch.takes_arrays else None
         functions = config.collate_fn, config.on_error, config.worker_init_fn
-        thread_config = ThreadConfig(config.fetch, config.dataset, *functions, self._arrays)
+        thread_config = ThreadConfig(config.fetch, config.dataset, *functions, self._arrays, {})
         self._keeps = thread_config  # the pool refers to it only weakly
         count = config.num_workers
         self.pool = ThreadPool(count, weakref.ref(thread_config))

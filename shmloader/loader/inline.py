@@ -34,6 +34,7 @@ from shmloader.memory.writer import is_plain
 from shmloader.messages import Unsaved
 from shmloader.sampling.plan import EpochPlan
 from shmloader.sampling.rng import changed, global_rng_state, kept, set_global_rng_state
+from shmloader.streams.order import Readings
 
 
 def do_nothing(*_: object) -> None:
@@ -108,6 +109,8 @@ class InlineEngine:
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
         self._draw: Callable[[], Any] = tickets.__next__
+        if isinstance(tickets, Readings):
+            tickets.may_wait = True  # no batch is being made
 
     def next_batch(self) -> Any:
         """Return the next batch; see :meth:`shmloader.engine.engine.Engine.next_batch`."""

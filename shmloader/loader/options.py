@@ -40,6 +40,7 @@ from shmloader.interruptions import probe
 from shmloader.memory.limits import why_unsupported
 from shmloader.pools.adapting import AutoCount
 from shmloader.sampling.steps import LastBatch
+from shmloader.streams.stream import Stream
 
 #: Whether each rank has its own workers, or all ranks of a host share workers.
 WorkerScope = Literal["rank", "host"]
@@ -134,8 +135,8 @@ class Option:
         """Return what a loader lacks for the option; "" for nothing."""
         if "workers" in self.needs and loader.num_workers == 0:
             return "num_workers > 0"
-        is_missing = "indices" in self.needs and not is_map_style(loader.dataset)
-        return "a map-style dataset" if is_missing else ""
+        is_found = is_map_style(loader.dataset) or isinstance(loader.dataset, Stream)
+        return "" if is_found or "indices" not in self.needs else "a map-style dataset"
 
 
 def _is_share_or_count(value: Any) -> bool:
@@ -316,13 +317,42 @@ def read_options(loader: Any) -> dict[str, Any]:
         raise ValueError(
             "multiprocessing_context should start processes; thread_pool=True loads on threads"
         )
-    if values:
+    if values or isinstance(loader.dataset, Stream):
         _check_pairs(loader, values)
     return values
 
 
+def _check_stream(loader: Any, stream: Stream, values: dict[str, Any]) -> None:
+    """Check the arguments of a loader over a stream of shards."""
+    sharing, batched = loader._sharing, stream.is_batched
+    one_step = sharing.devices is None and getattr(loader, "num_shards", None) is None
+    collates = loader.collate_fn not in _USUAL["collate_fn"]
+    rules = [
+        (not batched or loader.batch_size is None, "makes its batches: give batch_size=None"),
+        (not (batched and collates), "collates its batches: give collate= to its method batch()"),
+        (not callable(values.get("on_error")), "can leave out a bad record: give on_error='skip'"),
+        ("fetch_concurrency" not in values, "is read in order: leave out fetch_concurrency"),
+        (loader.in_order, "has an order in which its batches come: leave out in_order=False"),
+        (not isinstance(loader.num_workers, AutoCount), f"{_OWN} a number for num_workers"),
+        (sharing.scope == "rank", f"{_OWN} worker_scope='rank'"),
+        (one_step, "has one batch a step: leave out devices and num_shards"),
+        (
+            values.get("last_batch", "pad") in ("pad", "discard"),
+            "takes 'pad' or 'discard' for last_batch, which fill up or leave out a last step",
+        ),
+    ]
+    for is_right, text in rules:
+        if not is_right:
+            raise ValueError(f"a stream of shards {text}")
+
+
+_OWN = "gives each worker readers of its own: give"
+
+
 def _check_pairs(loader: Any, values: dict[str, Any]) -> None:
     """Check what depends on more than one argument in another way."""
+    if isinstance(loader.dataset, Stream):
+        _check_stream(loader, loader.dataset, values)
     sharing, wrong, get = loader._sharing, "", values.get
     if get("max_failures") is not None and get("on_error", "raise") == "raise":
         wrong = (

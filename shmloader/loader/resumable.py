@@ -47,6 +47,8 @@ from shmloader.sampling.rng import changed, global_rng_state, set_global_rng_sta
 from shmloader.sampling.sampler_order import SamplerOrder
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import Cut, LastBatch
+from shmloader.streams.order import ReaderOrder
+from shmloader.streams.stream import Stream
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -134,7 +136,19 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _is_iterable(self) -> bool:
         """Whether the dataset is an IterableDataset, as torch's constructor found."""
-        return bool(self._dataset_kind == _DatasetKind.Iterable)
+        is_iterable = bool(self._dataset_kind == _DatasetKind.Iterable)
+        return is_iterable and not isinstance(self.dataset, Stream)
+
+    @property
+    def _stream(self) -> Stream | None:
+        """The stream of shards whose batches are loaded; None for any other dataset."""
+        stream = self.dataset
+        if not isinstance(stream, Stream):
+            return None
+        size = self.batch_size
+        if size is None or stream.is_batched:
+            return stream
+        return stream.batch(size, collate=self.collate_fn, drop_last=self.drop_last)
 
     # The order -----------------------------------------------------------------------------
 
@@ -190,8 +204,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
         plan.sources = self._order_sources()
         return plan
 
-    def _make_order(self) -> SeededOrder | SamplerOrder:
+    def _make_order(self) -> SeededOrder | SamplerOrder | ReaderOrder:
         """Return the order of the samplers that the loader has now."""
+        if (stream := self._stream) is not None:
+            return ReaderOrder(stream, self._sample_seed)
         seed, batches, is_iterable = self._sample_seed, self._index_sampler, self._is_iterable
         if seed is None or is_iterable:
             return SamplerOrder(batches, is_iterable, seed)

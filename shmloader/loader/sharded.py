@@ -34,6 +34,8 @@ from shmloader.sampling.progress import EpochCounter
 from shmloader.sampling.sampler_state import chain
 from shmloader.sampling.seeded_order import SeededOrder
 from shmloader.sampling.steps import LastBatch
+from shmloader.streams.order import ReaderOrder
+from shmloader.streams.stream import Stream
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -178,6 +180,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
     devices: Sequence[Any] | None
     worker_scope: WorkerScope
     _sample_seed: int
+    #: Whether the sampler yields this rank's share already.
+    _is_cut = False
 
     def __init__(
         self,
@@ -220,7 +224,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         snapshot_every_n_steps: SnapshotInterval = "auto",
     ) -> None:
         given = dict(locals())
-        if not is_map_style(dataset):
+        if not is_map_style(dataset) and not isinstance(dataset, Stream):
             raise ValueError(
                 "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
                 "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
@@ -231,7 +235,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
             )
         _check_samplers(sampler, batch_sampler)
         whole_number(seed, "seed", minimum=0)  # here None is refused, too
-        if batch_sampler is None and batch_size is None:
+        if batch_sampler is None and batch_size is None and not isinstance(dataset, Stream):
             raise ValueError("batch_size is needed unless there is a batch_sampler")
         if devices is not None and device is not None:
             raise ValueError("devices is mutually exclusive with device")
@@ -242,7 +246,8 @@ class ShardedDataLoader(DataLoader[_T_co]):
         # All arguments are readable as attributes, some of which cannot be set by setattr(). The
         # properties rank and world_size return the resolved values instead.
         self.__dict__.update({name: given[name] for name in _OF_SHARDS})
-        given.update(batch_size=1 if batch_size is None else batch_size, shuffle=bool(shuffle))
+        if not isinstance(dataset, Stream):
+            given.update(batch_size=1 if batch_size is None else batch_size, shuffle=bool(shuffle))
         super().__init__(**{name: given[name] for name in _OF_ALL})
 
     @property
@@ -258,7 +263,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
     def _order_sources(self) -> tuple[object, ...]:
         return *super()._order_sources(), self.devices
 
-    def _make_order(self) -> SeededOrder:
+    def _make_order(self) -> SeededOrder | ReaderOrder:
+        if (stream := self._stream) is not None:
+            return ReaderOrder(stream, self._sample_seed, self._ranks, self.last_batch or "pad")
         sampler, batch_size = self._batching()
         batches = sampler if batch_size is None else None
         _check_samplers(sampler, batches)
@@ -310,7 +317,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _auto_collation(self) -> bool:
         """Whether samples are collated into batches; torch's name."""
-        return True
+        return self._stream is None or self.batch_size is not None
 
     @property
     def rank(self) -> int | None:
@@ -336,7 +343,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
     @property
     def _is_in_ranks(self) -> bool:
         """Whether other ranks or shards have to deliver as many samples as this one."""
-        return self._ranks.find()[1] > 1 or self._order.is_sharded or self.devices is not None
+        if self._ranks.find()[1] > 1 or self.devices is not None:
+            return True
+        return self._stream is None and self._order.is_sharded
 
     @property
     def padding(self) -> int:

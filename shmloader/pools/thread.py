@@ -71,6 +71,7 @@ class ThreadConfig:
         on_error: How bad samples are handled.
         init_fn: Called in each thread with its number, before its first batch; None for no call.
         arrays: Gathers batches of the dataset while it consists of arrays; None if it does not.
+        opened: The readers of a stream of shards that were begun and that no thread uses now.
     """
 
     fetch: FetchConfig
@@ -79,6 +80,7 @@ class ThreadConfig:
     on_error: OnError
     init_fn: Callable[[int], Any] | None = None
     arrays: Arrays | None = None
+    opened: dict[int, Any] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -271,6 +273,7 @@ class _Worker(BackgroundThread):
             where=self._where,
             timer=timer,
             arrays=config.arrays,
+            opened=config.opened,
             concurrent_fetcher=self._concurrent_fetcher,
             sample_watch=watch,
             load=task.load,

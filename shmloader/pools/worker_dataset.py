@@ -97,7 +97,8 @@ class WorkerDataset:
         """Take the dataset, after ``worker_init_fn``, and the functions."""
         self._dataset, self._collate_fn, self._on_error = dataset, collate_fn, on_error
         self.by_value = by_value
-        self.has_report = on_error != "raise" and not self._config.is_iterable
+        is_raised = on_error == "raise" or self._config.is_iterable
+        self.has_report = self._config.reads or not is_raised
         if not self._config.is_iterable:
             self._get_ready(self._make_maker)
 

@@ -11,10 +11,11 @@
                               state_dict() ◀───────────────── dump(): what the order depends on
                               commit() ─────────────────────▶ commit(): carry-over
 
-An *order* yields the index batches of one epoch. There are two: :class:`SeededOrder`, which depends
-only on a seed and the epoch, and :class:`SamplerOrder`, which draws from torch's samplers or the
-user's. Users may replace the samplers of a loader at any time, so the order of the next epoch may
-be another one than that of the newest epoch.
+An *order* yields the index batches of one epoch. There are three: ``SeededOrder``, which depends
+only on a seed and the epoch; ``SamplerOrder``, which draws from torch's samplers or the user's; and
+``ReaderOrder`` of :mod:`shmloader.streams.order`, which asks for the batches of a stream. Users may
+replace the samplers of a loader at any time, so the order of the next epoch may be another one than
+that of the newest epoch.
 """
 
 import contextlib
@@ -26,9 +27,8 @@ import torch
 
 from shmloader.sampling.progress import EpochCounter, Progress
 from shmloader.sampling.rng import global_rng_state, with_global_rng_state
-from shmloader.sampling.sampler_order import EpochDraw, SamplerOrder
+from shmloader.sampling.sampler_order import EpochDraw
 from shmloader.sampling.sampler_state import SamplerState
-from shmloader.sampling.seeded_order import SeededOrder
 
 _log = logging.getLogger("shmloader")
 
@@ -55,9 +55,7 @@ class EpochPlan:
         "order", "resumed", "sources",
     )  # fmt: skip
 
-    def __init__(
-        self, order: SeededOrder | SamplerOrder, counter: EpochCounter | None = None
-    ) -> None:
+    def __init__(self, order: Any, counter: EpochCounter | None = None) -> None:
         self.order = self.newest = order
         self.counter = EpochCounter() if counter is None else counter
         self.is_continued = self.is_elsewhere = False
@@ -182,7 +180,7 @@ class EpochPlan:
 
     def draw(self, drawing: Iterator[Any], *, as_arrays: bool = False) -> Iterator[Any]:
         """Return an iterator of the index batches of the epoch that has begun; see the orders."""
-        indices = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
+        indices: Iterator[Any] = self.newest.draw(drawing, self.generator, as_arrays=as_arrays)
         if self.is_elsewhere and isinstance(indices, EpochDraw):
             indices.draw_first()  # while the generators have the states for it
         return indices
@@ -194,7 +192,8 @@ class EpochPlan:
     @property
     def state(self) -> SamplerState:
         """Takes and restores states of the next epoch's sampler."""
-        return self.order.state(self.generator)
+        state: SamplerState = self.order.state(self.generator)
+        return state
 
     def state_dict(self, *, draws_seed: bool, in_order: bool = True) -> dict[str, Any]:
         """Return the epoch, the position, the order's facts and what it depends on: plain values.

@@ -1,18 +1,70 @@
-"""Datasets in shards, which are read from end to end.
+"""Streams: datasets in shards that are read from end to end, exact on any workers and ranks.
 
-``formats`` says what a format is. ``tar``, ``jsonl`` and ``columns`` are formats: of archives,
-lines, and Parquet and Arrow. ``index`` keeps the indexes of shards, and ``files`` opens compressed
-files. For these, each shard is a file of this machine: ``cache`` brings it here, by ``download``.
+What is read, from below:
+
+* ``cache`` brings a remote shard to this machine, by ``download``.
+* *Formats* read the records of one shard, a file of this machine: ``tar``, ``jsonl`` and
+  ``columns`` (Parquet and Arrow). ``index`` keeps the indexes of shards, ``files`` opens compressed
+  ones. None of these knows a loader.
+* A *reader* reads a fixed share of the shards through ``stages``, and groups the records into
+  batches (``reader``). What users build (``stream``, ``shards``) describes its stages.
+* The *order* of the batches goes in rounds over the readers (``rounds``, pure). A loader draws it
+  (``order``), and its ranks tell one another where readers are (``board``).
+
+A batch depends on the stream, the epoch, the reader and its number there, and on nothing else: any
+worker can make it, from any earlier position of that reader. The state of a loader is the position
+of each reader.
+
+The names are imported when somebody asks for them, since loaders import only the core.
 """
 
-from shmloader.streams.cache import Lease, ShardCache
-from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
-from shmloader.streams.fingerprint import fingerprint
-from shmloader.streams.formats import Format, as_format
-from shmloader.streams.jsonl import JsonlFormat, open_jsonl
-from shmloader.streams.tar import TarFormat, open_tar
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shmloader.streams.cache import Lease, ShardCache
+    from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
+    from shmloader.streams.fingerprints import fingerprint
+    from shmloader.streams.formats import Format, as_format
+    from shmloader.streams.jsonl import JsonlFormat, open_jsonl
+    from shmloader.streams.shards import Shards
+    from shmloader.streams.stream import Stream
+    from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
-    "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "TarFormat",
-    "as_format", "fingerprint", "open_arrow", "open_jsonl", "open_parquet", "open_tar",
+    "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
+    "Stream", "TarFormat", "as_format", "fingerprint", "open_arrow", "open_jsonl", "open_parquet",
+    "open_tar",
 ]  # fmt: skip
+
+_HOMES = {
+    "ArrowFormat": "columns",
+    "Format": "formats",
+    "JsonlFormat": "jsonl",
+    "Lease": "cache",
+    "ParquetFormat": "columns",
+    "ShardCache": "cache",
+    "Shards": "shards",
+    "Stream": "stream",
+    "TarFormat": "tar",
+    "as_format": "formats",
+    "fingerprint": "fingerprints",
+    "open_arrow": "columns",
+    "open_jsonl": "jsonl",
+    "open_parquet": "columns",
+    "open_tar": "tar",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the names, whether they are imported already or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,344 @@
+"""The order of a loader over a stream: one reading a batch, for this rank.
+
+The order is that of :mod:`shmloader.streams.rounds`. Rank r of W has batches r, r + W, and so on.
+What workers find out about readers comes back with their answers (:meth:`ReaderOrder.hear`), and
+the next readings begin from the positions found. Ranks tell one another by :class:`Board`.
+
+Used on the user's thread, apart from :meth:`ReaderOrder.hear`.
+"""
+
+import collections
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shmloader.sampling.arguments import Ranks
+from shmloader.sampling.progress import Progress
+from shmloader.sampling.sampler_state import Order
+from shmloader.streams.board import Board, pauses, store_of_job
+from shmloader.streams.reader import Found, Reading
+from shmloader.streams.rounds import Facts, Rounds, Unknown
+from shmloader.streams.stream import Stream, digest
+
+#: How many batches of a reader are known ahead of the one that is made. With ranks, a further one,
+#: so that a rank need not wait for the others' newest batches before it draws its next ones.
+_AHEAD, _AHEAD_OF_RANKS = 1, 2
+
+# How long state_dict() waits for what other ranks have delivered.
+_STATE_TIMEOUT_S = 60.0
+
+
+# How many loaders of this process have streams with the same facts, by a checksum of these.
+_LOADERS: collections.Counter[str] = collections.Counter()
+
+
+class NotYet(StopIteration):
+    """No batch can be drawn now: other ranks have to make theirs first."""
+
+
+class ReaderOrder(Order):
+    """Yields the readings of one rank, epoch by epoch.
+
+    Attributes:
+        owed: How many readings could not be drawn when they were asked for.
+        timeout_s: How long to wait for other ranks, in seconds; 0 waits without a limit.
+        repeats: How many steps this rank has made once it has repeated a batch; -1 if it repeats
+            none.
+
+    Args:
+        stream: The stream.
+        seed: The loader's seed; None if there is none.
+        ranks: Finds rank and world size; None for one rank.
+        last_batch: With several ranks, what the last step does that has fewer batches than ranks.
+            "pad": the other ranks repeat the last batch of all. "discard": the step is left out, as
+            is what is left once fewer readers than ranks have batches.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        seed: int | None,
+        ranks: Ranks | None = None,
+        last_batch: str = "pad",
+    ) -> None:
+        super().__init__(None, None)
+        self._board: Board | None = None
+        self._own: tuple[int, int] | None = None
+        self._stream, self._seed = stream, seed
+        self._ranks, self._last_batch = ranks, last_batch
+        self.timeout_s = 0.0
+        # Number the loader, and its epochs in this process, as the other ranks number theirs.
+        self._loader, self._begun = -1, 0
+        self._open(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a running epoch: a copy begins its own."""
+        other = ReaderOrder(self._stream, self._seed, self._ranks, self._last_batch)
+        return vars(other)
+
+    @property
+    def index_sampler(self) -> "ReaderOrder":
+        """The sampler that torch's iterators iterate."""
+        return self
+
+    def __len__(self) -> int:
+        """Raise TypeError: what a stream has is known when it was read."""
+        raise TypeError("the number of a stream's batches is not known before they are read")
+
+    # Epochs ------------------------------------------------------------------------------
+
+    def begin(self, number: int, progress: Progress, saved: dict[str, Any] | None = None) -> None:
+        """Set the epoch that is iterated next; see :meth:`Order.begin`."""
+        super().begin(number, progress, saved)
+        self._open((saved or {}).get("readers"))
+        rank, world_size = self._cut = (0, 1) if self._ranks is None else self._ranks.find()
+        readers = self._stream.readers
+        if readers < world_size:
+            raise ValueError(
+                f"the stream has readers={readers} for {world_size} ranks, and each rank needs "
+                f"one: give readers={world_size} or more"
+            )
+        self._rounds.is_strict = world_size > 1
+        if world_size > 1:
+            store = self._stream.store or store_of_job()
+            name = f"{self._number()}/{self._begun}"
+            self._begun += 1
+            self._board = Board(store, name, self._facts, range(rank, readers, world_size))
+
+    def _number(self) -> str:
+        """Return a name of this loader that its loaders on other ranks have as well."""
+        facts = digest(self._stream.facts())
+        if self._stream.store is not None:
+            return facts
+        if self._loader < 0:
+            self._loader = _LOADERS[facts]
+            _LOADERS[facts] += 1
+        return f"{facts}/{self._loader}"
+
+    def _open(self, saved: dict[str, Any] | None) -> None:
+        """Begin at the position of a saved state; at the beginning for None."""
+        self._facts = [Facts() for _ in range(self._stream.readers)]
+        number, reader = (0, -1) if saved is None else saved["at"]
+        for one, (known, is_all, *position) in zip(
+            self._facts, () if saved is None else saved["facts"], strict=saved is not None
+        ):
+            one.known, one.is_all = known, bool(is_all)
+            one.positions = [(position[0], position[1])] if position else [(known, None)]
+        self._rounds = Rounds(self._facts, (number, reader))
+        self._cut = 0, 1
+        self._board = None
+        self._heard: collections.deque[Found] = collections.deque()
+        # The batch that was delivered last; those drawn after it; how many were delivered, and how
+        # many of these are gaps.
+        self._at = number, reader
+        self._drawn: collections.deque[tuple[int, int]] = collections.deque()
+        self._passed = self._gaps = self._forgets_at = 0
+        # The steps that were drawn, and what is known of the next one.
+        self._found_count = 0
+        self._own = None
+        self.owed = 0
+        self._is_over = False
+        self.repeats = -1
+
+    def __iter__(self) -> Iterator[Reading]:
+        """Return an iterator of the epoch's readings, which may go on after StopIteration."""
+        return Readings(self)
+
+    def draw(
+        self,
+        drawing: Iterator[Any],
+        generator: torch.Generator | None,  # noqa: ARG002 - the stream's seed decides
+        *,
+        as_arrays: bool,  # noqa: ARG002 - there are no indices
+    ) -> Iterator[Any]:
+        """Return ``drawing``, the newest iterator of this order."""
+        return drawing
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: readings have the number of the epoch."""
+
+    def named_epoch(self) -> None:
+        """Return None: no other code sets the epoch."""
+
+    def commit(self) -> None:
+        """Do nothing: no record is carried over."""
+
+    def hear(self, found: Found, *, is_here: bool) -> None:
+        """Record what was found with a batch.
+
+        Called on the engine's thread, or with ``is_here`` on the user's, which tells other ranks
+        now. Otherwise they are told with the next reading, which is drawn before the batch is
+        delivered.
+        """
+        self._heard.append(found)
+        if is_here:
+            self._hear_all()
+
+    def _hear_all(self) -> None:
+        while self._heard:
+            found = self._heard.popleft()
+            self._facts[found.reader].add(found)
+            if self._board is None:
+                continue
+            if not found.count and not found.round:
+                raise ValueError(
+                    f"reader {found.reader} of the stream has no batch at all, which "
+                    f"{self._cut[1]} ranks cannot leave out: give fewer readers than "
+                    f"{self._stream.readers}, or smaller batches"
+                )
+            self._board.post(found.reader)
+
+    def next(self, *, may_wait: bool) -> Reading:
+        """Return the next reading of this rank.
+
+        Args:
+            may_wait: Whether to wait for other ranks: only while no batch is being made here.
+
+        Raises:
+            StopIteration: At the end.
+            NotYet: If other ranks have to make their batches first.
+            LoaderTimeoutError: If they were waited for too long.
+        """
+        self._pass()
+        if self._is_over:
+            raise StopIteration
+        waiting = pauses(self.timeout_s, self._describe_wait()) if may_wait else iter(())
+        while True:
+            with contextlib.suppress(Unknown):
+                return self._next()
+            assert self._board is not None
+            self._board.read()
+            with contextlib.suppress(Unknown):
+                return self._next()
+            if next(waiting, waiting) is waiting:
+                self.owed += 1
+                raise NotYet
+
+    def _describe_wait(self) -> str:
+        rank, world_size = self._cut
+        return (
+            f"rank {rank} of {world_size} waits to hear from the other ranks which readers of the "
+            "stream have ended; all ranks have to iterate their loaders in step"
+        )
+
+    def _next(self) -> Reading:
+        """Return the next reading; raise Unknown if more has to be known first."""
+        (rank, world_size), discards = self._cut, self._last_batch == "discard"
+        while True:
+            own = self._own
+            if own is not None and not (discards and self._found_count % world_size):
+                self._own = None
+                return self._reading(*own)
+            following = self._rounds.next(world_size if discards and world_size > 1 else 1)
+            if following is None:
+                return self._end()
+            if self._found_count % world_size == rank:
+                self._own = following
+            self._found_count += 1
+
+    def _end(self) -> Reading:
+        """Return the reading that fills up the last step; raise StopIteration if that has one."""
+        rank, count = self._cut[0], self._found_count % self._cut[1]
+        self._is_over = True
+        if self._last_batch == "discard" or not count or rank < count:
+            raise StopIteration
+        # The last batch of all, on each of these ranks.
+        self.repeats = self._passed + len(self._drawn) + 1
+        return self._reading(*self._rounds.at)
+
+    def _reading(self, number: int, reader: int) -> Reading:
+        self._drawn.append((number, reader))
+        at, state = self._facts[reader].before(number)
+        world_size = self._cut[1]
+        ahead = _AHEAD if world_size == 1 else _AHEAD_OF_RANKS
+        route = reader // world_size
+        return Reading(self._epoch.number, reader, number, at, state, ahead, route)
+
+    # States ------------------------------------------------------------------------------
+
+    def _pass(self) -> None:
+        """Go past what was delivered."""
+        self._hear_all()
+        progress = self._epoch.progress
+        passed = (progress.position - progress.start) // progress.unit
+        while self._passed < passed:
+            self._passed += 1
+            self._at = number, reader = self._drawn.popleft()
+            self._gaps += self._facts[reader].has(number) is False
+        if self._passed >= self._forgets_at:
+            self._forgets_at = self._passed + len(self._facts)
+            for one in self._facts:
+                one.forget(self._at[0])
+
+    def _last_of_step(self) -> tuple[int, int]:
+        """Return the last batch of the step that was delivered last, on all ranks."""
+        rank, world_size = self._cut
+        if not self._passed or world_size == 1:
+            return self._at
+        assert self._board is not None
+        rounds = Rounds(self._facts, self._at, is_strict=True)
+        for _ in pauses(_STATE_TIMEOUT_S, self._describe_wait()):
+            self._board.read()
+            try:
+                for _ in range(world_size - 1 - rank):
+                    rounds.next()
+            except Unknown:
+                rounds.at = self._at
+                continue
+            return rounds.at
+        raise AssertionError  # pauses() has no end
+
+    def dump(self, generator: torch.Generator | None = None) -> dict[str, Any]:
+        """Return where the newest epoch is, as plain values."""
+        self._pass()
+        number, reader = self._last_of_step()
+        facts: list[list[Any]] = []
+        for each, one in enumerate(self._facts):
+            following = number + (each <= reader)
+            position = [] if one.has(following) is False else one.before(following)
+            facts.append([one.known, int(one.is_all), *position])
+        readers = {"at": [number, reader], "facts": facts}
+        return {**self.dump_next(generator), "has_started": True, "readers": readers}
+
+    def dump_next(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """Return the state of the next epoch, as plain values."""
+        return self.state(generator).dump(has_started=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a state and this loader must have in common, on any number of ranks."""
+        order = self._stream.facts()
+        return {"global_batch": None, "order": order, "last_batch": None, "seed": self._seed}
+
+    def check_progress(self, state: dict[str, Any]) -> None:
+        """Do nothing: the end of the epoch is known when the shards were read."""
+
+    def dump_progress(self, *, in_order: bool) -> dict[str, Any]:  # noqa: ARG002 - always in order
+        """Return how many batches of all ranks were delivered, as plain values."""
+        self._pass()
+        return {"position": self._epoch.progress.position - self._gaps}
+
+    def load_progress(self, state: dict[str, Any] | None) -> Progress:
+        """Return a new progress, or that which :meth:`dump_progress` has saved, on these ranks."""
+        return Progress.load(state, 1 if self._ranks is None else self._ranks.find()[1])
+
+
+class Readings(Iterator[Reading]):
+    """The readings of an epoch. Goes on after StopIteration if more can be drawn by then.
+
+    Attributes:
+        may_wait: Whether to wait for other ranks: only while no batch is being made here.
+    """
+
+    def __init__(self, order: ReaderOrder) -> None:
+        self._order = order
+        self.may_wait = False
+
+    def __next__(self) -> Reading:
+        return self._order.next(may_wait=self.may_wait)
+
+    def pop_owed(self) -> int:
+        """Return how many readings are to be drawn again, since they could not be drawn before."""
+        owed, self._order.owed = self._order.owed, 0
+        return owed

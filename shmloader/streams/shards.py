@@ -1,0 +1,158 @@
+"""A stream of the records of shards."""
+
+import contextlib
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from shmloader.errors import ShardError
+from shmloader.sampling.arguments import flag, whole_number
+from shmloader.streams.files import local_path
+from shmloader.streams.fingerprints import fingerprint
+from shmloader.streams.formats import Format, as_format
+from shmloader.streams.stages import Run, ShardRecords, permutation
+from shmloader.streams.stream import Stream, digest
+
+
+class Shards(Stream):
+    """The records of shards, read from end to end, in an order that depends on nothing but this.
+
+    An epoch has a fixed number of *readers*. Each has a share of the shards, in an order that the
+    seed and the epoch decide, and reads one after the other. The batches of the readers come in
+    turns, so that the order of all batches is the same with any number of workers and ranks, and a
+    run can resume with other numbers::
+
+        stream = Shards(files, open_tar, seed=3).map(decode).shuffle(1_000).batch(64)
+        loader = DataLoader(stream, batch_size=None, num_workers=8)
+
+    Args:
+        paths: Paths or addresses of the shards. Their order and names decide the order of records.
+        open: The format: :data:`open_tar`, :data:`open_jsonl`, :data:`open_parquet`, an object with
+            the methods of :class:`Format`, or a function of a path that returns records.
+        seed: Decides the order of shards, and that of records in shuffles.
+        shuffle_shards: Whether each epoch has another order of shards; otherwise it is as given.
+        readers: Number of readers: more than workers of all ranks together, and at most as many as
+            shards. States and orders depend on it, so it stays the same for a run.
+        cache: Keeps remote shards on a disk of this machine; by default a ``ShardCache()`` if a
+            path is an address.
+        store: A store of torch.distributed by which the ranks tell one another where readers are;
+            by default that of the default group.
+
+    Raises:
+        ValueError: If there are no shards, or fewer than readers.
+        TypeError: If an argument has a wrong type.
+    """
+
+    __module__ = "shmloader.streams"
+
+    def __init__(
+        self,
+        paths: Iterable[str],
+        open: "Format | Callable[[str], Iterable[Any]]",  # noqa: A002 - what it does
+        *,
+        seed: int,
+        shuffle_shards: bool = True,
+        readers: int = 64,
+        cache: Any = None,
+        store: Any = None,
+    ) -> None:
+        if isinstance(paths, str):
+            raise TypeError(f"paths should be a list of paths, but is the string {paths!r}")
+        found = [str(path) for path in paths]
+        readers = whole_number(readers, "readers", minimum=1)
+        if not found:
+            raise ValueError("there are no shards: the list of paths is empty")
+        if len(found) < readers:
+            raise ValueError(
+                f"there are {len(found)} shards for {readers} readers, and each reader needs one: "
+                f"give readers={len(found)} or fewer, or more shards"
+            )
+        twice = len(found) - len(set(found))
+        if twice:
+            raise ValueError(f"{twice} of the {len(found)} paths are given twice")
+        if cache is None and any(local_path(path) is None for path in found):
+            from shmloader.streams.cache import ShardCache  # noqa: PLC0415 - few shards are remote
+
+            cache = ShardCache()
+        super().__init__(
+            ShardRoot(
+                found,
+                as_format(open),
+                whole_number(seed, "seed", minimum=0),
+                flag(shuffle_shards, "shuffle_shards"),
+                readers,
+                cache,
+                store,
+            )
+        )
+
+
+class ShardRoot:
+    """Opens the shards of a stream. See :class:`Shards` for the arguments."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        form: Format,
+        seed: int,
+        shuffle_shards: bool,
+        readers: int,
+        cache: Any,
+        store: Any,
+    ) -> None:
+        self.paths, self.form, self.seed, self.readers = paths, form, seed, readers
+        self.store = store
+        self._is_shuffled, self._cache = shuffle_shards, cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the store, which only the process of the rank uses."""
+        return {**vars(self), "store": None}
+
+    def begin(self, run: Run) -> ShardRecords:
+        """Return the stage that reads the shards of a reader."""
+        order = self.order(run.epoch + run.turn)[run.reader :: self.readers]
+        return ShardRecords(run, self.paths, order, self.form, self._fetch, self._ahead)
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Return the numbers of the shards in the order of an epoch."""
+        if not self._is_shuffled:
+            return range(len(self.paths))
+        return _shuffled(len(self.paths), self.seed, epoch)
+
+    @contextlib.contextmanager
+    def _fetch(self, path: str) -> Iterator[str]:
+        """Keep a shard on this machine in a block, which gets its path."""
+        if self._cache is None:
+            yield path
+            return
+        with self._cache.open(path) as lease:
+            yield lease.path
+
+    def _ahead(self, path: str) -> None:
+        """Begin to bring a shard to this machine."""
+        if self._cache is not None:
+            self._cache.prefetch(path)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        try:
+            return fingerprint(self.paths).hex()
+        except ShardError:  # a missing shard is on_error's, and paths may be no files
+            return digest("\n".join(self.paths))
+
+    def facts(self) -> str:
+        """Return what the order of the records depends on, as a text."""
+        kind = "shuffled" if self._is_shuffled else "in order"
+        return (
+            f"{len(self.paths)} shards ({self._fingerprint}) {kind} with seed={self.seed} on "
+            f"{self.readers} readers"
+        )
+
+    def __repr__(self) -> str:
+        return f"<shards {reprlib.repr(self.paths)}>"
+
+
+@lru_cache(maxsize=4)
+def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
+    return permutation(count, seed, epoch)

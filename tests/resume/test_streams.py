@@ -1,0 +1,212 @@
+"""Streams of shards: the same batches, in the same order, on any workers and ranks."""
+
+import copy
+import json
+import random
+from itertools import chain
+
+import pytest
+import torch.distributed
+
+from shmloader import DataLoader, ShardedDataLoader
+from shmloader.streams import Shards
+
+# Records of each shard: of very different numbers, so that readers end far apart.
+SIZES = {f"shard-{number}": 1 + number * 7 % 13 for number in range(23)}
+
+
+def open_shard(path):
+    number = int(path.partition("-")[2])
+    return (1_000 * number + each for each in range(SIZES[path]))
+
+
+def is_kept(record):
+    return record % 10 not in {2, 5, 8}
+
+
+def double(record):
+    return 2 * record
+
+
+def make_stream(*, store=None, rolling=False, readers=9):
+    stream = Shards(list(SIZES), open_shard, seed=3, readers=readers, store=store)
+    return stream.map(double).shuffle(7, rolling=rolling).filter(is_kept).batch(4)
+
+
+def wanted(**options):
+    return [batch.tolist() for batch in make_stream(**options)]
+
+
+def run(world_size, num_workers, *, steps=None, state=None, last_batch="pad", **options):
+    """Iterate the loaders of all ranks in step. Returns their batches, and the states after."""
+    store = torch.distributed.HashStore()
+    loaders = [
+        ShardedDataLoader(
+            make_stream(store=store, **options),
+            batch_size=None,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
+            last_batch=last_batch,
+        )
+        for rank in range(world_size)
+    ]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(copy.deepcopy(state))
+    iterators, batches = [iter(loader) for loader in loaders], []
+    while steps is None or steps:
+        step = [next(iterator, None) for iterator in iterators]
+        if step[0] is None:
+            assert step == [None] * world_size
+            break
+        batches += [batch.tolist() for batch in step]
+        steps = None if steps is None else steps - 1
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    return batches, states
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 1), (5, 0), (9, 0)])
+def test_ranks_and_workers_share_one_order(world_size, num_workers):
+    expected = wanted()
+    batches, _ = run(world_size, num_workers)
+    assert batches[: len(expected)] == expected
+    # The last step is filled up with the last batch.
+    assert batches[len(expected) :] == [expected[-1]] * (-len(expected) % world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_discarding_leaves_out_only_the_end(world_size):
+    expected = wanted()
+    batches, _ = run(world_size, 0, last_batch="discard")
+    assert batches == expected[: len(batches)]
+    assert len(batches) % world_size == 0
+    # It ends when fewer readers than ranks have a batch: at most that many readers' rests.
+    assert len(batches) > len(expected) / 2
+
+
+def resume_twice(seed, *, rolling=False, counts=(1, 2, 3, 5, 8), workers=(0, 1, 2)):
+    """Stop and resume an epoch twice, each time on other ranks and workers."""
+    draw, expected, got = random.Random(seed), wanted(rolling=rolling), []
+    state = None
+    for is_last in (False, False, True):
+        world_size, num_workers = draw.choice(counts), draw.choice(workers)
+        steps = None if is_last else draw.randint(0, (len(expected) - len(got)) // world_size)
+        batches, states = run(world_size, num_workers, steps=steps, state=state, rolling=rolling)
+        assert all(one == states[0] for one in states) or world_size > 1
+        state = draw.choice(states)
+        got += batches
+    assert got[: len(expected)] == expected
+    assert len(got) - len(expected) < world_size
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_epoch_resumes_on_other_ranks_and_workers(seed):
+    resume_twice(seed, rolling=seed % 3 == 0, workers=(0, 0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_an_epoch_resumes_on_many_other_ranks_and_workers(seed):
+    resume_twice(seed, rolling=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("position", [0, 1, 8, 9, 10, 30, -2, -1])
+def test_a_state_is_small_and_json_can_write_it(position):
+    expected = wanted()
+    loader = DataLoader(make_stream(), batch_size=None)
+    iterator = iter(loader)
+    batches = [next(iterator).tolist() for _ in range(position % len(expected))]
+    text = json.dumps(loader.state_dict())
+    assert len(text) < 2048
+    again = DataLoader(make_stream(), batch_size=None)
+    again.load_state_dict(json.loads(text))
+    assert [*batches, *(batch.tolist() for batch in again)] == expected
+
+
+def test_the_next_epoch_has_another_order_and_the_same_records():
+    loader = DataLoader(make_stream(), batch_size=None, num_workers=1, persistent_workers=True)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    loader.close()
+    assert epochs[0] == wanted()
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sorted(chain(*epochs[0])) == sorted(chain(*epochs[1]))
+    state = DataLoader(make_stream(), batch_size=None)
+    state.set_epoch(1)
+    assert [batch.tolist() for batch in state] == epochs[1]
+
+
+def test_a_state_of_another_stream_is_refused():
+    loader = DataLoader(make_stream(), batch_size=None)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=r"on 9 readers.*on 8 readers"):
+        DataLoader(make_stream(readers=8), batch_size=None).load_state_dict(state)
+
+
+def test_threads_make_the_same_batches():
+    loader = DataLoader(make_stream(), batch_size=None, num_workers=3, thread_pool=True)
+    assert [batch.tolist() for batch in loader] == wanted()
+
+
+def test_a_loader_may_make_the_batches():
+    stream = Shards(list(SIZES), open_shard, seed=3, readers=9)
+    loader = DataLoader(stream, batch_size=4, drop_last=True)
+    expected = [batch.tolist() for batch in stream.batch(4, drop_last=True)]
+    assert [batch.tolist() for batch in loader] == expected
+    assert {len(batch) for batch in expected} == {4}
+
+
+def test_records_need_no_batches():
+    stream = Shards(list(SIZES), open_shard, seed=3, readers=9)
+    records = list(stream)
+    assert sorted(records) == sorted(chain(*map(open_shard, SIZES)))
+    assert list(DataLoader(stream, batch_size=None, num_workers=1)) == records
+
+
+def test_torchs_loader_shares_the_readers_among_workers():
+    loader = torch.utils.data.DataLoader(make_stream(), batch_size=None, num_workers=3)
+    assert [batch.tolist() for batch in loader] == wanted()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 4}, "give batch_size=None"),
+        ({"in_order": False, "num_workers": 1}, "leave out in_order"),
+        ({"num_workers": "auto"}, "a number for num_workers"),
+        ({"on_error": lambda index, error: 0}, "on_error='skip'"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        DataLoader(make_stream(), **{"batch_size": None, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("paths", "arguments", "text"),
+    [
+        ([], {}, "no shards"),
+        (["a"], {}, "1 shards for 64 readers"),
+        (["a", "a"], {"readers": 1}, "given twice"),
+        (["a"], {"readers": 0}, "readers"),
+    ],
+)
+def test_bad_shards_are_refused(paths, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        Shards(paths, open_shard, seed=0, **arguments)
+
+
+def test_ranks_without_a_store_are_told_what_to_do():
+    loader = ShardedDataLoader(make_stream(), batch_size=None, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="init_process_group"):
+        iter(loader)
+
+
+def test_more_ranks_than_readers_are_refused():
+    store = torch.distributed.HashStore()
+    loader = ShardedDataLoader(make_stream(store=store), batch_size=None, rank=0, world_size=10)
+    with pytest.raises(ValueError, match="readers=9 for 10 ranks"):
+        iter(loader)
