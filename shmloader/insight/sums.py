@@ -12,8 +12,8 @@ done to the batch after it is collated.
 
 import collections
 import copy
+import itertools
 import math
-import operator
 import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -57,7 +57,7 @@ class Histogram(collections.Counter[int]):
     Only buckets that have a duration take memory. A percentile is accurate to 7 %.
     """
 
-    def record(self, durations_ns: Sequence[int]) -> None:
+    def record(self, durations_ns: "Sequence[int] | Numbers") -> None:
         """Count durations."""
         buckets = np.rint(_PARTS * np.log2(np.maximum(durations_ns, 0) + 1.0))
         self.update(buckets.astype(int).tolist())
@@ -151,19 +151,23 @@ class Sums:
     def add(self, calls: Sequence[bytes], stage: str, *, in_order: bool, is_local: bool) -> None:
         """Add calls of the same epoch, in their order, and the name of the stage."""
         added, columns = self.added, columns_of(calls)
-        causes, asked, taken, draw = columns[:4].tolist()
-        waited = list(map(operator.sub, taken, asked))
+        if not calls:
+            return
+        spent = columns[2] - columns[1]
+        waited, causes = spent.tolist(), columns[0].tolist()
         if not self.last_ns:  # iter() and the first next()
             added["startup"] += sum(waited[:2])
         added["waited"] += sum(waited)
-        self.last_ns = taken[-1] if taken else self.last_ns
-        waits = [each for each, cause in zip(waited, causes, strict=True) if cause != _START]
+        self.last_ns = int(columns[2, -1])
+        waits = spent
+        if any(causes):
+            waits = spent[columns[0] != _START]
+            for cause, spent_ns, draw_ns in zip(causes, waited, columns[3].tolist(), strict=True):
+                if cause:
+                    added["wait", _CAUSES[cause]] += spent_ns - draw_ns
+                    added["wait", "draw"] += draw_ns
         self.waits.record(waits)
-        self.set_most(next=max(waits, default=0))
-        for cause, spent_ns, draw_ns in zip(causes, waited, draw, strict=True):
-            if cause:
-                added["wait", _CAUSES[cause]] += spent_ns - draw_ns
-                added["wait", "draw"] += draw_ns
+        self.set_most(next=int(waits.max(initial=0)))
         if is_local:
             self._add_local(columns.T.tolist(), stage)
             return
@@ -175,8 +179,9 @@ class Sums:
         added.update({("stage", name): int(spent.sum()) for name, spent in stages.items()})
         added.update({name: int(table[name].sum()) for name in ("samples", "nbytes")})
         added["batches"] += len(table["asked"])
-        self._add_waits(table, stage)
-        self._add_workers(table)
+        worker_ids = np.flatnonzero(np.bincount(table["worker"])).tolist()
+        self._add_waits(table, stage, worker_ids)
+        self._add_workers(table, worker_ids)
 
     def _add_local(self, calls: Iterable[list[int]], stage: str) -> None:
         """Add batches that the consumer's thread loaded while it waited for them.
@@ -201,15 +206,18 @@ class Sums:
                 added["samples"] += count
                 added["nbytes"] += nbytes
 
-    def _add_waits(self, table: Table, stage: str) -> None:
+    def _add_waits(self, table: Table, stage: str, worker_ids: list[int]) -> None:
         """Add where the batches were while the consumer waited for them."""
-        worker, firsts = np.unique(table["worker"], return_index=True)
         # A worker's first batch of the epoch waits for the worker's start.
-        firsts = firsts[[number not in self._spans for number in worker]]
+        new = [worker_id for worker_id in worker_ids if worker_id not in self._spans]
+        firsts = [int((table["worker"] == worker_id).argmax()) for worker_id in new]
         left = np.stack([table["asked"], *(table[name] for name in _LEFT)])
         left[1, firsts] = 0
         # When the batch left each part, but not before the call, and not after its return.
-        spent = np.diff(np.maximum.accumulate(np.minimum(left, table["taken"])), axis=0)
+        left = np.minimum(left, table["taken"])
+        for before, after in itertools.pairwise(left):  # faster than np.maximum.accumulate
+            np.maximum(before, after, out=after)
+        spent = np.diff(left, axis=0)
         waits = dict(zip(_OF_WAIT, spent.sum(axis=1).tolist(), strict=False))
         waits["start"] = int(spent[1, firsts].sum())
         waits["queue"] -= waits["start"]
@@ -219,9 +227,9 @@ class Sums:
         waits.pop("build", None)  # which is what is left of all waiting
         self.added.update({("wait", name): spent_ns for name, spent_ns in waits.items()})
 
-    def _add_workers(self, table: Table) -> None:
+    def _add_workers(self, table: Table, worker_ids: list[int]) -> None:
         busy = table["done"] - table["began"]
-        for worker_id in np.unique(table["worker"]).tolist():
+        for worker_id in worker_ids:
             of = table["worker"] == worker_id
             began_ns, _ = self._spans.get(worker_id, (int(table["began"][of][0]), 0))
             self._spans[worker_id] = began_ns, int(table["done"][of][-1])
