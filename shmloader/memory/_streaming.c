@@ -1,7 +1,8 @@
-/* Copies many samples in one call.
+/* Copies many samples in one call, and receives messages.
  *
  * copy_rows writes large rows, which this process will not read again, past the caches.
  * copy_sequences writes samples of different lengths, and fills what is between them.
+ * receive looks for a message some times; in Python each vain look would cost an exception.
  *
  * An ordinary store makes the processor read the cache line that is about to be overwritten, and
  * push other data out of the caches. A streaming store does neither. SSE2, which every x86-64 has,
@@ -10,8 +11,11 @@
  * setup.py defines Py_LIMITED_API, except for free-threaded Python, which has no limited API.
  */
 #include <Python.h>
+#include <errno.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -166,6 +170,42 @@ static PyObject *copy_sequences(PyObject *module, PyObject *args)
     return result == NULL ? NULL : PyBool_FromLong(result == Py_True);
 }
 
+#define NONE_YET -2
+
+/* Returns the length of a message, NONE_YET, or -1 with errno. */
+static ssize_t receive_now(int fd, char *buffer, size_t most_bytes)
+{
+    ssize_t got = recv(fd, buffer, most_bytes, MSG_DONTWAIT);
+    return got < 0 && (errno == EAGAIN || errno == EINTR) ? NONE_YET : got;
+}
+
+static PyObject *receive(PyObject *module, PyObject *args)
+{
+    char buffer[1 << 15];
+    PyObject *channel;
+    Py_ssize_t most_bytes, looks;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Onn", &channel, &most_bytes, &looks))
+        return NULL;
+    if (most_bytes < 0 || most_bytes > (Py_ssize_t)sizeof buffer)
+        return PyErr_Format(PyExc_ValueError, "no more than %zu bytes", sizeof buffer);
+    int fd = PyObject_AsFileDescriptor(channel);
+    if (fd < 0)
+        return NULL;
+    ssize_t got = receive_now(fd, buffer, (size_t)most_bytes);
+    if (got == NONE_YET && looks > 1) {
+        Py_BEGIN_ALLOW_THREADS
+        do {
+            sched_yield(); /* a sandbox may refuse it */
+            got = receive_now(fd, buffer, (size_t)most_bytes);
+        } while (got == NONE_YET && --looks > 1);
+        Py_END_ALLOW_THREADS
+    }
+    if (got == NONE_YET)
+        Py_RETURN_NONE;
+    return got < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyBytes_FromStringAndSize(buffer, got);
+}
+
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, sources, row_bytes)\n--\n\n"
@@ -175,6 +215,10 @@ static PyMethodDef methods[] = {
      "Copy the first counts[i] rows of samples[i] to row starts[i] of target, which has so many\n"
      "rows, and repeat the bytes of item between them, unless it is empty. Samples are lists of\n"
      "ints, or buffers; starts and counts are int64. Return whether all samples are such."},
+    {"receive", receive, METH_VARARGS,
+     "receive(channel, most_bytes, looks)\n--\n\n"
+     "Receive a message from a socket, or return None if it has none after so many looks. Other\n"
+     "processes may run between two looks. OSError says why nothing can be received."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 copy_rows: Callable[..., None] | None
 copy_sequences: Callable[..., bool] | None
+receive: Callable[..., bytes | None] | None
 try:
-    from shmloader.memory._streaming import copy_rows, copy_sequences
+    from shmloader.memory._streaming import copy_rows, copy_sequences, receive
 except ImportError:
-    copy_rows = copy_sequences = None
+    copy_rows = copy_sequences = receive = None

@@ -12,7 +12,7 @@ from typing import Any
 from shmloader.interruptions import Suppressed
 from shmloader.messages import RECEIVE_BYTES
 from shmloader.pools.forking import Descriptors, ForkedProcess, is_readable
-from shmloader.pools.task_queue import Outbox
+from shmloader.pools.task_queue import Outbox, receive
 
 # How long a worker may take to end after SIGTERM, and after SIGKILL.
 _TERMINATE_S = 0.3
@@ -57,8 +57,8 @@ class WorkerHandle(Outbox):
     def receive(self) -> bytes | None:
         """Return the next message, if one is there. Does not sleep."""
         try:
-            return self.channel.recv(RECEIVE_BYTES) or None
-        except (BlockingIOError, ConnectionError):
+            return receive(self.channel, RECEIVE_BYTES, 1) or None
+        except ConnectionError:
             return None  # if the socket has failed, the process will show why
 
     def hang_up(self) -> None:

@@ -16,7 +16,7 @@ from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Failure, Reader, read_layout
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
-from shmloader.pools.task_queue import LOOKS, let_others_run
+from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
 
 _GRACE_S = 1.0
@@ -125,17 +125,10 @@ class ProcessPool(WorkerProcesses):
         """Report what was answered, if a message is here or about to arrive."""
         if worker_id < 0:
             return self._look(events)
-        receive = self.handles[worker_id].channel.recv
-        for _ in range(LOOKS):
-            try:
-                data = receive(messages.RECEIVE_BYTES)
-                break
-            except BlockingIOError:
-                let_others_run()
-            except ConnectionError:
-                return False  # the worker has died, as its pidfd will show
-        else:
-            return False
+        try:
+            data = receive(self.handles[worker_id].channel, messages.RECEIVE_BYTES, LOOKS)
+        except ConnectionError:
+            return False  # the worker has died, as its pidfd will show
         if data:
             self._receive(worker_id, data, events)
         return bool(data)

@@ -32,6 +32,7 @@ import socket
 from multiprocessing import reduction
 from typing import Any
 
+from shmloader.memory import compiled
 from shmloader.messages import RECEIVE_BYTES, seq_of_task
 
 #: How often an idle worker looks for tasks that nothing has woken it for, in seconds.
@@ -54,6 +55,21 @@ def let_others_run() -> None:
         # A sandbox may refuse it, with any number. A signal handler's error has none.
         if error.errno is None:
             raise
+
+
+def _receive(channel: socket.socket, most_bytes: int, looks: int) -> bytes | None:
+    """Receive a message: b"" if the other end is closed, None if there is none after ``looks``."""
+    for look in range(looks):
+        if look:
+            let_others_run()
+        try:
+            return channel.recv(most_bytes, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+    return None
+
+
+receive = compiled.receive or _receive
 
 
 class Outbox:

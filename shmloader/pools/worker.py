@@ -51,7 +51,7 @@ from shmloader.pools.status_page import (
     Phase,
     StatusPage,
 )
-from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, watch_queue
+from shmloader.pools.task_queue import LOOK_S, LOOKS, let_others_run, receive, watch_queue
 from shmloader.pools.worker_dataset import introduce
 from shmloader.process_state import end_if_forked
 
@@ -177,11 +177,12 @@ class _Client:
         for each in self._sockets:
             held[0] = NO_TASK if each is self.channel else RECEIVING
             try:
-                return each.recv(messages.RECEIVE_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                held[0] = NO_TASK
+                data = receive(each, messages.RECEIVE_BYTES, 1)
             except ConnectionError:
                 return b""
+            if data is not None:
+                return data
+            held[0] = NO_TASK
         return None
 
     def serve(self, data: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shmloader import DataLoader, WorkerDiedError
+from shmloader.pools import handle, process, task_queue, worker
 from tests.parity.compare import assert_same
 from tests.process.support import Calls, only, outcomes
 
@@ -57,6 +58,14 @@ def test_odd_things_arrive_as_they_are(what) -> None:
             assert_same(batches, expected)
     if "not the same" in what:
         assert [type(next(iter(batch))) for batch in batches] == [int, bool, float] * 3
+
+
+def test_messages_are_received_without_compiled_code_as_well(monkeypatch) -> None:
+    for module in (process, handle, worker):
+        monkeypatch.setattr(module, "receive", task_queue._receive)
+    for in_order in (True, False):  # without an order, workers share a queue
+        loader = DataLoader(range(200), num_workers=2, in_order=in_order)
+        assert sorted(batch.item() for batch in loader) == [*range(200)]
 
 
 class TwoArguments(Exception):  # noqa: N818 - as users name theirs

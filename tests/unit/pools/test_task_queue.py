@@ -1,11 +1,18 @@
-"""The queue of tasks: what the kernel does not take waits here, and is sent once."""
+"""The queue of tasks: what the kernel does not take waits here, and is sent once.
+
+A message is received in compiled code, or in Python: both do the same.
+"""
 
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from shmloader.messages import TASK, TASK_HEAD
+from shmloader.memory import compiled
+from shmloader.messages import RECEIVE_BYTES, TASK, TASK_HEAD
+from shmloader.pools import task_queue
 from shmloader.pools.task_queue import TaskQueue
 
 
@@ -60,3 +67,65 @@ def test_after_an_interrupted_close_nothing_is_recalled_for_ever(monkeypatch) ->
             queue.close()
     assert queue.recall() == []
     queue.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    sender, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with sender, receiver:
+        yield sender, receiver
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def receive(request: pytest.FixtureRequest) -> Any:
+    if request.param == "in Python":
+        return task_queue._receive
+    if compiled.receive is None:
+        pytest.skip("the compiled part is not built")
+    assert task_queue.receive is compiled.receive
+    return compiled.receive
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_messages_are_received_whole_and_in_order(receive, ends, looks) -> None:
+    sender, receiver = ends
+    sent = [b"a", bytes(range(256)) * (RECEIVE_BYTES // 256), b"c"]
+    for message in sent:
+        sender.send(message)
+    assert [receive(receiver, RECEIVE_BYTES, looks) for _ in sent] == sent
+    assert receive(receiver, RECEIVE_BYTES, looks) is None
+
+
+def test_other_threads_and_processes_run_while_it_looks(receive, ends) -> None:
+    sender, receiver = ends
+    is_ready = threading.Event()
+
+    def send() -> None:
+        is_ready.wait()
+        sender.send(b"late")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    is_ready.set()
+    assert receive(receiver, RECEIVE_BYTES, 1 << 40) == b"late"
+    thread.join()
+
+
+def test_a_closed_end_is_told_apart_from_a_broken_one(receive, ends) -> None:
+    sender, receiver = ends
+    receiver.send(b"not received")
+    sender.close()
+    with pytest.raises(ConnectionResetError):
+        receive(receiver, RECEIVE_BYTES, 2)
+    assert receive(receiver, RECEIVE_BYTES, 2) == b""
+    receiver.close()
+    with pytest.raises((OSError, ValueError)):
+        receive(receiver, RECEIVE_BYTES, 2)
+
+
+def test_compiled_code_writes_no_more_than_fits_its_buffer(ends) -> None:
+    if compiled.receive is None:
+        pytest.skip("the compiled part is not built")
+    for most_bytes in (-1, RECEIVE_BYTES + 1):
+        with pytest.raises(ValueError, match=f"no more than {RECEIVE_BYTES} bytes"):
+            compiled.receive(ends[1], most_bytes, 1)
