@@ -267,11 +267,11 @@ class Engine:
                 takes the place of one batch.
         """
         pool, scheduler, memory, own = self._pool, self._scheduler, self._memory, self._own
-        self._pool.is_waiting = False
+        pool.is_waiting = False
         self.delivery = None
         self.draw_ns = 0
         self._looked_ns = time.monotonic_ns()
-        if self.is_closed or self._pool.is_inherited:
+        if self.is_closed or pool.is_inherited:
             self.check_open()
         if memory is not None:
             while memory.ended:
@@ -344,6 +344,10 @@ class Engine:
         if FAULTS is not None:
             FAULTS.reach("main.deliver")
         answer, scheduler = ticket.answer, self._scheduler
+        ticket.answer, self.delivery = None, ticket
+        if self._left_out:
+            ticket.left_out = tuple(self._left_out)
+            self._left_out.clear()
         if not isinstance(answer, Batch):
             self._raise_instead(ticket, answer)
         if answer.times is not None:
@@ -358,7 +362,6 @@ class Engine:
                 scheduler.slots.lent_count,
             )
             ticket.times = handed + answer.times
-        self._set_delivery(ticket)
         if self._memory is None:
             self._offer()
             if self._readings is not None:
@@ -424,21 +427,12 @@ class Engine:
         error = answer.error.rebuilt(describe_loading(ticket, self._pool.pid(ticket.worker_id)))
         if answer.is_final:
             self._fail(error, "its dataset could not be resumed")
-        self._set_delivery(ticket)
         self._offer()
         raise Instead(error)
 
     def _died(self, worker_id: int, death: Death, ticket: Ticket | None) -> WorkerDiedError:
         limit = self._scheduler.restart_limit
         return WorkerDiedError(describe_death(worker_id, death, ticket, restart_limit=limit))
-
-    def _set_delivery(self, ticket: Ticket) -> None:
-        """Set ``delivery`` to a ticket whose batch is delivered, or whose error is raised."""
-        if self._left_out:
-            ticket.left_out = tuple(self._left_out)
-            self._left_out.clear()
-        ticket.answer = None
-        self.delivery = ticket
 
     def _offer(self) -> None:
         """Draw one index batch and send it to a worker."""
@@ -583,10 +577,9 @@ class Engine:
 
     def answered(self, seq: int, epoch: int, worker_id: int, answer: Answer) -> None:
         """Record the answer to a task: its batch, or a failure."""
+        scheduler, state = self._scheduler, None
         if type(answer) is Batch:
             answer.looked_ns, answer.seen_ns = self._looked_ns, time.monotonic_ns()
-        scheduler = self._scheduler
-        state = None
         if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
             state_ns = getattr(answer, "state_ns", 0)
             state = answer.snapshot, getattr(answer, "fingerprint", None), state_ns
@@ -625,6 +618,7 @@ class Engine:
     def _fail(self, error: BaseException, why: str | None = None) -> NoReturn:
         """Close the engine, and raise an error. Later calls report ``why``, or its text."""
         self._closed_because = f" since: {error if why is None else why}"
+        self.delivery = None
         self.close()
         raise Instead(error) from None
 

@@ -65,12 +65,13 @@ class SlotTable:
             free.append(len(last))
             last.append(worker_id)
             self.states.append(FREE)
-        for position in range(len(free) - 1, -1, -1):
-            if last[free[position]] == worker_id:
-                slot_id = free.pop(position)
-                break
-        else:
-            slot_id = free.pop()
+        slot_id = free.pop()
+        if last[slot_id] != worker_id:
+            for position in range(len(free) - 1, -1, -1):
+                if last[free[position]] == worker_id:
+                    free.append(slot_id)
+                    slot_id = free.pop(position)
+                    break
         self.states[slot_id] = TAKEN
         last[slot_id] = worker_id
         return slot_id

@@ -120,14 +120,14 @@ class InlineEngine:
             if self.is_closed:
                 self._check_open()
             timer.begin()
-            drawn = False
+            ticket = None
             try:
                 indices = self._draw()
-                drawn = True
+                self._seq += 1
+                ticket = Ticket(self._seq, 0, UNASSIGNED, indices)
                 began_ns = timer.began_ns
                 timer.begin()
                 self.draw_ns += timer.began_ns - began_ns
-                self._seq += 1
                 batch = self._load(indices)
                 if batch is EmptyBatchError:
                     continue
@@ -139,25 +139,24 @@ class InlineEngine:
                 self.staged = (self._stage, fetched_ns, time.monotonic_ns())
                 nbytes = bytes_of(batch)
                 times = pack_batch(0, began_ns, began_ns, 0, fetched_ns, fetched_ns, nbytes, 0)
-                self._set_delivery(indices, times + timer.read(fetched_ns))
+                ticket.checkpoint = self._checkpoint
+                ticket.times = times + timer.read(fetched_ns)
+                self.delivery = ticket
                 return batch
             except Instead:
                 raise
             except StopIteration as stop:
-                if not drawn or self._is_iterable:
+                if ticket is None or self._is_iterable:
                     raise Instead(self._end_epoch()) from None
                 error: Exception = map_style_stop(stop)
             except Exception as raised:
                 if is_interruption(raised):
                     raise
                 error = raised
-            if drawn and not self.is_closed:
-                self._set_delivery(indices, None)
+            if ticket is not None and not self.is_closed:
+                ticket.checkpoint = self._checkpoint
+                self.delivery = ticket
             raise Instead(error) from None
-
-    def _set_delivery(self, indices: Any, times: bytes | None) -> None:
-        delivery = self.delivery = Ticket(self._seq, 0, UNASSIGNED, indices)
-        delivery.checkpoint, delivery.times = self._checkpoint, times
 
     def _load(self, indices: Any) -> Any:
         """Return the batch of these indices, or EmptyBatchError if it is left out."""

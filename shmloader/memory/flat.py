@@ -219,19 +219,26 @@ class FlatReader:
         self.layout = layout
         shards = (layout,) if isinstance(layout, FlatLayout) else layout
         self._fields = [_reading_of(field) for shard in shards for field in shard.fields]
+        self._container = layout.container if isinstance(layout, FlatLayout) else None
         self.lends = any(is_large for is_large, *_ in self._fields)
 
     def read(self, slot: Slot, lease: Any) -> object:
         """Build the batch: large fields become views of the lease, or are copied without one."""
-        fields, memory = [], slot.memory
-        for is_large, shape, dtype, offset, exact in self._fields:
+        if slot.views[0] is not self:
+            memory = slot.memory
+            views = [np.ndarray(shape, kind, memory, at) for _, shape, kind, at, _ in self._fields]
+            slot.views = self, views
+        fields = []
+        for (is_large, shape, dtype, offset, exact), view in zip(
+            self._fields, slot.views[1], strict=True
+        ):
             # NumPy makes and copies arrays in a third of the time that torch takes for tensors, on
             # one thread: torch's threads would spin on cores that the workers need. For large
             # arrays it asks the kernel for huge pages.
             if is_large and lease is not None:
                 array = np.ndarray(shape, dtype, lease, offset)
             else:
-                array = np.ndarray(shape, dtype, memory, offset).copy()
+                array = view.copy()
             tensor = torch.from_numpy(array)
             # Sharing the tensor (``share_memory_()``, a queue of torch.multiprocessing) replaces
             # its storage's pointer. Arrays and DLPack capsules made before still point to the old
@@ -241,9 +248,13 @@ class FlatReader:
             if exact is not None:
                 tensor = torch.empty(0, dtype=exact[0], device="cpu").set_(storage, 0, *exact[1:])
             fields.append(tensor)
+        if self._container == LIST:
+            return fields
+        if self._container == BARE:
+            return fields[0]
         layout = self.layout
         if isinstance(layout, FlatLayout):
-            return fields if layout.container == LIST else layout.contain(fields)
+            return layout.contain(fields)
         left = iter(fields)
         return [shard.contain([next(left) for _ in shard.fields]) for shard in layout]
 

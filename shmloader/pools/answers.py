@@ -9,7 +9,7 @@ repeat a layout that is the same as that of its last batch.
 import os
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmloader.batch.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ from shmloader.messages import Unsaved
 from shmloader.process_state import end_if_forked
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Batch:
     """The answer with a ticket's batch.
 
@@ -50,13 +50,14 @@ class Batch:
     report: SampleReport | None = None
     times: bytes | None = None
     nbytes: int = 0
-    lends: bool = False
-    check: tuple[int, int] | None = None
-    snapshot: bytes | Unsaved | None = None
-    fingerprint: int | None = None
-    state_ns: int = 0
-    looked_ns: int = 0
-    seen_ns: int = 0
+    # Values of the class take no time in the constructor.
+    lends: bool = field(default=False, init=False)
+    check: tuple[int, int] | None = field(default=None, init=False)
+    snapshot: bytes | Unsaved | None = field(default=None, init=False)
+    fingerprint: int | None = field(default=None, init=False)
+    state_ns: int = field(default=0, init=False)
+    looked_ns: int = field(default=0, init=False)
+    seen_ns: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,8 @@ class BatchServer:
         if (layout, check, report, snapshot, fingerprint) == (None, None, None, None, None):
             head = messages.DONE_HEAD.pack(messages.DONE, seq, epoch, slot_id, used_bytes)
             return head + self._timer.read()
-        answer = Batch(None, report, self._timer.read(), used_bytes, check=check, snapshot=snapshot)
+        answer = Batch(None, report, self._timer.read(), used_bytes)
+        answer.check, answer.snapshot = check, snapshot
         answer.fingerprint, answer.state_ns = fingerprint, dataset.state_ns
         return messages.pack(messages.Answered(seq, epoch, slot_id, used_bytes, answer, layout))
 

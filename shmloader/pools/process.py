@@ -150,7 +150,8 @@ class ProcessPool(WorkerProcesses):
             answer = Failure(reader)
         else:
             answer = Batch(reader, None, data[messages.DONE_HEAD.size :], used_bytes)
-            answer.lends = reader.lends
+            if reader.lends:
+                answer.lends = True
         events.answered(seq, epoch, worker_id, answer)
 
     def _receive_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
@@ -164,7 +165,10 @@ class ProcessPool(WorkerProcesses):
             self.memory.count_pages(slot_id, touched_bytes)
             if isinstance(answer.snapshot, messages.InSlot):
                 state = self._copy_out(*answer.snapshot)
-                answer = dataclasses.replace(answer, snapshot=state)
+                if isinstance(answer, Batch):
+                    answer.snapshot = state
+                else:
+                    answer = dataclasses.replace(answer, snapshot=state)
             if isinstance(answer, Batch):
                 self.memory.count_batch(slot_id, answer.nbytes)
                 answer = self._read(worker_id, answer, layout)

@@ -18,6 +18,7 @@ from shmloader.sampling.rng import (
 )
 from shmloader.sampling.sampler_state import (
     DRAWN_ELSEWHERE,
+    FEW,
     DrawnEpoch,
     Order,
     SamplerState,
@@ -162,7 +163,10 @@ class EpochDraw(Iterator[Any]):
         if self._items is None:
             self.draw_first()
         item = next(self._items)  # type: ignore[arg-type] # set by now
-        self._epoch.add(next(self._position) + 1, item)
+        epoch = self._epoch
+        if len(epoch.items) >= epoch.most:  # as add() does, in one call fewer
+            epoch.forget_done()
+        epoch.items[next(self._position) + 1] = item
         return item
 
     def draw_first(self) -> None:
@@ -177,7 +181,8 @@ class EpochDraw(Iterator[Any]):
             if self._items is None:
                 self._error = error
             raise
-        self._epoch.undrawn = None
+        epoch = self._epoch
+        epoch.undrawn, epoch.items, epoch.most = None, {}, FEW
 
     def _begin(self) -> None:
         epoch, state = self._epoch, self._state

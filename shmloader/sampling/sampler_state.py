@@ -56,7 +56,7 @@ _LONGEST_CHAIN = 8
 _encode = json.JSONEncoder().encode
 
 # How many items are kept at least.
-_FEW = 8
+FEW = 8
 
 # Never changed.
 _NOTHING: dict[Any, Any] = {}
@@ -243,9 +243,12 @@ class DrawnEpoch:
         saved: The state that the epoch continues from; empty for a new epoch.
         state: What the epoch's order depends on, once it has begun.
         undrawn: The iterator that draws the epoch, until it has begun.
+        items: The items from the last one before the position on, and some earlier ones, by the
+            position after them.
+        most: How many items there may be.
     """
 
-    __slots__ = ("_items", "_most", "number", "progress", "saved", "state", "undrawn")
+    __slots__ = ("items", "most", "number", "progress", "saved", "state", "undrawn")
 
     def __init__(
         self,
@@ -257,22 +260,20 @@ class DrawnEpoch:
         self.progress = Progress() if progress is None else progress
         self.state = _NOTHING
         self.undrawn: Any = None
-        # The items from the last one before the position on, and some earlier ones, by the position
-        # after them; and how many there may be.
-        self._items: dict[int, Any] = _NOTHING
-        self._most = 0
+        self.items: dict[int, Any] = _NOTHING
+        self.most = 0
 
     def add(self, position: int, item: Any) -> None:
         """Add an item that was drawn, and the position once it is done."""
-        items = self._items
-        if not items:
-            items = self._items = {}
-            self._most = _FEW
-        elif len(items) >= self._most:
-            done = self.progress.position
-            items = self._items = {at: each for at, each in items.items() if at >= done}
-            self._most = 2 * len(items) + _FEW
-        items[position] = item
+        if len(self.items) >= self.most:
+            self.forget_done()
+        self.items[position] = item
+
+    def forget_done(self) -> None:
+        """Forget earlier items. Called when there are no fewer than ``most``, so at first, too."""
+        done = self.progress.position
+        self.items = {at: each for at, each in self.items.items() if at >= done}
+        self.most = 2 * len(self.items) + FEW
 
     def dump(self, index_sampler: object) -> dict[str, Any]:
         """Return the state, with a checksum of the last item that the user is done with, if known.
@@ -281,8 +282,8 @@ class DrawnEpoch:
         ranks, to which its own share does not matter.
         """
         position, check = self.progress.position, None
-        if position in self._items:
-            check = _checksum(self._items[position])
+        if position in self.items:
+            check = _checksum(self.items[position])
         elif position == self.progress.start:
             check = self.saved.get("last_checksum")
         for sampler in chain(index_sampler):

@@ -430,6 +430,16 @@ def test_a_kept_label_holds_no_slot_and_a_kept_image_does(bench, packer):
     assert label.tolist() == [0, 1, 2, 3]
 
 
+def test_a_slot_whose_layout_changes_is_read_by_the_new_one_each_time(bench, packer):
+    layouts = packer.pack([1, 2, 3]), packer.pack([(0.5, True)] * 2)
+    readers = [FlatReader(layout) for layout in layouts]
+    for round_number in range(2):
+        numbers, (halves, flags) = (reader.read(bench.mapped(), None) for reader in readers)
+        assert numbers.tolist() == [1 + 10 * round_number, 2, 3]
+        assert (halves.tolist(), flags.tolist()) == ([0.5, 0.5], [True, True])
+        bench.mapped().memory[0] += 10
+
+
 def test_the_user_may_write_into_every_field_without_touching_another(bench, packer):
     samples = [(torch.ones(2), torch.ones(2), torch.ones(LARGE), 1.0)] * 3
     arrived = bench.read(packer.pack(samples), lent=True)
