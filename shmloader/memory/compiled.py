@@ -1,11 +1,17 @@
-"""The functions of the compiled part; None where the package was installed without a compiler."""
+"""The functions of the compiled part; None where the package was installed without a compiler.
+
+A function is None as well where the part was built from an earlier version of its source.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
-copy_rows: Callable[..., None] | None
-copy_sequences: Callable[..., bool] | None
-receive: Callable[..., bytes | None] | None
+_streaming: Any
 try:
-    from shmloader.memory._streaming import copy_rows, copy_sequences, receive
+    from shmloader.memory import _streaming
 except ImportError:
-    copy_rows = copy_sequences = receive = None
+    _streaming = None
+
+copy_rows: Callable[..., None] | None = getattr(_streaming, "copy_rows", None)
+copy_sequences: Callable[..., bool] | None = getattr(_streaming, "copy_sequences", None)
+receive: Callable[..., bytes | None] | None = getattr(_streaming, "receive", None)
