@@ -78,6 +78,12 @@ user's thread has that after the last delivered batch, of which the loader's sta
 dataset without a state of its own is iterated again: what was delivered is re-read, compared by
 fingerprints, and discarded (:mod:`shmloader.batch.stream`).
 
+**Streams of shards** (:mod:`shmloader.streams`) need no checkpoints. A ticket asks for one batch of
+one reader and says from where the reader can go on, so any worker can make it; it goes to the one
+that has the reader open. The report on the batch's records says how far the reader has come. The
+order learns that before it is asked for the next ticket. With ranks, it may have to wait for what
+other ranks find, and then owes tickets (``NotYet``).
+
 The words: a *ticket* is an index batch with its ``seq``, its number in the epoch; a *task* is a
 ticket as it is sent to a worker, with the slot to fill. A *slot* is a range of the arena that holds
 one batch; a *layout* says where its parts lie; a *lease* keeps the slot LENT and dies with the last
