@@ -479,6 +479,7 @@ class DataLoader(ResumableLoader[_T_co]):
         dataset, collate_fn = self.dataset, self.collate_fn
         if stream is not None:
             plan.newest.timeout_s = self.timeout
+            plan.newest.check_workers(count)
             dataset, collates = stream, stream.is_batched
             collate_fn = stream.collate or collate_fn
             is_map = True

@@ -359,7 +359,7 @@ class ShardedDataLoader(DataLoader[_T_co]):
         if not self.in_order:
             raise RuntimeError("padding is known only with in_order=True")
         plan = self._present_plan
-        return cast("SeededOrder", plan.newest).repeats_before(plan.progress.position)
+        return int(plan.newest.repeats_before(plan.progress.position))
 
 
 def _check_samplers(sampler: object, batch_sampler: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import Ranks
 from shmloader.sampling.progress import Progress
 from shmloader.sampling.sampler_state import Order
@@ -71,6 +72,7 @@ class ReaderOrder(Order):
         self.timeout_s = 0.0
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
         self._loader, self._begun = -1, 0
+        self._has_warned = False
         self._open(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +109,16 @@ class ReaderOrder(Order):
             self._begun += 1
             self._board = Board(store, name, self._facts, range(rank, readers, world_size))
 
+    def check_workers(self, count: int) -> None:
+        """Warn once if some of a rank's workers will have no reader."""
+        readers, world_size = self._stream.readers, self._cut[1]
+        if count > max(1, readers // world_size) and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"{count} workers share the {readers // world_size} readers of this rank, so some "
+                f"have nothing to do: give the stream readers={count * world_size} or more"
+            )
+
     def _number(self) -> str:
         """Return a name of this loader that its loaders on other ranks have as well."""
         facts = digest(self._stream.facts())
@@ -140,7 +152,7 @@ class ReaderOrder(Order):
         self._own = None
         self.owed = 0
         self._is_over = False
-        self.repeats = -1
+        self.repeats, self._repeated = -1, 0
 
     def __iter__(self) -> Iterator[Reading]:
         """Return an iterator of the epoch's readings, which may go on after StopIteration."""
@@ -179,6 +191,8 @@ class ReaderOrder(Order):
     def _hear_all(self) -> None:
         while self._heard:
             found = self._heard.popleft()
+            if self.repeats >= 0 and (found.round, found.reader) == self._rounds.at:
+                self._repeated = found.count
             self._facts[found.reader].add(found)
             if self._board is None:
                 continue
@@ -255,6 +269,13 @@ class ReaderOrder(Order):
         ahead = _AHEAD if world_size == 1 else _AHEAD_OF_RANKS
         route = reader // world_size
         return Reading(self._epoch.number, reader, number, at, state, ahead, route)
+
+    def repeats_before(self, position: int) -> int:
+        """Return how many records of the newest epoch's batch before a position are repeats."""
+        self._hear_all()
+        progress = self._epoch.progress
+        steps = (position - progress.start) // progress.unit
+        return self._repeated if steps == self.repeats else 0
 
     # States ------------------------------------------------------------------------------
 

@@ -210,3 +210,23 @@ def test_more_ranks_than_readers_are_refused():
     loader = ShardedDataLoader(make_stream(store=store), batch_size=None, rank=0, world_size=10)
     with pytest.raises(ValueError, match="readers=9 for 10 ranks"):
         iter(loader)
+
+
+def test_padding_counts_the_records_of_a_repeated_batch():
+    expected, store = wanted(), torch.distributed.HashStore()
+    loaders = [
+        ShardedDataLoader(make_stream(store=store), batch_size=None, rank=rank, world_size=8)
+        for rank in range(8)
+    ]
+    paddings = []
+    for _ in zip(*loaders, strict=True):
+        paddings += [loader.padding for loader in loaders]
+    repeats = -len(expected) % 8
+    assert repeats
+    assert paddings == [0] * len(expected) + [len(expected[-1])] * repeats
+
+
+def test_workers_without_readers_are_warned_of():
+    loader = DataLoader(make_stream(readers=1), batch_size=None, num_workers=2)
+    with pytest.warns(UserWarning, match="2 workers share the 1 readers"):
+        list(loader)
