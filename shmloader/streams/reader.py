@@ -15,6 +15,10 @@ from typing import Any
 
 from shmloader.streams.stages import Item, Run, SkippedRecord, Stage, State
 
+# A reader passes over so many batches rather than go to a position, where it may have to read a
+# window again. With ranks whose number does not divide that of readers, it passes over theirs.
+_NEAR = 16
+
 #: The records of a batch, or what was raised in place of one of them.
 Group = list[Item] | Exception
 
@@ -129,7 +133,7 @@ class Reader:
 
     def seek(self, reading: Reading) -> None:
         """Go to the batch of a reading, which may be any."""
-        if not self.round <= reading.round or reading.at > self.round:
+        if reading.round < self.round or reading.at > self.round + _NEAR:
             self._go_to(reading.at, reading.state)
         while self.round < reading.round and self._read(1):
             self._pop()
