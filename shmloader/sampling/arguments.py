@@ -15,6 +15,7 @@ import os
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,39 @@ def flag(value: object, name: str) -> bool:
     return value
 
 
+def choice(value: object, name: str, words: tuple[str, ...]) -> Any:
+    """Check an argument that is one of several words, and return it.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if value not in words:
+        listed = ", ".join(map(repr, words[:-1]))
+        raise ValueError(f"{name} should be {listed} or {words[-1]!r}, but got {name}={value!r}")
+    return value
+
+
+def as_numbers(values: object, name: str) -> npt.NDArray[Any]:
+    """Return an argument as an array of ints or floats, without a copy if it is one.
+
+    Raises:
+        TypeError: If the values are not numbers.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        # numpy has no bfloat16.
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):  # such as rows of different lengths
+        array = np.array(None)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(
+            f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
+        )
+    return array
+
+
 def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
     """Check an argument that is a 1-d sequence of finite numbers, none of them negative.
 
@@ -81,16 +115,7 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
         TypeError: If the values are not numbers.
         ValueError: If the values do not have one dimension, or one is negative, infinite or NaN.
     """
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        # numpy has no bfloat16.
-        values = (values.double() if values.is_floating_point() else values).numpy()
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:  # such as rows of different lengths
-        raise _no_numbers(values, name) from error
-    if array.dtype.kind not in "iuf":
-        raise _no_numbers(values, name)
+    array = as_numbers(values, name)
     if array.ndim != 1:
         raise ValueError(f"{name} should have one dimension, but got {name} of shape {array.shape}")
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
@@ -105,12 +130,6 @@ def non_negatives(values: object, name: str) -> npt.NDArray[np.int64] | npt.NDAr
     checked = array.astype(np.int64) if is_int else array.astype(np.float64)
     checked.flags.writeable = False
     return checked
-
-
-def _no_numbers(values: object, name: str) -> TypeError:
-    return TypeError(
-        f"{name} should be a sequence of ints or floats, but got {name}={reprlib.repr(values)}"
-    )
 
 
 # Ranks -----------------------------------------------------------------------------------

@@ -82,13 +82,6 @@ def cost_function(balance: object) -> CostFunction | None:
     return checked
 
 
-def costs_of(packing: Packing, lengths: Numbers, cost: CostFunction) -> Costs:
-    """Return the cost of each batch: the sum over its samples, at least one a batch."""
-    if not len(packing.ends):
-        return np.zeros(0)
-    return np.add.reduceat(cost(lengths)[packing.order], packing.starts)
-
-
 def padded(packing: Packing, lengths: Numbers) -> Numbers:
     """Return the lengths with those of each batch raised to its longest, in each measure."""
     longest = np.maximum.reduceat(lengths[packing.order], packing.starts)

@@ -67,7 +67,11 @@ class CutDataset(Dataset[Any]):
             IndexError: If there is no piece of that number.
             ValueError: If no part of the sample is as long as its length says.
         """
-        index, start = self._find(number)
+        if not 0 <= number < len(self):
+            raise IndexError(f"piece {number} of {len(self)}")
+        index, start, later = int(number), 0, int(number) - len(self.dataset)
+        if later >= 0:
+            index, start = int(self._owners[later]), int(self._starts[later])
         sample = self.dataset[index]
         place = int(np.searchsorted(self._long, index))
         if place == len(self._long) or self._long[place] != index:
@@ -80,15 +84,6 @@ class CutDataset(Dataset[Any]):
                 f"TokenBatches say, but no tensor, array or list in it has: {_sizes(sample)}"
             )
         return cut
-
-    def _find(self, number: int) -> tuple[int, int]:
-        """Return the index of a piece's sample, and its first token."""
-        count = len(self.dataset)
-        if not 0 <= number < len(self):
-            raise IndexError(f"piece {number} of {len(self)}")
-        if number < count:
-            return int(number), 0
-        return int(self._owners[number - count]), int(self._starts[number - count])
 
 
 def _cut(value: Any, length: int, part: slice) -> Any:

@@ -1,13 +1,12 @@
 """What an epoch of a :class:`~shmloader.sampling.TokenBatches` is like, before it is loaded."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from shmloader.sampling.balancing import Costs
-from shmloader.sampling.token_windows import EpochWindows, Packer, Window
+from shmloader.sampling.balancing import CostFunction, Costs
+from shmloader.sampling.token_windows import EpochWindows, Packer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +56,18 @@ class PlanReport:
 def measure(
     windows: EpochWindows,
     packer: Packer,
-    dropped_count: int,
+    cost: CostFunction,
     world_size: int,
-    costs_in: Callable[[Window], Costs],
+    dropped_count: int,
 ) -> PlanReport:
     """Plan all windows of an epoch and return its figures.
 
     Args:
         windows: The epoch's windows.
         packer: Makes their batches.
-        dropped_count: Samples that are left out.
+        cost: What to compare ranks by.
         world_size: Number of ranks.
-        costs_in: Returns the cost of each batch of a window.
+        dropped_count: Samples that are left out.
     """
     budget = np.array(packer.budget)
     own, loaded = np.zeros(len(budget), np.int64), np.zeros(len(budget), np.int64)
@@ -80,8 +79,8 @@ def measure(
         plan_s += time.perf_counter() - began_s
         sample_count += len(window.numbers)
         own += window.lengths.sum(axis=0)
-        loaded += packer.as_loaded(window.packing, window.lengths).sum(axis=0)
-        costs.append(costs_in(window))
+        loaded += packer.as_loaded(window).sum(axis=0)
+        costs.append(packer.costs(window, cost))
     each = np.concatenate([np.zeros(0), *costs])
     ratios = _ratios(each, world_size)
     return PlanReport(

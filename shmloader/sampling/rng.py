@@ -8,6 +8,7 @@ all three takes about 18 µs: 12 of them for ``random``, which converts 625 numb
 import base64
 import contextlib
 import ctypes
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -125,21 +126,26 @@ def dump_generator(generator: torch.Generator) -> str:
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
-def load_generator(generator: torch.Generator, text: str) -> None:
-    """Set a generator's state to what :func:`dump_generator` returned, or raise ValueError."""
-    _read(_load_generator, generator, text)
+def _reader(function: Callable[..., None]) -> Callable[..., None]:
+    """Have a function that sets generators to a saved state raise ValueError if that is damaged."""
+
+    @functools.wraps(function)
+    def read(*args: Any) -> None:
+        outcome = attempt(function, *args)
+        if isinstance(outcome, Caught):
+            text = f"the state is damaged: a generator's state cannot be read: {outcome.error}"
+            raise ValueError(text) from outcome.error
+
+    return read
 
 
-def _load_generator(generator: torch.Generator, text: str) -> None:
+def _load(generator: torch.Generator, text: str) -> None:
     state = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     generator.set_state(torch.from_numpy(state.copy()))
 
 
-def _read(function: Callable[..., None], *args: Any) -> None:
-    outcome = attempt(function, *args)
-    if isinstance(outcome, Caught):
-        text = f"the state is damaged: a generator's state cannot be read: {outcome.error}"
-        raise ValueError(text) from outcome.error
+#: Sets a generator's state to what :func:`dump_generator` returned, or raises ValueError.
+load_generator = _reader(_load)
 
 
 #: Names of the process's global generators: torch's for the CPU, ``numpy.random`` and ``random``.
@@ -174,16 +180,13 @@ def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)
 
 
+@_reader
 def set_global_rng_state(state: dict[str, Any]) -> None:
     """Set the global generators to states; raise ValueError if one cannot be read."""
-    _read(_set_global_rng_state, state)
-
-
-def _set_global_rng_state(state: dict[str, Any]) -> None:
     if not isinstance(state, dict):
         raise TypeError(f"it is {described_type(state)}, not a dict")
     if "torch" in state:
-        _load_generator(torch.default_generator, state["torch"])
+        _load(torch.default_generator, state["torch"])
     if "numpy" in state:
         text, *others = state["numpy"]
         words = np.frombuffer(base64.b64decode(text), dtype=np.uint32)

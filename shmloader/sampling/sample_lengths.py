@@ -6,15 +6,13 @@ after that. So only long samples take memory.
 """
 
 import functools
-import reprlib
 import zlib
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from shmloader.sampling.arguments import whole_number
+from shmloader.sampling.arguments import as_numbers, whole_number
 from shmloader.sampling.packing import Budget, Numbers
 
 TooLong = Literal["raise", "truncate", "split", "drop"]
@@ -125,15 +123,7 @@ class SampleLengths:
 
 def _as_whole_numbers(lengths: object, measures: int) -> npt.NDArray[np.integer[Any]]:
     """Return lengths as an integer array of shape (n, measures), each at least 1."""
-    array = lengths.detach().cpu().numpy() if isinstance(lengths, torch.Tensor) else lengths
-    try:
-        array = np.asarray(array)
-    except (TypeError, ValueError):  # such as rows of different lengths
-        array = np.array(None)
-    if array.dtype.kind not in "iuf":
-        raise TypeError(
-            f"lengths should be an array of ints, but got lengths={reprlib.repr(lengths)}"
-        )
+    array = as_numbers(lengths, "lengths")
     if array.ndim == 1 and measures == 1:
         array = array[:, None]
     if array.shape[1:] != (measures,):
@@ -141,20 +131,15 @@ def _as_whole_numbers(lengths: object, measures: int) -> npt.NDArray[np.integer[
             f"lengths should have shape (samples,) or (samples, measures), with {measures} "
             f"measures as in max_tokens, but got lengths of shape {array.shape}"
         )
-    if not len(array):
-        return array.astype(np.int64)
-    if array.dtype.kind == "f":
-        is_whole = np.isfinite(array) & (array == np.floor(array))
-        wrong = ~(is_whole & (array >= 1) & (array < _TOO_LARGE))
-        is_wrong = bool(wrong.any())
-    else:
-        is_wrong = bool(array.min() < 1 or array.max() >= _TOO_LARGE)
-        wrong = (array < 1) | (array >= _TOO_LARGE) if is_wrong else array[:0]
-    if is_wrong:
-        row, column = np.argwhere(wrong)[0].tolist()
-        at = f"{row}" if measures == 1 else f"{row}, {column}"
-        raise ValueError(
-            f"lengths should be whole numbers from 1 to 2**63 - 1, but got lengths[{at}]="
-            f"{array[row, column]}"
-        )
-    return array.astype(np.int64) if array.dtype.kind == "f" else array
+    is_float = array.dtype.kind == "f"
+    if len(array) and (is_float or not 1 <= array.min() <= array.max() < _TOO_LARGE):
+        is_whole = not is_float or array == np.floor(array)
+        wrong = np.argwhere(~((array >= 1) & (array < _TOO_LARGE) & is_whole)).tolist()
+        if wrong:
+            row, column = wrong[0]
+            at = f"{row}" if measures == 1 else f"{row}, {column}"
+            raise ValueError(
+                f"lengths should be whole numbers from 1 to 2**63 - 1, but got lengths[{at}]="
+                f"{array[row, column]}"
+            )
+    return array.astype(np.int64) if is_float else array

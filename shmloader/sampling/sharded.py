@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from shmloader.interruptions import probe
 from shmloader.sampling.arguments import (
+    choice,
     divides_for_ranks,
     flag,
     non_negatives,
@@ -73,16 +74,11 @@ class ShardedSampler(EpochSampler[Any]):
         seed: int = 0,
     ) -> None:
         share = whole_number(batch_size, "batch_size", minimum=1)
-        if last_batch not in {"pad", "discard", "keep"}:
-            raise ValueError(
-                "last_batch should be 'pad', 'discard' or 'keep', but got "
-                f"last_batch={last_batch!r}"
-            )
+        self.last_batch = choice(last_batch, "last_batch", ("pad", "discard", "keep"))
         super().__init__(seed)
         _check_sampler(sampler)
         self.sampler = sampler
         self.rank, self.world_size = resolve_ranks(rank, world_size)
-        self.last_batch = last_batch
         self.batch_size = share
         self._cut = Cut(share, self.rank, self.world_size)
         # Batches that are planned, of which a rank can begin anywhere.

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from shmloader.grammar import warn_user
-from shmloader.sampling.arguments import flag, whole_number
-from shmloader.sampling.balancing import cost_function, costs_of, divide, tokens
+from shmloader.sampling.arguments import choice, flag, whole_number
+from shmloader.sampling.balancing import cost_function, divide, tokens
 from shmloader.sampling.packing import Numbers
 from shmloader.sampling.pieces import CutDataset, Piece
 from shmloader.sampling.plan_report import PlanReport, measure
@@ -117,9 +117,9 @@ class TokenBatches(EpochSampler[list[int]]):
         last_batch: Literal["divide", "pad", "discard"] = "divide",
     ) -> None:
         super().__init__(seed)
-        self.layout = _word(layout, "layout", _LAYOUTS)
-        self.too_long = _word(too_long, "too_long", TOO_LONG)
-        self.last_batch = _word(last_batch, "last_batch", _LAST_BATCHES)
+        self.layout = choice(layout, "layout", _LAYOUTS)
+        self.too_long = choice(too_long, "too_long", TOO_LONG)
+        self.last_batch = choice(last_batch, "last_batch", _LAST_BATCHES)
         self.window = whole_number(window, "window", minimum=1)
         self.shuffle = flag(shuffle, "shuffle")
         self.multiple_of = multiple_of
@@ -338,19 +338,5 @@ class TokenBatches(EpochSampler[list[int]]):
         """
         size = whole_number(world_size, "world_size", minimum=1)
         chosen = cost_function(cost) or self._packer.cost or tokens
-        return measure(
-            self._plan(self.epoch if epoch is None else epoch),
-            self._packer,
-            self.dropped_count,
-            size,
-            lambda window: costs_of(
-                window.packing, self._packer.as_loaded(window.packing, window.lengths), chosen
-            ),
-        )
-
-
-def _word(value: object, name: str, words: tuple[str, ...]) -> Any:
-    if value not in words:
-        listed = ", ".join(map(repr, words[:-1]))
-        raise ValueError(f"{name} should be {listed} or {words[-1]!r}, but got {name}={value!r}")
-    return value
+        windows = self._plan(self.epoch if epoch is None else epoch)
+        return measure(windows, self._packer, chosen, size, self.dropped_count)

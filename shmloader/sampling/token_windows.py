@@ -8,10 +8,11 @@ begins at any window, once the batches of the windows before are counted: 0.1 µ
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from shmloader.sampling.balancing import CostFunction, costs_of, order_by_cost, padded
+from shmloader.sampling.balancing import CostFunction, Costs, order_by_cost, padded
 from shmloader.sampling.indices import Permutation
 from shmloader.sampling.packing import (
     Budget,
@@ -22,6 +23,27 @@ from shmloader.sampling.packing import (
 )
 from shmloader.sampling.sample_lengths import SampleLengths
 from shmloader.sampling.samplers import random_numbers
+
+
+class Window(NamedTuple):
+    """The batches of a window.
+
+    Attributes:
+        numbers: Numbers of the window's samples.
+        lengths: Their lengths, of shape (m, k).
+        packing: Rows of these, in batches.
+    """
+
+    numbers: Numbers
+    lengths: Numbers
+    packing: Packing
+
+    def batches(self, start: int = 0) -> list[list[int]]:
+        """Return the batches from this one on, as lists of numbers."""
+        first = int(self.packing.starts[start]) if start < len(self.packing.ends) else 0
+        flat = self.numbers[self.packing.order[first:]].tolist()
+        ends = (self.packing.ends[start:] - first).tolist()
+        return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +62,28 @@ class Packer:
     multiple_of: int
     cost: CostFunction | None
 
-    def pack(self, lengths: Numbers) -> Packing:
-        """Return batches of samples of these lengths."""
+    def pack(self, numbers: Numbers, lengths: Numbers) -> Window:
+        """Return batches of samples of these numbers and lengths."""
         if self.is_padded:
-            return cut_by_longest(self._rounded(lengths), self.budget)
-        return best_fit_decreasing(lengths, self.budget)
+            packing = cut_by_longest(self._rounded(lengths), self.budget)
+        else:
+            packing = best_fit_decreasing(lengths, self.budget)
+        return Window(numbers, lengths, packing)
 
-    def as_loaded(self, packing: Packing, lengths: Numbers) -> Numbers:
+    def as_loaded(self, window: Window) -> Numbers:
         """Return the lengths as they are in the batches, with padding."""
-        return padded(packing, self._rounded(lengths)) if self.is_padded else lengths
+        lengths = window.lengths
+        return padded(window.packing, self._rounded(lengths)) if self.is_padded else lengths
+
+    def costs(self, window: Window, cost: CostFunction) -> Costs:
+        """Return the cost of each batch: the sum over its samples, at least one a batch."""
+        if not len(window.packing.ends):
+            return np.zeros(0)
+        costs = cost(self.as_loaded(window))[window.packing.order]
+        return np.add.reduceat(costs, window.packing.starts)
 
     def _rounded(self, lengths: Numbers) -> Numbers:
         return -(-lengths // self.multiple_of) * self.multiple_of
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The batches of a window, in the order of the epoch.
-
-    Attributes:
-        numbers: Numbers of the window's samples.
-        lengths: Their lengths, of shape (m, k).
-        packing: Rows of these, in batches.
-    """
-
-    numbers: Numbers
-    lengths: Numbers
-    packing: Packing
-
-    def batches(self, start: int = 0) -> list[list[int]]:
-        """Return the batches from this one on, as lists of numbers."""
-        first = int(self.packing.starts[start]) if start < len(self.packing.ends) else 0
-        flat = self.numbers[self.packing.order[first:]].tolist()
-        ends = (self.packing.ends[start:] - first).tolist()
-        return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class EpochWindows:
@@ -111,7 +121,7 @@ class EpochWindows:
         self._known, first = known
         self._firsts = [first]
         # The window that was counted last, since it is often the next that is planned.
-        self._packed: dict[int, tuple[Numbers, Numbers, Packing]] = {}
+        self._packed: dict[int, Window] = {}
 
     def __len__(self) -> int:
         """Return the number of batches. Plans all windows at the first call."""
@@ -142,38 +152,33 @@ class EpochWindows:
         return self._known + len(self._firsts) - 1
 
     def window(self, number: int) -> Window:
-        """Plan a window."""
+        """Plan a window, with its batches in the order of the epoch."""
         first = self._first(number)
-        if number not in self._packed:
-            self._packed = {number: self._pack(number)}
-        numbers, lengths, packing = self._packed.pop(number)
+        window = self._packed.pop(number, None) or self._pack(number)
+        packing, cost, random = window.packing, self._packer.cost, None
         if number == self._next:
             self._firsts.append(first + len(packing.ends))
-        cost = self._packer.cost
-        random = None
         if self._order is not None:
             random = random_numbers(self._seed, self._epoch, number + 1)
         if cost is not None:
-            costs = costs_of(packing, self._packer.as_loaded(packing, lengths), cost)
-            order = order_by_cost(costs, first, random)
+            order = order_by_cost(self._packer.costs(window, cost), first, random)
         elif random is not None:
             order = random.permutation(len(packing.ends))
         else:  # by the first sample of each
             order = np.argsort(np.minimum.reduceat(packing.order, packing.starts), kind="stable")
-        return Window(numbers, lengths, packing.arranged(order))
+        return window._replace(packing=packing.arranged(order))
 
     def _first(self, window: int) -> int:
         """Return how many batches come before a window."""
         while self._next < window:
             self._packed = {self._next: self._pack(self._next)}
-            self._firsts.append(self._firsts[-1] + len(self._packed[self._next][2].ends))
+            self._firsts.append(self._firsts[-1] + len(self._packed[self._next].packing.ends))
         return self._firsts[window - self._known]
 
-    def _pack(self, number: int) -> tuple[Numbers, Numbers, Packing]:
-        """Return the numbers of a window's samples, their lengths, and batches of them."""
+    def _pack(self, number: int) -> Window:
+        """Return a window, with its batches in the order in which they were packed."""
         count = self._source.number_count
         begin, end = (count * each // self.window_count for each in (number, number + 1))
         positions = np.arange(begin, end)
         order = positions if self._order is None else self._order.at(positions)
-        numbers, lengths = self._source.take(order)
-        return numbers, lengths, self._packer.pack(lengths)
+        return self._packer.pack(*self._source.take(order))
