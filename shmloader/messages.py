@@ -35,9 +35,8 @@ NO_EPOCH = -1
 
 
 class Spilled(NamedTuple):
-    """Stands for a pickled value of ``nbytes`` that lies in the slot, at ``offset``."""
+    """Stands for a pickled value of ``nbytes`` that lies at the beginning of the slot."""
 
-    offset: int
     nbytes: int
 
 

@@ -95,37 +95,28 @@ class Adapter:
         return self.count
 
     def _decide(self, elapsed_ns: int) -> None:
-        rate = self._batches / elapsed_ns
+        before, rate = self.count, self._batches / elapsed_ns
         wait_share = max(self._wait_ns.values()) / elapsed_ns
+        busy_workers = self._busy_ns / elapsed_ns
         trial, self._trial = self._trial, None
-        if trial is not None and not self._has_helped(trial, rate, wait_share):
+        has_helped = trial is None or (
+            rate > _GAIN * trial.rate if before > trial.count else wait_share < _WAITS / 2
+        )
+        if trial is not None and not has_helped:
             self._pause, self._next_pause = (
                 self._next_pause,
                 min(2 * self._next_pause, _LONGEST_PAUSE),
             )
-            self._go_to(trial.count)
+            self.count = trial.count
         elif self._pause:
             self._pause -= 1
         else:
             if trial is not None:
                 self._next_pause = 1
-            self._try(rate, wait_share, self._busy_ns / elapsed_ns)
-
-    def _has_helped(self, trial: _Trial, rate: float, wait_share: float) -> bool:
-        if self.count > trial.count:
-            return rate > _GAIN * trial.rate
-        return wait_share < _WAITS / 2
-
-    def _try(self, rate: float, wait_share: float, busy_workers: float) -> None:
-        if wait_share > _WAITS and self.count < self.most:
-            self._trial = _Trial(self.count, rate)
-            self._go_to(self.count + 1)
-        elif (
-            wait_share < _NEVER_WAITS and self.count > 1 and busy_workers < _BUSY * (self.count - 1)
-        ):
-            self._trial = _Trial(self.count, rate)
-            self._go_to(self.count - 1)
-
-    def _go_to(self, count: int) -> None:
-        self.count = count
-        self._is_settling = True
+            if wait_share > _WAITS and before < self.most:
+                self.count += 1
+            elif wait_share < _NEVER_WAITS and before > 1 and busy_workers < _BUSY * (before - 1):
+                self.count -= 1
+            if self.count != before:
+                self._trial = _Trial(before, rate)
+        self._is_settling = self.count != before

@@ -162,9 +162,8 @@ class BatchServer:
         """Make a batch and write it to the slot. Returns its layout if the layout is new."""
         indices, pid = task.indices, getpid()
         if isinstance(indices, messages.Spilled):
-            end = indices.offset + indices.nbytes
-            self._arena.reach(slot, end)
-            indices = bytes(slot.memory[indices.offset : end])
+            self._arena.reach(slot, indices.nbytes)
+            indices = bytes(slot.memory[: indices.nbytes])
         content = pickle.loads(indices)
         content, self.dataset.hung = content if task.has_hung else (content, {})
         batch = self.dataset.load(content, task.dataset_epoch)

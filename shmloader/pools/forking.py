@@ -199,16 +199,16 @@ class ParentDeathPipe:
 
     def __init__(self) -> None:
         self.main_pid = os.getpid()
-        self._read, self._write = os.pipe()
+        self._read, self._write = (Descriptors([fd]) for fd in os.pipe())
         PROCESS.parent_death_pipes.add(self)
 
     def __getstate__(self) -> tuple[int, Any]:
         """Pickle for a process that is being started."""
-        return self.main_pid, reduction.DupFd(self._read)
+        return self.main_pid, reduction.DupFd(self._read[0])
 
     def __setstate__(self, state: tuple[int, Any]) -> None:
         self.main_pid, duplicate = state
-        self._read, self._write = duplicate.detach(), -1
+        self._read, self._write = Descriptors([duplicate.detach()]), Descriptors()
 
     def hold(self) -> None:
         """Make this process end with the main process: at once if that has ended already."""
@@ -216,13 +216,12 @@ class ParentDeathPipe:
         # Opened again, since the signal and its receiver belong to the open file, not to the pipe.
         # Where that cannot be, as without /proc, only the newest worker gets the signal: the others
         # end when they next look for a task.
-        path, flags = f"/proc/self/fd/{self._read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            read = os.open(path, flags)
-        except OSError:
-            read = self._read
-        else:
-            self.close_read()
+        (read,) = self._read
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            read = os.open(f"/proc/self/fd/{read}", flags)
+            self._read.close_all()
+        self._read.clear()  # what is open stays open for the life of this process
         fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
         with contextlib.suppress(OSError):  # a sandbox may forbid it: then SIGIO ends this process
             fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
@@ -234,15 +233,11 @@ class ParentDeathPipe:
 
     def close_read(self) -> None:
         """Close the reading end. No worker may be started afterwards."""
-        fd, self._read = self._read, -1
-        if fd >= 0:
-            os.close(fd)
+        self._read.close_all()
 
     def close_write(self) -> None:
         """Close the writing end, in a process that is not the main one."""
-        fd, self._write = self._write, -1
-        if fd >= 0:
-            os.close(fd)
+        self._write.close_all()
 
     def close(self) -> None:
         """Close both ends, which ends every running worker. May be called again."""

@@ -29,9 +29,13 @@ class WorkerHandle(Outbox):
         pidfd: Readable when the process has ended; -1 once closed.
         process: The process of multiprocessing's; None if other ranks share the worker. Then its
             id, its descriptor and what returns its exit code are given.
+        reader: The reader of its last layout, or why there is none. It sends a layout only if that
+            differs from its last one.
+        pieces: What has come of a long message.
     """
 
     process: Any = None
+    reader: Any = None
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class WorkerHandle(Outbox):
         shared: tuple[int, Descriptors, Callable[[int], int | None]] | None = None,
     ) -> None:
         super().__init__(channel)
+        self.pieces = bytearray()
         if shared is not None:
             self.pid, self._owned, self._exit_code = shared
         else:

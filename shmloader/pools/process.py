@@ -13,7 +13,7 @@ from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
 from shmloader.pools import Events, SentTicket
-from shmloader.pools.answers import Answer, Batch, Failure, Reader, read_layout
+from shmloader.pools.answers import Answer, Batch, Failure, read_layout
 from shmloader.pools.batch_server import TaskConfig
 from shmloader.pools.slot_memory import PageLocker, SlotMemory
 from shmloader.pools.task_queue import LOOKS, receive
@@ -48,11 +48,6 @@ class ProcessPool(WorkerProcesses):
         admission = None if tasks.memory is None else MemoryAdmission(tasks.memory)
         self.memory = SlotMemory(tasks.arena, locker, admission)
         self.counts = self.memory.counts
-        # The reader of each worker's last layout, or why there is none: a worker sends a layout
-        # only if it differs from its last one.
-        self._readers: dict[int, Reader | RemoteError] = {}
-        # The pieces that have come of a worker's long message.
-        self._pieces: dict[int, bytearray] = {}
         super().__init__(starter, tasks.queue, count, may_replace=may_replace, grace_s=grace_s)
 
     # Tasks -------------------------------------------------------------------------------
@@ -107,7 +102,7 @@ class ProcessPool(WorkerProcesses):
             )
         memory.grow(ticket.slot_id, nbytes).memory[:nbytes] = body
         memory.count_pages(ticket.slot_id, nbytes)
-        return messages.Spilled(0, nbytes)
+        return messages.Spilled(nbytes)
 
     def start_epoch(self, worker_id: int, epoch: int) -> bool:  # noqa: ARG002 - workers count none
         """Tell a worker to begin a further epoch."""
@@ -139,7 +134,7 @@ class ProcessPool(WorkerProcesses):
             self._receive_unusual(worker_id, data, events)
             return
         _, seq, epoch, slot_id, used_bytes = messages.DONE_HEAD.unpack_from(data)
-        reader = self._readers[worker_id]
+        reader = self.handles[worker_id].reader
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
             memory.count_pages(slot_id, used_bytes)
@@ -156,7 +151,7 @@ class ProcessPool(WorkerProcesses):
 
     def _receive_unusual(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a message that is not a batch with a known layout."""
-        whole = messages.join(self._pieces.setdefault(worker_id, bytearray()), data)
+        whole = messages.join(self.handles[worker_id].pieces, data)
         if whole is None:
             return
         message = messages.unpack(whole)
@@ -185,9 +180,10 @@ class ProcessPool(WorkerProcesses):
 
     def _read(self, worker_id: int, batch: Batch, layout: bytes | None) -> Batch | Failure:
         """Return a batch with the reader of its layout."""
+        worker = self.handles[worker_id]
         if layout is not None:
-            self._readers[worker_id] = read_layout(layout, self._readers.values())
-        reader = self._readers[worker_id]
+            worker.reader = read_layout(layout, [each.reader for each in self.handles])
+        reader = worker.reader
         if isinstance(reader, RemoteError):
             return Failure(reader, batch.report)
         batch.content, batch.lends = reader, reader.lends
@@ -203,15 +199,6 @@ class ProcessPool(WorkerProcesses):
 
     # Workers -----------------------------------------------------------------------------
 
-    def start(self, worker_id: int) -> None:
-        """Start a worker for the first time, after it was retired, or in place of a dead one."""
-        # The new worker sends its layout with its first batch.
-        self._readers.pop(worker_id, None)
-        self._pieces.pop(worker_id, None)
-        super().start(worker_id)
-
-    replace = start
-
     def leave(self, worker_id: int) -> None:
         """Have a worker receive no more tasks from the queue."""
         self._send(worker_id, messages.pack(messages.Leave()))
@@ -221,5 +208,4 @@ class ProcessPool(WorkerProcesses):
         try:
             self.end_workers()
         finally:
-            self._readers.clear()
             uninterruptible(self.memory.close)

@@ -13,9 +13,7 @@ import os
 import select
 import signal
 import struct
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 from shmloader.batch.sample_watch import NO_SAMPLE
 from shmloader.insight.measurements import read_file
 from shmloader.memory.arena import MEMFD_NAME, map_range
+from shmloader.pools.forking import Descriptors
 
 # A line: phase, epoch, seq, time.monotonic_ns() when the phase began.
 _LINE = struct.Struct("=4q")
@@ -83,52 +82,39 @@ class AtWork:
 
 
 class StatusPage:
-    """The page, owned by the pool. In a process that gets it pickled, it is a worker's end.
-
-    It is closed when it is garbage, if not before: a signal handler may raise before it is stored.
-    """
-
-    _fd = _stack_read = _stack_write = -1
-    _words = memoryview(b"")
+    """The page, owned by the pool. In a process that gets it pickled, it is a worker's end."""
 
     def __init__(self, worker_count: int) -> None:
-        self._fd = os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)
-        try:
-            nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.ftruncate(self._fd, nbytes)
-            self._words = _map_words(self._fd, nbytes)
-            self._stack_read, self._stack_write = os.pipe()
-            # Neither a worker in its signal handler nor this process may block.
-            os.set_blocking(self._stack_write, False)
-            os.set_blocking(self._stack_read, False)
-        except BaseException:
-            self.close()
-            raise
+        self._page = Descriptors([os.memfd_create(f"{MEMFD_NAME}-status", os.MFD_CLOEXEC)])
+        nbytes = -(-worker_count * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self._page[0], nbytes)
+        self._words = _map_words(self._page[0], nbytes)
+        self._read, self._write = (Descriptors([fd]) for fd in os.pipe())
+        # Neither a worker in its signal handler nor this process may block.
+        for fd in (*self._read, *self._write):
+            os.set_blocking(fd, False)
 
     def __getstate__(self) -> tuple[Any, Any, int]:
         """Pickle for a process that is being started."""
-        write = reduction.DupFd(self._stack_write)
-        return reduction.DupFd(self._fd), write, self._words.nbytes
+        page, write = map(reduction.DupFd, (*self._page, *self._write))
+        return page, write, self._words.nbytes
 
     def __setstate__(self, state: tuple[Any, Any, int]) -> None:
-        page, stack, nbytes = state
-        fd = page.detach()
-        try:
-            self._words = _map_words(fd, nbytes)
-        finally:
-            os.close(fd)
-        self._stack_write = stack.detach()
+        page, write, nbytes = state
+        owned = Descriptors([page.detach()])
+        self._words = _map_words(owned[0], nbytes)
+        self._write = Descriptors([write.detach()])
 
     def open_line(self, worker_id: int) -> "Line":
         """Return a worker's line, in that worker. It takes the page over."""
         words, self._words = self._words, memoryview(b"")
-        stack, self._stack_write = self._stack_write, -1
-        return Line(words, stack, worker_id)
+        write, self._write = self._write, Descriptors()
+        return Line(words, write, worker_id)
 
     def close_for_start(self) -> None:
         """Close what only new workers need. No worker may be started afterwards."""
-        for name in ("_fd", "_stack_write"):
-            self._close(name)
+        self._page.close_all()
+        self._write.close_all()
 
     def clear(self, worker_id: int) -> None:
         """Reset a worker's line before the worker starts."""
@@ -170,30 +156,17 @@ class StatusPage:
     def _receive_stack(self, first_ms: int, quiet_ms: int) -> str:
         """Return the frames that come through the pipe, without the heading above them."""
         poll = select.poll()
-        poll.register(self._stack_read, select.POLLIN)
+        poll.register(self._read[0], select.POLLIN)
         data = b""
         while poll.poll(quiet_ms if data else first_ms):
-            data += os.read(self._stack_read, 1 << 16)
+            data += os.read(self._read[0], 1 << 16)
         return data.decode(errors="replace").partition("\n")[2].rstrip("\n")
 
     def close(self) -> None:
         """Unmap and close; may be called again."""
-        for name in ("_fd", "_stack_read", "_stack_write"):
-            self._close(name)
+        self.close_for_start()
+        self._read.close_all()
         self._words.release()
-
-    # Once the interpreter is finalizing, the module's names may be gone.
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self.close()
-
-    def _close(self, name: str) -> None:
-        fd = getattr(self, name)
-        # Reset first: after an interruption, or in a child that another thread forks meanwhile, a
-        # second close might close another file of this number.
-        setattr(self, name, -1)
-        if fd >= 0:
-            os.close(fd)
 
 
 def _map_words(fd: int, nbytes: int) -> memoryview:
@@ -206,8 +179,8 @@ class Line:
     ``held[0]`` says which task of the queue it has: its number plus FIRST_TASK, or a state.
     """
 
-    def __init__(self, words: memoryview, stack_fd: int, worker_id: int) -> None:
-        self._words, self._stack_fd = words, stack_fd
+    def __init__(self, words: memoryview, stack: Descriptors, worker_id: int) -> None:
+        self._words, self._stack = words, stack
         self._offset = worker_id * _LINE_BYTES
         held_at = (self._offset + _HELD_AT) // 8
         self.held = words[held_at : held_at + 1]
@@ -218,13 +191,13 @@ class Line:
     def show_stack(self) -> None:
         """Send this thread's stack to the page's main process whenever that asks for it."""
         try:
-            faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=False, chain=False)
+            faulthandler.register(STACK_SIGNAL, file=self._stack[0], all_threads=False, chain=False)
         except OSError:  # a sandbox refuses the signal stack: the worker's stack is not shown
             signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def close(self) -> None:
         """Unmap the page. Call :meth:`show_stack` of another line afterwards."""
-        os.close(self._stack_fd)
+        self._stack.close_all()
         self.held.release()
         self._words.release()
 

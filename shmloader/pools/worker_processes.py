@@ -160,6 +160,8 @@ class WorkerProcesses:
             end_unused(new)
             self._check_open()
 
+    replace = start
+
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._is_closed:
             raise ClosedLoaderError("the workers have been ended") from cause

@@ -35,7 +35,7 @@ from shmloader.pools.answers import Empty, Failure
 
 ERROR = RemoteError.of(ValueError("no"), "here")
 MESSAGES = [
-    Task(1, 0, 2, 10**6, None, Spilled(0, 10**6)),
+    Task(1, 0, 2, 10**6, None, Spilled(10**6)),
     Task(1, 0, 2, 0, 7, b"indices and what has hung", has_hung=True),
     StartEpoch(4),
     ResumeStream(b"checkpoint"),

@@ -186,7 +186,7 @@ def test_long_indices_go_into_a_slot_whose_mapping_a_device_reads():
     with queue.pop_receiver() as receiver:
         task = unpack(receiver.recv(RECEIVE_BYTES))
     where = task.indices
-    found = arena.slots[0].memory[where.offset : where.offset + where.nbytes]
+    found = arena.slots[0].memory[: where.nbytes]
     assert pickle.loads(found) == indices
     assert task.touched_bytes == where.nbytes
     pool.close()

@@ -65,7 +65,7 @@ def keeps_the_interpreter(tell: int) -> None:
 def test_a_late_stack_of_another_worker_is_not_taken_for_this_one_s(status_page):
     child = Child(status_page, 0, sleeps_here)
     try:
-        os.write(status_page._stack_write, b"Stack (most recent call first):\n  STALE\n")
+        os.write(status_page._write[0], b"Stack (most recent call first):\n  STALE\n")
         stack = status_page.ask(0, child.pid).stack
         assert "STALE" not in stack
         assert re.match(r'  File ".*", line \d+ in sleeps_here\n', stack)
