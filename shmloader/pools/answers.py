@@ -22,6 +22,7 @@ from shmloader.interruptions import Caught, Wakeup, attempt, uninterruptible
 from shmloader.memory.flat import FlatReader
 from shmloader.memory.pickled import PickledLayout, PickledReader
 from shmloader.messages import Unsaved
+from shmloader.pools.worker_dataset import WorkerDataset
 from shmloader.process_state import end_if_forked
 
 
@@ -181,7 +182,9 @@ class ObjectPool:
         """End the threads, or cancel tasks. Runs again if it is interrupted."""
 
 
-def make_answer(maker: BatchMaker, make: Callable[[], object], where: str) -> Answer:
+def make_answer(
+    maker: BatchMaker | WorkerDataset, make: Callable[[], object], where: str
+) -> Answer:
     """Make a batch by ``make``, and return the answer to its ticket; a Failure if it raises.
 
     ``maker`` has the report on the samples and the times. ``where`` is for texts of failures.

@@ -97,6 +97,7 @@ class ExecutorPool(ObjectPool):
     """
 
     has_queue = False
+    _tasks: dict[int, _Sent]
 
     def __init__(
         self,
@@ -238,8 +239,7 @@ class ExecutorPool(ObjectPool):
         """Return which task a worker has."""
         for sent in self._tasks.copy().values():
             if sent.worker_id == worker_id and not sent.is_done:
-                at_work: AtWork = sent.describe()
-                return at_work
+                return sent.describe()
         return AtWork(Phase.IDLE, 0, 0, 0.0)
 
     ask = was_at  # the executor's processes show no stack

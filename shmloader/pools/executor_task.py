@@ -24,12 +24,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
 from shmloader.batch.explain import pickle_or_explain
 from shmloader.batch.failures import RemoteError
 from shmloader.batch.fetch import FetchConfig
-from shmloader.batch.maker import BatchMaker
 from shmloader.batch.payload import (
     MissingPayloadError,
     PayloadHandle,
@@ -42,9 +40,8 @@ from shmloader.interruptions import Caught, attempt
 from shmloader.memory.pickled import PartialStorage
 from shmloader.memory.writer import SlotWriter, install
 from shmloader.pools.answers import Answer, Batch, Empty, Failure, make_answer
-from shmloader.pools.worker_dataset import introduce
+from shmloader.pools.worker_dataset import WorkerDataset, introduce
 from shmloader.process_state import PROCESS
-from shmloader.sampling.hooks import set_dataset_epoch
 from shmloader.sampling.rng import GlobalState
 
 #: The most loaders whose datasets a process keeps.
@@ -210,24 +207,12 @@ class _Maker:
         self._rng: GlobalState | None = None
         with self._as_worker():
             objects = load_portable(payload, contents)
-            self._dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
-            seed = seed_worker(base_seed, number)
-            introduce(number, worker_count, seed, self._dataset, init_fn)
+            dataset, collate_fn, init_fn, on_error, fields, worker_count = objects
+            introduce(number, worker_count, seed_worker(base_seed, number), dataset, init_fn)
             self._info = torch_worker._worker_info
-            config = FetchConfig(*fields)
-            self._told_epoch = config.told_epoch
-            self._concurrent_fetcher = config.make_concurrent_fetcher()
-            self._maker = BatchMaker(
-                config,
-                self._dataset,
-                collate_fn,
-                on_error,
-                where=where,
-                timer=Timer(),
-                worker_id=number,
-                arrays=Arrays(self._dataset) if config.takes_arrays else None,
-                concurrent_fetcher=self._concurrent_fetcher,
-            )
+            self._dataset = WorkerDataset(FetchConfig(*fields), number, where, None, Timer())
+            self._dataset.open(dataset, collate_fn, on_error, by_value=payload.by_value)
+            self.close = self._dataset.close
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:
@@ -251,23 +236,18 @@ class _Maker:
         self, indices: bytes, dataset_epoch: int | None
     ) -> "tuple[bytes, tuple[Any, ...] | None]":
         """Make a task's batch. Returns the first arguments of :func:`read_answer`."""
-        make = functools.partial(self._make, indices, dataset_epoch)
-        self._maker.timer.begin()
+        dataset = self._dataset
+        if dataset.error is not None:
+            return _pack(Failure(dataset.error))
+        dataset.timer.begin()
         with self._as_worker():
-            return _pack(make_answer(self._maker, make, self._where))
+            make = functools.partial(self._make, indices, dataset_epoch)
+            return _pack(make_answer(dataset, make, self._where))
 
     def _make(self, indices: bytes, dataset_epoch: int | None) -> tuple[Any, ...]:
-        if dataset_epoch not in (None, self._told_epoch):
-            self._told_epoch = dataset_epoch
-            set_dataset_epoch(self._dataset, dataset_epoch)
         with explained_missing():
-            batch = self._maker.make(pickle.loads(indices))
+            batch = self._dataset.load(pickle.loads(indices), dataset_epoch)
         return pack_batch(batch, by_value=self._by_value)
-
-    def close(self) -> None:
-        """End the threads that load samples."""
-        if self._concurrent_fetcher is not None:
-            self._concurrent_fetcher.close()
 
 
 def pack_batch(batch: object, *, by_value: bool) -> tuple[Any, ...]:

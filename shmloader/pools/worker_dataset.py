@@ -1,8 +1,8 @@
 """Makes a worker's dataset ready, loads from it, resumes it, and takes its state.
 
-It runs in a worker process, on the thread that makes batches. If the user's code raises an
-exception while the dataset is made ready or resumed, this exception answers every task of the
-epoch, in the order of the tasks.
+It runs in a worker process, or in a process of an executor, on the thread that makes batches. If
+the user's code raises an exception while the dataset is made ready or resumed, this exception
+answers every task of the epoch, in the order of the tasks.
 """
 
 import functools
@@ -49,6 +49,7 @@ class WorkerDataset:
         fingerprint: Fingerprint of a batch. The caller sets it to None before it loads a batch; it
             stays None if none is taken or its samples were not read.
         state_ns: How long it took to take the newest snapshot, in nanoseconds.
+        timer: Measures the parts of the work. The caller begins it with each task.
         told: The number that the dataset was told by ``set_epoch()``; None if that is not known.
         hung: Samples of the next task that hung in an earlier worker. Maps their numbers to what
             that worker was doing.
@@ -59,13 +60,13 @@ class WorkerDataset:
         config: FetchConfig,
         worker_id: int,
         where: str,
-        writer: SlotWriter,
+        writer: SlotWriter | None,
         timer: Timer,
-        publish: Callable[[int, int], None],
+        publish: Callable[[int, int], None] = lambda _number, _deadline_ns: None,
     ) -> None:
         self._config, self._worker_id, self._where = config, worker_id, where
         self.by_value = self.has_report = False
-        self._writer, self._timer = writer, timer
+        self._writer, self.timer = writer, timer
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._on_error: OnError = "raise"
@@ -164,7 +165,7 @@ class WorkerDataset:
             self._collate_fn,
             self._on_error,
             where=self._where,
-            timer=self._timer,
+            timer=self.timer,
             worker_id=self._worker_id,
             arrays=Arrays(dataset, self._writer) if config.takes_arrays else None,
             concurrent_fetcher=self._concurrent_fetcher,
@@ -217,6 +218,7 @@ class WorkerDataset:
         if self._sample_watch is not None:
             self._sample_watch.begin(self.hung, is_replay=True)
         only_reads = is_plain(self._collate_fn)
+        assert self._writer is not None
         try:
             with maker.loading(indices) as plain, self._writer.withheld():
                 maker.fetcher.replay(self._checkpoint, plain, only_reads=only_reads)
@@ -268,6 +270,11 @@ class WorkerDataset:
         state: _T | Unsaved | None = self._maker.save(keep)
         self.state_ns = self._maker.state_ns
         return state
+
+    def close(self) -> None:
+        """End the threads that load samples."""
+        if self._concurrent_fetcher is not None:
+            self._concurrent_fetcher.close()
 
     def pop_report(self) -> SampleReport | None:
         """Return which samples of the batch have failed; None if no batch could be made."""
