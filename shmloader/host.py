@@ -392,8 +392,12 @@ def share_on_host(build: Callable[[], _T], writable: bool = False) -> _T:
         meeting = Meeting(f"share_on_host {number}", rank)
         if meeting.is_host:
             return _build(meeting, build, ranks - 1, writable=writable)
+        channel = meeting.socket
         try:
-            payload = _receive(meeting.socket)
+            channel.settimeout(_REST_S)
+            payload = receive_payload(channel)
+            with contextlib.suppress(ConnectionError):  # the host may have ended by now
+                channel.send(_RECEIVED)
         except (ConnectionError, TimeoutError) as error:
             if is_interruption(error):
                 raise
@@ -479,15 +483,6 @@ class _Server(BackgroundThread):
                 self._left -= guest.recv(len(_RECEIVED)) == _RECEIVED
             except OSError as error:
                 _log.warning("could not send the shared object to a rank of this host: %s", error)
-
-
-def _receive(channel: socket.socket) -> ReceivedPayload:
-    """Receive what the host has built. Raises to try again."""
-    channel.settimeout(_REST_S)
-    payload = receive_payload(channel)
-    with contextlib.suppress(ConnectionError):  # the host may have ended, and is needed no more
-        channel.send(_RECEIVED)
-    return payload
 
 
 def _open(payload: ReceivedPayload, builder: int) -> Any:

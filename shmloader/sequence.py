@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal
 
 from shmloader.loader.dataloader import DataLoader
-from shmloader.sampling.arguments import flag, whole_number
+from shmloader.sampling.arguments import choice, flag, whole_number
 
 __all__ = ["batch", "concatenate", "cycle", "gather", "prefetch", "smap"]
 
@@ -295,8 +295,7 @@ def prefetch(
     Raises:
         TypeError, ValueError: If an argument is invalid.
     """
-    if method not in ("thread", "process"):
-        raise ValueError(f"method should be 'thread' or 'process', but got method={method!r}")
+    choice(method, "method", ("thread", "process"))
     if start_hook is not None:
         _check_callable(start_hook, "start_hook")
     count = whole_number(nworkers, "nworkers", minimum=0) or len(os.sched_getaffinity(0))

@@ -62,10 +62,6 @@ class PageLocks:
         # Held while a copy from a locked slot begins, and while all slots are unlocked.
         self._reading = threading.Lock()
 
-    def locked_bytes(self, slot: Slot) -> int:
-        """Return how many bytes from a slot's start are locked."""
-        return self._locked.get(slot.address, 0)
-
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Page-lock a slot's first bytes.
 
@@ -75,7 +71,7 @@ class PageLocks:
             slot: The slot, which no device reads at this moment.
             nbytes: Number of bytes from its start, all of which have pages.
         """
-        if self._is_refused or self.locked_bytes(slot) >= nbytes:
+        if self._is_refused or self._locked.get(slot.address, 0) >= nbytes:
             return
         first = self._backends[0]
         why = first.driver
@@ -126,13 +122,10 @@ class PageLocks:
         locked = [slot for slot in slots if slot.address in self._locked]
         if os.getpid() == self._pid and locked:
             with self._reading:
-                self._wait_and_unlock(locked)
-
-    def _wait_and_unlock(self, slots: Iterable[Slot]) -> None:
-        for backend in self._backends:
-            backend.finish()
-        for slot in slots:
-            self.unlock(slot)
+                for backend in self._backends:
+                    backend.finish()
+                for slot in locked:
+                    self.unlock(slot)
 
     @contextlib.contextmanager
     def reading(self, tensor: torch.Tensor) -> Iterator[bool]:

@@ -27,7 +27,7 @@ from shmloader.pipeline.config import (
     name_of,
 )
 from shmloader.pipeline.pipeline import Pipeline, PipelineIterator
-from shmloader.sampling.arguments import flag, whole_number
+from shmloader.sampling.arguments import choice, flag, whole_number
 
 # The default of `num_threads` is at most this.
 _MAX_THREADS = 32
@@ -176,10 +176,7 @@ class PipelineBuilder:
         """
         if not callable(op):
             raise TypeError(f"op should be callable, but got op={reprlib.repr(op)}")
-        if output_order not in ("completion", "input"):
-            raise ValueError(
-                f"output_order should be 'completion' or 'input', but got {output_order!r}"
-            )
+        choice(output_order, "output_order", ("completion", "input"))
         is_async, makes_many = kind_of(op)
         kind = _stage_kind(executor, is_async=is_async)
         is_elsewhere = kind in ("process", "executor")

@@ -55,9 +55,9 @@ class EpochPlan:
         "order", "resumed", "sources",
     )  # fmt: skip
 
-    def __init__(self, order: Any, counter: EpochCounter | None = None) -> None:
+    def __init__(self, order: Any, counter: EpochCounter) -> None:
         self.order = self.newest = order
-        self.counter = EpochCounter() if counter is None else counter
+        self.counter = counter
         self.is_continued = self.is_elsewhere = False
         self.resumed: dict[str, Any] | None = None
         self.generator: torch.Generator | None = None

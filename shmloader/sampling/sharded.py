@@ -223,23 +223,24 @@ class DistributedWeightedSampler(EpochSampler[int]):
 
     def _draw(self, epoch: int) -> Iterator[int]:
         random = random_numbers(self.seed, epoch)
-        drawn = self._with_replacement(random) if self.replacement else self._without(random)
-        yield from drawn[self.rank :: self.world_size][: len(self)].tolist()
-
-    def _with_replacement(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
         # Divided by the largest weight, so that the sum is finite.
         shares = self.weights / self.weights.max()
-        return random.choice(len(shares), self.num_samples, p=shares / shares.sum())
+        if self.replacement:
+            drawn = random.choice(len(shares), self.num_samples, p=shares / shares.sum())
+        else:
+            drawn = self._without_replacement(random, shares)
+        yield from drawn[self.rank :: self.world_size][: len(self)].tolist()
 
-    def _without(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    def _without_replacement(
+        self, random: np.random.Generator, shares: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.int64]:
         # Each index arrives after a random time, exponentially distributed with its weight as rate.
         # The first to arrive is index i with a probability proportional to weight i. Such times
         # have no memory, so the same is true of the next one among those that remain. Division
         # gives the same bits on any processor, unlike a logarithm, and all ranks have to agree on
         # the order.
         candidates = np.flatnonzero(self.weights)
-        shares = self.weights[candidates] / self.weights.max()
-        times = random.standard_exponential(len(shares))
+        times = random.standard_exponential(len(candidates))
         with np.errstate(all="ignore"):  # a share that is too small for a double comes last
-            times /= shares
+            times /= shares[candidates]
         return candidates[np.argsort(times, kind="stable")[: self.num_samples]]

@@ -139,7 +139,8 @@ class TokenBatches(EpochSampler[list[int]]):
                 "give too_long='raise', 'truncate' or 'drop'"
             )
         limits = tuple(each // multiple * multiple for each in budget)
-        self._source = SampleLengths(lengths, limits, too_long)
+        self._source = source = SampleLengths(lengths, limits, too_long)
+        self.number_count, self.dropped_count = source.number_count, source.dropped_count
         self._limits = limits
         self.balance = balance
         self._packer = Packer(budget, layout == "padded", multiple, cost_function(balance))
@@ -163,16 +164,6 @@ class TokenBatches(EpochSampler[list[int]]):
     def lengths(self) -> Any:
         """The lengths, as an integer array of shape (n,), or (n, k) for several measures."""
         return self._source.lengths if len(self._limits) > 1 else self._source.lengths[:, 0]
-
-    @property
-    def number_count(self) -> int:
-        """How many samples there are, or pieces."""
-        return self._source.number_count
-
-    @property
-    def dropped_count(self) -> int:
-        """How many samples are left out."""
-        return self._source.dropped_count
 
     # Epochs --------------------------------------------------------------------------------
 
