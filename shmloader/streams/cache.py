@@ -217,11 +217,10 @@ def _leased(place: Path) -> Lease | None:
 
 
 def _removed(place: Path) -> bool:
-    """Remove a shard, with its index, unless it is leased. Returns whether it was removed."""
+    """Remove a shard unless it is leased. Returns whether it was removed."""
     lock = exclusive_if_free(place)
     if lock is None:
         return False
     with lock:
         lock.remove()
-    Path(f"{place}{SUFFIX}").unlink(missing_ok=True)
     return True

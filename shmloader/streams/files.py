@@ -20,6 +20,9 @@ _ZSTD = (".zst", ".tzst")
 # Classes of exceptions, by their modules, which need not be imported.
 _ERRORS = {"zstandard": "ZstdError", "compression.zstd": "ZstdError", "pyarrow": "ArrowException"}
 
+# So many bytes are on their way from the disk.
+_AHEAD_BYTES = 8 << 20
+
 # So many bytes are read and dropped at a time on the way to a place in a compressed file.
 _SKIPPED_BYTES = 1 << 20
 
@@ -77,16 +80,38 @@ def _open_zstd(path: str) -> Any:
     return zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
 
 
+class ReadAhead:
+    """Asks the system to read a file from the disk before the program gets there.
+
+    Args:
+        descriptor: The file's; None if nothing should be asked.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor, self._end = descriptor, 0
+
+    def reach(self, offset: int) -> None:
+        """Say that the program reads on from an offset."""
+        if self._descriptor is not None and offset + _AHEAD_BYTES // 2 >= self._end:
+            begin = max(offset, self._end)
+            os.posix_fadvise(self._descriptor, begin, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            self._end = begin + _AHEAD_BYTES
+
+
 class ShardFile:
     """A shard that is read at places that an index names. Close it, or use it in a with block.
 
     Args:
         path: The shard. Places in a compressed one are those of its decompressed bytes.
+
+    Attributes:
+        ahead: Reads a plain shard from the disk ahead of time.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._is_compressed, self._position = path, is_compressed(path), 0
         self._file = open_file(path)
+        self.ahead = ReadAhead(None if self._is_compressed else self._file.fileno())
 
     def __enter__(self) -> "ShardFile":
         return self

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.streams.files import ShardFile, is_compressed, open_file
+from shmloader.streams.files import ReadAhead, ShardFile, is_compressed, open_file
 from shmloader.streams.formats import check_numbers, reading, unreadable
 from shmloader.streams.headers import DamagedArchiveError, files_of
 from shmloader.streams.index import Arrays, arrays_of
@@ -56,6 +56,7 @@ class TarFormat:
             with ShardFile(path) as file:
                 while start < index.count:
                     stop = index.end_of_read(start)
+                    file.ahead.reach(index.place(start))
                     yield from index.read(file, start, stop)
                     start = stop
 
@@ -96,9 +97,13 @@ class _Index:
         self._name_ids = arrays["name_ids"]
         self._ends = (self._offsets + self._sizes)[self._firsts[1:] - 1]
 
+    def place(self, number: int) -> int:
+        """Return where the files of a sample begin in the archive."""
+        return int(self._offsets[self._firsts[number]])
+
     def end_of_read(self, start: int) -> int:
         """Return the number after the last sample that is read with sample ``start``."""
-        end = int(self._offsets[self._firsts[start]]) + _READ_BYTES
+        end = self.place(start) + _READ_BYTES
         return max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
 
     def read(self, file: ShardFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
@@ -133,7 +138,9 @@ def _make(path: str) -> Arrays:
     try:
         with open_file(path) as file:
             size = None if is_compressed(path) else os.fstat(file.fileno()).st_size
+            ahead = ReadAhead(None if size is None else file.fileno())
             for name, offset, nbytes in files_of(file, size):
+                ahead.reach(offset)
                 parts = _NAME.fullmatch(name)
                 if parts is None or _META.match(name):
                     continue
