@@ -285,15 +285,17 @@ class Engine:
             if scheduler.is_workers_due or self._wanted_workers is not None:
                 self._adjust_workers()
             # Most often the awaited answer is here already: no call of the selector is needed.
-            has_received, ticket = False, scheduler.first()
-            if ticket is None or ticket.answer is None:
-                has_received = pool.poll(UNASSIGNED if ticket is None else ticket.worker_id, self)
-            if ticket is not None and ticket.answer is not None:
-                scheduler.pop(ticket)
-                if self._watch is None or not self._is_left_out(self._watch, ticket):
-                    return self._deliver(ticket)
-                deadline = None
-                continue
+            ticket = scheduler.first()
+            if ticket is None:
+                has_received = pool.poll(UNASSIGNED, self)
+            else:
+                has_received = ticket.answer is None and pool.poll(ticket.worker_id, self)
+                if ticket.answer is not None:
+                    scheduler.pop(ticket)
+                    if self._watch is None or not self._is_left_out(self._watch, ticket):
+                        return self._deliver(ticket)
+                    deadline = None
+                    continue
             if has_received:
                 continue
             if scheduler.is_exhausted and not self._awaits_tickets():
@@ -399,8 +401,8 @@ class Engine:
                 slots.lend(slot_id)
                 lease = slot.lend(memory.ended.append)
                 memory.counts.lent += 1
-            else:
-                memory.counts.copied += answer.lends
+            elif answer.lends:
+                memory.counts.copied += 1
             return answer.content.read(slot, lease)
         finally:
             if lease is None:  # otherwise the slot is free when the lease dies
@@ -583,8 +585,8 @@ class Engine:
         if scheduler.beginnings is not None and not getattr(answer, "is_final", False):
             state_ns = getattr(answer, "state_ns", 0)
             state = answer.snapshot, getattr(answer, "fingerprint", None), state_ns
-        has_taker = self._pool.has_queue and worker_id != UNASSIGNED
-        scheduler.answered(seq, epoch, answer, taker=worker_id if has_taker else None, state=state)
+        taker = worker_id if self._pool.has_queue and worker_id != UNASSIGNED else None
+        scheduler.answered(seq, epoch, answer, taker=taker, state=state)
 
     def stream_ended(self, seq: int, epoch: int, beginning: Checkpoint) -> None:
         """Record that a worker's iterable dataset has no batch for this task or a later one."""

@@ -224,14 +224,12 @@ class FlatReader:
 
     def read(self, slot: Slot, lease: Any) -> object:
         """Build the batch: large fields become views of the lease, or are copied without one."""
-        if slot.views[0] is not self:
-            memory = slot.memory
-            views = [np.ndarray(shape, kind, memory, at) for _, shape, kind, at, _ in self._fields]
+        reader, views = slot.views
+        if reader is not self:
+            views = [(*one, np.ndarray(*one[1:3], slot.memory, one[3])) for one in self._fields]
             slot.views = self, views
         fields = []
-        for (is_large, shape, dtype, offset, exact), view in zip(
-            self._fields, slot.views[1], strict=True
-        ):
+        for is_large, shape, dtype, offset, exact, view in views:
             # NumPy makes and copies arrays in a third of the time that torch takes for tensors, on
             # one thread: torch's threads would spin on cores that the workers need. For large
             # arrays it asks the kernel for huge pages.

@@ -12,6 +12,7 @@ from shmloader.errors import InternalError, SharedMemoryError
 from shmloader.faults import FAULTS
 from shmloader.interruptions import is_interruption, uninterruptible
 from shmloader.memory.limits import MemoryAdmission
+from shmloader.messages import DONE, NO_EPOCH, RECEIVE_BYTES, TASK
 from shmloader.pools import Events, SentTicket
 from shmloader.pools.answers import Answer, Batch, Failure, read_layout
 from shmloader.pools.batch_server import TaskConfig
@@ -20,6 +21,12 @@ from shmloader.pools.task_queue import LOOKS, receive
 from shmloader.pools.worker_processes import WorkerProcesses
 
 _GRACE_S = 1.0
+
+# A pickle of indices that is longer than this lies in the slot.
+_LONG_BYTES = messages.INLINE_BYTES // 2
+
+_pack_head = messages.TASK_HEAD.pack
+_unpack_head, _HEAD_BYTES = messages.DONE_HEAD.unpack_from, messages.DONE_HEAD.size
 
 
 class ProcessPool(WorkerProcesses):
@@ -54,33 +61,29 @@ class ProcessPool(WorkerProcesses):
 
     def send(self, ticket: SentTicket, epoch: int) -> Failure | None:
         """Send a ticket's task."""
-        slot_id, hung = ticket.slot_id, ticket.hung
-        if self.memory.is_short:
-            self.memory.prepare(slot_id)
+        slot_id, hung, memory = ticket.slot_id, ticket.hung, self.memory
+        if memory.is_short:
+            memory.prepare(slot_id)
         try:
             content = (ticket.indices, hung) if hung else ticket.indices
             data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
-            body = data if len(data) <= messages.INLINE_BYTES // 2 else self._spill(ticket, data)
+            spilled = self._spill(ticket, data) if len(data) > _LONG_BYTES else None
         except Exception as error:
             if is_interruption(error):
                 raise
             # Pickling the user's keys may raise anything.
             where = "while sending indices to a DataLoader worker process"
             return Failure(RemoteError.caught(where))
-        touched_bytes = self.memory.slots[slot_id].touched_bytes
+        touched_bytes = memory.slots[slot_id].touched_bytes
         told = self.dataset_epoch
-        if hung or isinstance(body, messages.Spilled):
+        if hung or spilled is not None:
+            body = data if spilled is None else spilled
             data = messages.pack(
                 messages.Task(ticket.seq, epoch, slot_id, touched_bytes, told, body, bool(hung))
             )
         else:
-            told = messages.NO_EPOCH if told is None else told
-            data = (
-                messages.TASK_HEAD.pack(
-                    messages.TASK, ticket.seq, epoch, slot_id, touched_bytes, told
-                )
-                + body
-            )
+            told = NO_EPOCH if told is None else told
+            data = _pack_head(TASK, ticket.seq, epoch, slot_id, touched_bytes, told) + data
         if self.queue is None:  # as _send() does, in one call fewer
             worker = self.handles[ticket.worker_id]
             if not worker.send(data):
@@ -121,7 +124,7 @@ class ProcessPool(WorkerProcesses):
         if worker_id < 0:
             return self._look(events)
         try:
-            data = receive(self.handles[worker_id].channel, messages.RECEIVE_BYTES, LOOKS)
+            data = receive(self.handles[worker_id].channel, RECEIVE_BYTES, LOOKS)
         except ConnectionError:
             return False  # the worker has died, as its pidfd will show
         if data:
@@ -130,10 +133,10 @@ class ProcessPool(WorkerProcesses):
 
     def _receive(self, worker_id: int, data: bytes, events: Events) -> None:
         """Report the contents of a worker's message."""
-        if data[0] != messages.DONE:
+        if data[0] != DONE:
             self._receive_unusual(worker_id, data, events)
             return
-        _, seq, epoch, slot_id, used_bytes = messages.DONE_HEAD.unpack_from(data)
+        _, seq, epoch, slot_id, used_bytes = _unpack_head(data)
         reader = self.handles[worker_id].reader
         memory = self.memory
         if used_bytes > memory.slots[slot_id].touched_bytes:
@@ -144,7 +147,7 @@ class ProcessPool(WorkerProcesses):
         if isinstance(reader, RemoteError):
             answer = Failure(reader)
         else:
-            answer = Batch(reader, None, data[messages.DONE_HEAD.size :], used_bytes)
+            answer = Batch(reader, None, data[_HEAD_BYTES:], used_bytes)
             if reader.lends:
                 answer.lends = True
         events.answered(seq, epoch, worker_id, answer)
