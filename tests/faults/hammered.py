@@ -72,6 +72,23 @@ class Stream(torch.utils.data.IterableDataset):
                     yield make_sample(index), index, draw()
 
 
+def open_shard(path: str) -> Iterator[Any]:
+    """Yield the samples of one batch."""
+    first = int(path) * BATCH_SIZE
+    for index in range(first, first + BATCH_SIZE):
+        yield make_sample(index), index, draw()
+
+
+def make_shards(length: int) -> Any:
+    """Return the same samples as a stream of shards, each of which has one batch."""
+    from shmloader.streams import Shards
+
+    paths = [str(number) for number in range(length // BATCH_SIZE)]
+    shards = Shards(paths, open_shard, seed=0, shuffle_shards=False, readers=min(5, len(paths)))
+    shards.length = length
+    return shards.batch(BATCH_SIZE)
+
+
 class Hammered:
     """Runs loaders, epoch after epoch.
 
@@ -121,16 +138,17 @@ class Hammered:
 
     def _choose(self) -> dict[str, Any]:
         choose = self._random
-        is_stream = choose.random() < 0.3
+        kind = choose.choices([Samples, Stream, make_shards], [10, 5, 5])[0]
+        is_stream, has_order = kind is not Samples, kind is make_shards
         options: dict[str, Any] = {
-            "dataset": (Stream if is_stream else Samples)(choose.randint(2, 24) * BATCH_SIZE),
-            "batch_size": BATCH_SIZE,
+            "dataset": kind(choose.randint(5, 24) * BATCH_SIZE),
+            "batch_size": None if has_order else BATCH_SIZE,
             "num_workers": choose.randint(1, 3),
             "prefetch_factor": choose.randint(1, 4),
             "persistent_workers": choose.random() < 0.5,
             "worker_restarts": choose.choice([0, 0, 1, 5]),
         }
-        if choose.random() < 0.2:
+        if choose.random() < 0.2 and not has_order:
             options["in_order"] = False
         if choose.random() < 0.3:
             options["timeout"] = 60
