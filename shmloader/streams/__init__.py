@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shmloader.streams.columns import ArrowFormat, ParquetFormat, open_arrow, open_parquet
     from shmloader.streams.fingerprints import fingerprint
     from shmloader.streams.formats import Format, as_format
+    from shmloader.streams.hugging_face import from_hf
     from shmloader.streams.jsonl import JsonlFormat, open_jsonl
     from shmloader.streams.shards import Shards
     from shmloader.streams.stream import Stream
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
-    "Stream", "TarFormat", "as_format", "fingerprint", "open_arrow", "open_jsonl", "open_parquet",
-    "open_tar",
+    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "open_arrow",
+    "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip
 
 _HOMES = {
@@ -49,6 +50,7 @@ _HOMES = {
     "TarFormat": "tar",
     "as_format": "formats",
     "fingerprint": "fingerprints",
+    "from_hf": "hugging_face",
     "open_arrow": "columns",
     "open_jsonl": "jsonl",
     "open_parquet": "columns",
