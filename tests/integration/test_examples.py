@@ -245,3 +245,21 @@ def test_shards_deliver_the_same_records_after_a_stop(tmp_path):
     assert re.fullmatch(r"[\d,]+ records before the stop, [\d,]+ after it", counts)
     assert last == "They are the 8,000 records of a run without a stop, in the same order."
     assert not list(tmp_path.glob("shards-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_stream_shards_learns_the_same_on_other_ranks_after_two_kills(tmp_path):
+    result = run_example("stream_shards.py", temporary=tmp_path, limit_s=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert "  is killed after step 22" in lines
+    assert "  resumes on 1 rank after step 20" in lines
+    assert "  resumes on 2 ranks after step 40" in lines
+    ends = [line for line in lines if line.startswith("  60 steps, loss ")]
+    first, last = map(float, re.findall(r"[\d.]+(?= at)", ends[0]))
+    assert last < first / 3
+    # All trainings and ranks share the shards on this machine.
+    assert "16 shards were sent, none more than 1 time(s)." in lines
+    assert lines[-1] == "The trainings are equal."
+    assert not list(tmp_path.glob("stream-shards-*"))
