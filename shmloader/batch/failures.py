@@ -19,6 +19,7 @@ from torch._utils import KeyErrorMessage
 from shmloader.grammar import format_for_user
 from shmloader.interruptions import Suppressed
 from shmloader.sampling.indices import without_position
+from shmloader.streams.reader import Reading
 
 #: How a sample that fails is handled. A function gets the sample's index and the exception, and
 #: returns another sample.
@@ -214,6 +215,8 @@ class SampleReport:
 def describe_indices(ticket_indices: object) -> str:
     """Summarize a batch's indices: "indices 64 to 127"."""
     plain = without_position(ticket_indices)
+    if isinstance(plain, Reading):
+        return repr(plain)
     indices: Sequence[Any] = plain if isinstance(plain, list | tuple) else [plain]
     count = len(indices)
     if count and all(index is None for index in indices):  # of an iterable dataset

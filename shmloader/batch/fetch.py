@@ -92,7 +92,7 @@ class FetchConfig(NamedTuple):
     @property
     def copies_good(self) -> bool:
         """Whether copies of a good sample take the places of skipped ones."""
-        return self.keep_size and not self.has_budget
+        return self.keep_size and not (self.has_budget or self.reads)
 
     def make_concurrent_fetcher(self) -> ConcurrentFetcher | None:
         """Return a new fetcher that the caller closes, or None without ``concurrency``."""

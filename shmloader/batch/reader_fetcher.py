@@ -1,6 +1,7 @@
 """Makes the batches of a stream of shards, one reading at a time."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +12,11 @@ from shmloader.batch.sample_rng import SampleRng
 from shmloader.batch.sample_watch import SampleWatch
 from shmloader.sampling.indices import PositionedIndices
 from shmloader.streams.reader import Found, Reader, Reading
-from shmloader.streams.stages import Guard, Item, Key, Run, SkippedRecord, Stage
+from shmloader.streams.stages import Failed, Guard, Item, Key, Run, Stage
 from shmloader.streams.stream import Stream
+
+# Numbers on a status page are below this, as those of the watch.
+_MOST = (1 << 62) - 1
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class ReaderFetcher:
 
     Attributes:
         report: The report on the batch that is being made.
-        rng, is_strict, where: See the arguments.
+        rng, is_strict, where, watch: See the arguments.
 
     Args:
         stream: The stream.
@@ -59,7 +63,7 @@ class ReaderFetcher:
     ) -> None:
         self._stream, self._collate, self.rng = stream, collate, rng
         self._takes_list, self.is_strict, self.where = takes_list, is_strict, where
-        self._watch = watch
+        self.watch = watch
         self._opened = {} if opened is None else opened
         self.report = ReadReport()
 
@@ -84,6 +88,19 @@ class ReaderFetcher:
         with self.rng.at(PositionedIndices(None, reading.epoch, number)):
             return self._fetch(reading)
 
+    def _checked(self, group: list[Item]) -> list[Any]:
+        """Return the records of a batch, without failed ones; raise the first error if strict."""
+        self.report.sample_count += len(group)
+        records = []
+        for _, record in group:
+            if type(record) is not Failed:
+                records.append(record)
+            elif self.is_strict:
+                raise record.problem
+            else:
+                self.report.add(record.problem)
+        return records
+
     def _fetch(self, reading: Reading) -> Any:
         opened = self._opened.pop(reading.reader, None)
         if opened is None or opened.epoch != reading.epoch:
@@ -95,17 +112,14 @@ class ReaderFetcher:
         group, found = opened.reader.make(reading.ahead)
         self._opened[reading.reader] = opened
         self.report.found = found
-        if isinstance(group, Exception):
-            raise group
-        if not group:
+        records = self._checked(group or [])
+        if not records:
             raise EmptyBatchError
-        self.report.sample_count += len(group)
-        records = [record for _, record in group]
         return self._collate(records if self._takes_list else records[0], None)
 
 
 class LoaderGuard(Guard):
-    """Calls the user's functions as the loader's arguments say.
+    """Reads records and calls the user's functions as the loader's arguments say.
 
     Attributes:
         fetcher: The one that uses the reader now.
@@ -113,27 +127,51 @@ class LoaderGuard(Guard):
 
     fetcher: ReaderFetcher
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether records may take only a limited time."""
+        return self.fetcher.watch is not None
+
     def call(self, function: Callable[[Any], Any], item: Item, stage: Stage) -> Any:
-        """Return ``function(record)``; raise SkippedRecord if the record is to be left out."""
+        """Return ``function(record)``, or a Failed."""
         (key, record), rng = item, self.fetcher.rng
         if rng is not None:
-            rng.begin_record(*_numbers(key))
+            rng.begin_record(_as_one(_named(stage, key[:-1])), key[-1])
         try:
-            return function(record)
-        except Exception as error:
-            if is_from_outside(error):
-                raise
-            raise self.failed(error, key, stage) from None
+            if self.fetcher.watch is None:
+                return function(record)
+            return self._watched(function, record, key, stage)
+        except Exception as error:  # noqa: BLE001 - it takes the place of the record
+            return self.failed(error, key, stage)
 
-    def failed(self, error: Exception, key: Key, stage: Stage) -> Exception:
-        """Return what to raise for a record that failed: SkippedRecord if it is left out."""
-        fetcher, name = self.fetcher, stage.describe(key)
-        if fetcher.is_strict or is_from_outside(error):
-            add_note(error, f"{name[0].upper()}{name[1:]} failed.")
-            return error
-        fetcher.report.sample_count += 1
-        fetcher.report.add(BadSample.caught(name, fetcher.where))
-        return SkippedRecord()
+    def read(self, records: Iterator[Any], key: Key, stage: Stage) -> Any:
+        """Return the next record, which has this key; raise what reading raises."""
+        if self.fetcher.watch is None:
+            return next(records)
+        return self._watched(next, records, key, stage)
+
+    def _watched(
+        self, function: Callable[[Any], Any], argument: Any, key: Key, stage: Stage
+    ) -> Any:
+        assert self.fetcher.watch is not None
+        # The same in all workers: the hash of numbers depends on nothing else.
+        number = hash(_named(stage, key)) & _MOST
+        what = functools.partial(stage.describe, key)
+        return self.fetcher.watch.call(function, argument, number, what)
+
+    def failed(self, error: Exception, key: Key, stage: Stage) -> Failed:
+        """Return what takes the place of a record that failed. Called where ``error`` is handled.
+
+        Raises:
+            Exception: ``error``, if it comes from outside, such as from a signal handler.
+        """
+        if is_from_outside(error):
+            raise error
+        name = stage.describe(key)
+        if not self.fetcher.is_strict:
+            return Failed(BadSample.caught(name, self.fetcher.where))
+        add_note(error, f"{name[0].upper()}{name[1:]} failed.")
+        return Failed(error)
 
 
 class OpenReader(NamedTuple):
@@ -150,9 +188,15 @@ class OpenReader(NamedTuple):
     guard: LoaderGuard
 
 
-def _numbers(key: Key) -> tuple[int, int]:
-    """Return a key as two numbers, which no other key has."""
-    first = 0
-    for number in key[:-1]:
-        first = first << 32 | number
-    return first, key[-1]
+def _named(stage: Stage, key: Key) -> tuple[int, ...]:
+    """Return numbers for a key and a stage, which no others have."""
+    source = stage.run.source
+    return len(source), *source, stage.number, *key
+
+
+def _as_one(numbers: tuple[int, ...]) -> int:
+    """Return a number that no other numbers below 2**32 have, in whatever count."""
+    found = 1
+    for number in numbers:
+        found = found << 32 | number
+    return found

@@ -9,7 +9,7 @@ which ``on_error`` handles like any other error of a sample.
 Samples of a batch are numbered from 0 in the order in which they are asked for. The samples of one
 call of ``__getitems__`` have one number, and their limit is that of one sample times the number of
 indices. In the batches that a resumed stream reads again, samples have the numbers -2, -3 and so
-on.
+on. Records of streams of shards have numbers of their own, since a worker may pass over batches.
 """
 
 import inspect
@@ -102,6 +102,31 @@ class SampleWatch:
         """Call ``get(indices)``, which loads several samples, watch it, and return its result."""
         count = len(indices) if isinstance(indices, Sized) else 1
         return self.load(get, indices, count, f"__getitems__ of {count} samples")
+
+    def call(
+        self, function: Callable[[Any], Any], argument: Any, number: int, what: Callable[[], str]
+    ) -> Any:
+        """Call ``function(argument)`` for a record of a stream of shards, and watch it.
+
+        Args:
+            function: What is called. It is no coroutine function.
+            argument: Its argument.
+            number: A number for the record, the same in all workers.
+            what: Returns the name of the record.
+
+        Raises:
+            SampleTimeoutError: If the record hung before.
+        """
+        text = self._hung.get(number)
+        if text is not None:
+            raise SampleTimeoutError(
+                f"{what()} took longer than sample_timeout={self._timeout_s:g} s. {text}"
+            )
+        self._begin_work(number, 1)
+        try:
+            return function(argument)
+        finally:
+            self._end_work(number)
 
     async def _awaited(self, number: int, sample: Coroutine[Any, Any, Any]) -> Any:
         self._begin_work(number, 1)

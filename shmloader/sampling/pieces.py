@@ -77,7 +77,7 @@ class CutDataset(Dataset[Any]):
         if place == len(self._long) or self._long[place] != index:
             return sample
         length = int(self._lengths[place])
-        cut = _cut(sample, length, slice(start, min(start + self._limit, length)))
+        cut = cut_sequences(sample, length, slice(start, min(start + self._limit, length)))
         if cut is sample:
             raise ValueError(
                 f"sample {index} should have a sequence of {length} tokens, as the lengths of "
@@ -86,7 +86,7 @@ class CutDataset(Dataset[Any]):
         return cut
 
 
-def _cut(value: Any, length: int, part: slice) -> Any:
+def cut_sequences(value: Any, length: int, part: slice) -> Any:
     """Return a value with its sequences of this length cut; the same object if it has none."""
     is_sequence = isinstance(value, list) or (
         isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
@@ -94,11 +94,11 @@ def _cut(value: Any, length: int, part: slice) -> Any:
     if is_sequence and len(value) == length:
         return value[part]
     if isinstance(value, Mapping):
-        fields = [_cut(field, length, part) for field in value.values()]
+        fields = [cut_sequences(field, length, part) for field in value.values()]
         is_same = all(map(operator.is_, fields, value.values()))
         return value if is_same else dict(zip(value, fields, strict=True))
     if isinstance(value, list | tuple):
-        fields = [_cut(field, length, part) for field in value]
+        fields = [cut_sequences(field, length, part) for field in value]
         if not all(map(operator.is_, fields, value)):
             kind = type(value)
             return kind(*fields) if hasattr(kind, "_fields") else kind(fields)

@@ -6,8 +6,9 @@ What is read, from below:
 * *Formats* read the records of one shard, a file of this machine: ``tar``, ``jsonl`` and
   ``columns`` (Parquet and Arrow). ``index`` keeps the indexes of shards, ``files`` opens compressed
   ones. None of these knows a loader.
-* A *reader* reads a fixed share of the shards through ``stages``, and groups the records into
-  batches (``reader``). What users build (``stream``, ``shards``) describes its stages.
+* A *reader* reads a fixed share of the shards through ``stages``, from ``records`` upwards, and
+  groups the records into batches (``reader``, ``packed``). What users build (``stream``,
+  ``shards``, ``mix``) describes its stages.
 * The *order* of the batches goes in rounds over the readers (``rounds``, pure). A loader draws it
   (``order``), and its ranks tell one another where readers are (``board``).
 
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from shmloader.streams.formats import Format, as_format
     from shmloader.streams.hugging_face import from_hf
     from shmloader.streams.jsonl import JsonlFormat, open_jsonl
+    from shmloader.streams.mix import mix
     from shmloader.streams.shards import Shards
     from shmloader.streams.stream import Stream
     from shmloader.streams.tar import TarFormat, open_tar
 
 __all__ = [
     "ArrowFormat", "Format", "JsonlFormat", "Lease", "ParquetFormat", "ShardCache", "Shards",
-    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "open_arrow",
+    "Stream", "TarFormat", "as_format", "fingerprint", "from_hf", "mix", "open_arrow",
     "open_jsonl", "open_parquet", "open_tar",
 ]  # fmt: skip
 
@@ -51,6 +53,7 @@ _HOMES = {
     "as_format": "formats",
     "fingerprint": "fingerprints",
     "from_hf": "hugging_face",
+    "mix": "mix",
     "open_arrow": "columns",
     "open_jsonl": "jsonl",
     "open_parquet": "columns",

@@ -7,20 +7,22 @@ which batch decides only how fast that is.
 """
 
 import collections
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from shmloader.streams.stages import Item, Run, SkippedRecord, Stage, State
+from shmloader.streams.stages import Item, Mapped, Run, Stage, State
 
 # A reader passes over so many batches rather than go to a position, where it may have to read a
 # window again. With ranks whose number does not divide that of readers, it passes over theirs.
 _NEAR = 16
 
-#: The records of a batch, or what was raised in place of one of them.
-Group = list[Item] | Exception
+#: The records of a batch, among which may be failed ones.
+Group = list[Item]
+
+#: A function that is applied to a batch's records, and its number among the stages.
+Late = tuple[int, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Found:
         known: How many batches the reader has at least.
         is_all: Whether it has no more than these.
         state: The position after the batch.
-        count: How many records the batch has; 0 if the reader has no such batch.
+        count: How many records the batch has, with failed ones; 0 if the reader has no such batch.
     """
 
     reader: int
@@ -70,8 +72,8 @@ class Found:
     count: int
 
 
-class Grouped:
-    """Groups the records of a stage into batches of ``size``.
+class Grouped(Stage):
+    """Groups the records of a stage into batches of ``size``. Yields lists of items.
 
     Args:
         source: The stage.
@@ -81,24 +83,14 @@ class Grouped:
     """
 
     def __init__(self, source: Stage, run: Run, size: int, drop_last: bool) -> None:
-        self.source, self.run, self._size, self._drop_last = source, run, size, drop_last
+        super().__init__(source, run)
+        self._size, self._drop_last = size, drop_last
 
-    def __iter__(self) -> Iterator[list[Item]]:
-        return self
-
-    def __next__(self) -> list[Item]:
+    def __next__(self) -> Group:
         items = list(islice(self.source, self._size))
         if not items or (self._drop_last and len(items) < self._size):
             raise StopIteration
         return items
-
-    def state(self) -> State:
-        """Return the position of the next batch."""
-        return self.source.state()
-
-    def restore(self, state: State) -> None:
-        """Go to a position."""
-        self.source.restore(state)
 
 
 class Reader:
@@ -111,25 +103,23 @@ class Reader:
         run: The reader.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[Run], Any],
-        late: tuple[Callable[[Any], Any], ...],
-        run: Run,
-    ) -> None:
-        self._begin = functools.partial(begin, run)
-        self._late, self._guard = late, run.guard
+    def __init__(self, begin: Callable[[Run], Any], late: Sequence[Late], run: Run) -> None:
+        self._begin, self._late, self._run = begin, late, run
         self._go_to(0, None)
 
     def _go_to(self, number: int, state: State | None) -> None:
         # The number of the next batch; the batches that were read ahead, each with the position
         # after it; and the position of the next batch.
-        self.round, self._groups = number, self._begin()
+        self.round, self._groups = number, self._begin(self._run)
         self._ahead: collections.deque[tuple[Group, State]] = collections.deque()
         self._is_all = False
         if state is not None:
             self._groups.restore(state)
         self._state: State = self._groups.state() if state is None else state
+        self._maps: list[Mapped] = []
+        for each, function in self._late:
+            self._maps.append(Mapped(self._groups.source, self._run, function))
+            self._maps[-1].number = each
 
     def seek(self, reading: Reading) -> None:
         """Go to the batch of a reading, which may be any."""
@@ -139,43 +129,25 @@ class Reader:
             self._pop()
 
     def make(self, ahead: int) -> tuple[Group | None, Found]:
-        """Return the records of the next batch, or an exception; None if there is no batch."""
+        """Return the records of the next batch; None if there is no batch."""
         self._read(1 + ahead)
-        number, run, group = self.round, self._groups.run, None
+        number, group = self.round, None
         if self._ahead:
-            group = self._finished(self._pop())
-        known = self.round + len(self._ahead)
-        count = 0 if group is None else 1 if isinstance(group, Exception) else len(group)
-        return group, Found(run.reader, number, known, self._is_all, self._state, count)
-
-    def _finished(self, group: Group) -> Group:
-        """Apply the late functions to a batch's records, without those that are left out."""
-        if isinstance(group, Exception) or not self._late:
-            return group
-        items = []
-        for key, record in group:
-            try:
-                for function in self._late:
-                    record = self._guard.call(function, (key, record), self._groups.source)  # noqa: PLW2901
-            except SkippedRecord:
-                continue
-            except Exception as error:  # noqa: BLE001 - raised in place of the batch
-                return error
-            items.append((key, record))
-        return items
+            group = self._pop()
+            for stage in self._maps:
+                group = list(map(stage.apply, group))
+        known, count = self.round + len(self._ahead), len(group or ())
+        return group, Found(self._run.reader, number, known, self._is_all, self._state, count)
 
     def _read(self, count: int) -> bool:
         """Read so many batches ahead; return whether there is one."""
         while len(self._ahead) < count and not self._is_all:
-            group: Group
             try:
                 group = next(self._groups)
             except StopIteration:
                 self._is_all = True
-                break
-            except Exception as error:  # noqa: BLE001 - raised in place of the batch
-                group = error
-            self._ahead.append((group, self._groups.state()))
+            else:
+                self._ahead.append((group, self._groups.state()))
         return bool(self._ahead)
 
     def _pop(self) -> Group:

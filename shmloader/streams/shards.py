@@ -10,8 +10,9 @@ from shmloader.errors import ShardError
 from shmloader.sampling.arguments import flag, whole_number
 from shmloader.streams.files import local_path
 from shmloader.streams.fingerprints import fingerprint
-from shmloader.streams.formats import Format, as_format
-from shmloader.streams.stages import Run, ShardRecords, permutation
+from shmloader.streams.formats import Format, as_format, can_seek
+from shmloader.streams.records import ShardRecords
+from shmloader.streams.stages import Run, permutation
 from shmloader.streams.stream import Stream, digest
 
 
@@ -119,6 +120,38 @@ class ShardRoot:
         if not self._is_shuffled:
             return range(len(self.paths))
         return _shuffled(len(self.paths), self.seed, epoch)
+
+    @cached_property
+    def seeks(self) -> bool:
+        """Whether records are found without reading those before them."""
+        return all(can_seek(self.form, path) for path in self.paths)
+
+    def counts(self, epoch: int, turn: int) -> list[int]:
+        """Return how many records each reader has in a pass of an epoch.
+
+        Raises:
+            TypeError: If that is not known before they are read.
+        """
+        counts, order = self._shard_counts, self.order(epoch + turn)
+        return [
+            sum(counts[each] for each in order[reader :: self.readers])
+            for reader in range(self.readers)
+        ]
+
+    @cached_property
+    def _shard_counts(self) -> list[int]:
+        if not self.form.seeks:
+            raise TypeError(f"the length of a stream of {self.form!r} is not known without reading")
+        if any(local_path(path) is None for path in self.paths):
+            raise TypeError("the length of a stream of remote shards is not known without reading")
+        try:
+            return list(map(self._count, self.paths))
+        except (ShardError, OSError) as error:
+            raise TypeError(f"the length of the stream is not known: {error}") from error
+
+    def _count(self, path: str) -> int:
+        with self._fetch(path) as local:
+            return self.form.count(local)
 
     @contextlib.contextmanager
     def _fetch(self, path: str) -> Iterator[str]:

@@ -1,17 +1,25 @@
 """The stages of a reader: iterators over records whose states are positions.
 
 A reader is a chain of stages, one over the other; the lowest one reads shards. Each stage yields
-*items*: a record with its *key*, which names its source record. A state is a tuple of ints, in
-which the state of the stage below comes last. It counts source records, never yielded ones, so that
-filters and skipped records keep it exact::
+*items*: a record with its *key*, which names its source record. A state is a tuple of ints and of
+tuples, in which the state of the stage below comes last. It counts source records, never yielded
+ones, so that filters keep it exact::
 
-    Shards      number of the shard in the reader's order, number of the next record in it
-    Windowed    number of the window, how many of its records were yielded, the state below where
-                the window begins
-    Rolling     how many records were yielded, the keys of those in the buffer, the state below
-    Taken       how many records have come through, the state below
-    Repeated    number of the pass, the state below
+    ShardRecords  number of the shard in the reader's order, number of the next record in it
+    Mixed         how many records were drawn, by how many tokens each source lags behind its share,
+                  which sources have ended, and the states of all
+    Windowed      number of the window, how many of its records were yielded, the state below where
+                  the window begins
+    Packed        number of the window, how many of its packs were yielded, how many records after a
+                  state below the window begins, and that state
+    Rolling       how many records were yielded, the keys of those in the buffer, the state below
+    Taken         how many records have come through, the state below
+    Repeated      number of the pass, the state below
     Mapped, Filtered   the state below
+
+A record that fails stays in its place, as a :class:`Failed`, and goes through the stages above like
+any other. Who makes a batch raises it, or leaves it out. So neither orders nor states depend on
+what ``on_error`` says, and no batch is read differently after a failure.
 
 Assumes:
     * A function of the user's gives the same result for the same record. With the loader's
@@ -20,56 +28,71 @@ Assumes:
 A reader and its stages belong to one thread.
 """
 
-import base64
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from shmloader.streams.formats import Format
-
 #: Names a source record: the pass over the shards, the number of the shard in the list that the
-#: user gave, and the number of the record in the shard. A stage over several streams puts the
-#: number of the stream first.
+#: user gave, and the number of the record in the shard. A mix puts the number of the source first.
 Key = tuple[int, ...]
 
 #: A record with its key.
 Item = tuple[Key, Any]
 
-#: The position of a stage; ints and nested tuples of ints.
+#: The position of a stage; ints, texts, and nested tuples of these.
 State = tuple[Any, ...]
 
 
-class SkippedRecord(Exception):  # noqa: N818 - no error
-    """A record failed and is left out, as ``on_error`` says. Never reaches the user."""
+class Failed:
+    """Stands in the place of a record that could not be read, or for which a function failed.
+
+    Attributes:
+        problem: The exception, or what the guard has made of it.
+    """
+
+    __slots__ = ("problem",)
+
+    def __init__(self, problem: Any) -> None:
+        self.problem = problem
 
 
 class Guard:
-    """Calls the user's functions for one record after the other.
+    """Reads records and calls the user's functions for them, one after the other.
 
     This one only names the record in what they raise. The loader's own seeds random number
-    generators, applies ``on_error`` and watches the time.
+    generators, and watches the time.
     """
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether records may take only a limited time, so that each is read by itself."""
+        return False
+
     def call(self, function: Callable[[Any], Any], item: Item, stage: "Stage") -> Any:
-        """Return ``function(record)``; raise SkippedRecord if the record is to be left out."""
-        key, record = item
+        """Return ``function(record)``, or a Failed."""
         try:
-            return function(record)
-        except Exception as error:  # noqa: BLE001 - with a note
-            raise self.failed(error, key, stage) from None
+            return function(item[1])
+        except Exception as error:  # noqa: BLE001 - it takes the place of the record
+            return self.failed(error, item[0], stage)
 
-    def failed(self, error: Exception, key: Key, stage: "Stage") -> Exception:
-        """Return what to raise for a record that failed: SkippedRecord if it is left out."""
+    def read(self, records: Iterator[Any], key: Key, stage: "Stage") -> Any:  # noqa: ARG002 - see there
+        """Return the next record, which has this key; raise what reading raises."""
+        return next(records)
+
+    def failed(self, error: Exception, key: Key, stage: "Stage") -> Failed:
+        """Return what takes the place of a record that failed. Called where ``error`` is handled.
+
+        Raises:
+            Exception: ``error``, if it has nothing to do with the record.
+        """
         error.add_note(f"It was raised for {stage.describe(key)}.")
-        return error
+        return Failed(error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """What the stages of one reader have in common.
 
@@ -77,8 +100,9 @@ class Run:
         reader: Number of the reader, from 0.
         readers: Number of readers of the stream.
         epoch: Number of the epoch.
-        guard: Calls the user's functions.
+        guard: Reads records and calls the user's functions.
         turn: Number of the pass over the shards, which :class:`Repeated` counts.
+        source: In a mix, the number of the source, after those of the mixes that it is in.
     """
 
     reader: int
@@ -86,25 +110,27 @@ class Run:
     epoch: int
     guard: Guard
     turn: int = 0
-
-
-class Open(Protocol):
-    """Makes a stage over the one below it, which is None for the lowest."""
-
-    def __call__(self, source: Any, run: Run) -> "Stage":
-        """Return the stage."""
+    source: tuple[int, ...] = ()
 
 
 class Stage:
-    """An iterator over items, whose position is a tuple. This one changes nothing."""
+    """An iterator over items, whose position is a tuple. This one changes nothing.
+
+    Attributes:
+        source: The stage below.
+        run: The reader.
+        number: Number among the stages of its stream, from 1; 0 for the lowest one.
+    """
+
+    number = 0
 
     def __init__(self, source: "Stage", run: Run) -> None:
         self.source, self.run = source, run
 
-    def __iter__(self) -> "Stage":
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Item:
+    def __next__(self) -> Any:
         return next(self.source)
 
     def state(self) -> State:
@@ -112,7 +138,7 @@ class Stage:
         return self.source.state()
 
     def restore(self, state: State) -> None:
-        """Go to a position."""
+        """Go to a position. A stage that was restored, or has ended, can go to any other."""
         self.source.restore(state)
 
     def again(self, keys: Sequence[Key]) -> list[Item]:
@@ -124,103 +150,11 @@ class Stage:
         return self.source.describe(key)
 
 
-class ShardRecords(Stage):
-    """Reads the records of a reader's shards, one shard after the other.
+class Open(Protocol):
+    """Makes a stage over the one below it."""
 
-    Args:
-        run: The reader.
-        paths: All shards of the stream, in the order in which the user gave them.
-        order: The numbers of this reader's shards in that list, in the order of this pass.
-        form: The format of the shards.
-        fetch: Returns a context in which a shard lies on a local path.
-        ahead: Asks for a shard that will be read soon.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        paths: Sequence[str],
-        order: Sequence[int],
-        form: "Format",
-        fetch: Callable[[str], contextlib.AbstractContextManager[str]],
-        ahead: Callable[[str], None],
-    ) -> None:
-        self.run, self._paths, self._order, self._form = run, paths, order, form
-        self._fetch, self._ahead = fetch, ahead
-        self._at = self._number = 0
-        self._records: Iterator[Any] | None = None
-        self._held = contextlib.ExitStack()
-
-    def __next__(self) -> Item:
-        while True:
-            if self._records is None:
-                if self._at >= len(self._order):
-                    raise StopIteration
-                shard = self._order[self._at]
-            try:
-                if self._records is None:
-                    self._records = self._open(shard)
-                record = next(self._records)
-            except StopIteration:
-                self._close()
-                self._at, self._number = self._at + 1, 0
-                continue
-            except Exception as error:  # noqa: BLE001 - the guard decides
-                failure = self._failed(error)
-                if isinstance(failure, SkippedRecord):
-                    continue
-                raise failure from None
-            key = self.run.turn, self._order[self._at], self._number
-            self._number += 1
-            return key, record
-
-    def _open(self, shard: int) -> Iterator[Any]:
-        path = self._held.enter_context(self._fetch(self._paths[shard]))
-        if self._at + 1 < len(self._order):
-            self._ahead(self._paths[self._order[self._at + 1]])
-        return iter(self._form.records(path, self._number))
-
-    def _failed(self, error: Exception) -> Exception:
-        """Go past a record that cannot be read, or past a whole shard; return what to raise."""
-        key = self.run.turn, self._order[self._at], self._number
-        is_whole = self._records is None or getattr(error, "record", self._number) is None
-        self._close()
-        if is_whole:
-            self._at, self._number = self._at + 1, 0
-        else:
-            self._number += 1
-        return self.run.guard.failed(error, key, self)
-
-    def _close(self) -> None:
-        records, self._records = self._records, None
-        if hasattr(records, "close"):
-            records.close()  # type: ignore[union-attr]
-        self._held.close()
-
-    def state(self) -> State:
-        """Return the number of the shard in the reader's order, and that of the record."""
-        return self._at, self._number
-
-    def restore(self, state: State) -> None:
-        """Go to a record."""
-        self._close()
-        self._at, self._number = state
-
-    def again(self, keys: Sequence[Key]) -> list[Item]:
-        """Read records by point reads, shard by shard."""
-        by_shard: dict[int, list[Key]] = {}
-        for key in keys:
-            by_shard.setdefault(key[1], []).append(key)
-        found: list[Item] = []
-        for shard, wanted in by_shard.items():
-            wanted.sort()
-            with self._fetch(self._paths[shard]) as path:
-                found += zip(wanted, self._form.at(path, [key[2] for key in wanted]), strict=True)
-        return found
-
-    def describe(self, key: Key) -> str:
-        """Return the record's number and its shard."""
-        return f"record {key[-1]} of shard {self._paths[key[-2]]}"
+    def __call__(self, source: Stage, run: Run, *arguments: Any) -> Stage:
+        """Return the stage, at its beginning."""
 
 
 class Mapped(Stage):
@@ -228,19 +162,20 @@ class Mapped(Stage):
 
     def __init__(self, source: Stage, run: Run, function: Callable[[Any], Any]) -> None:
         super().__init__(source, run)
-        self.function = function
+        self._function = function
 
     def __next__(self) -> Item:
-        call, function = self.run.guard.call, self.function
-        for item in self.source:
-            with contextlib.suppress(SkippedRecord):
-                return item[0], call(function, item, self)
-        raise StopIteration
+        return self.apply(next(self.source))
 
     def again(self, keys: Sequence[Key]) -> list[Item]:
         """Apply the function again."""
-        call, function = self.run.guard.call, self.function
-        return [(item[0], call(function, item, self)) for item in self.source.again(keys)]
+        return list(map(self.apply, self.source.again(keys)))
+
+    def apply(self, item: Item) -> Item:
+        """Return an item with the result of the function."""
+        if type(item[1]) is Failed:
+            return item
+        return item[0], self.run.guard.call(self._function, item, self)
 
 
 class Filtered(Stage):
@@ -248,164 +183,28 @@ class Filtered(Stage):
 
     def __init__(self, source: Stage, run: Run, function: Callable[[Any], Any]) -> None:
         super().__init__(source, run)
-        self.function = function
+        self._function = function
 
     def __next__(self) -> Item:
-        call, function = self.run.guard.call, self.function
         for item in self.source:
-            with contextlib.suppress(SkippedRecord):
-                if call(function, item, self):
-                    return item
+            kept = self._keeps(item)
+            if kept:
+                return item if kept is True else (item[0], kept)
         raise StopIteration
 
+    def again(self, keys: Sequence[Key]) -> list[Item]:
+        """Call the function again, which may fail for a record."""
+        found = [(item, self._keeps(item)) for item in self.source.again(keys)]
+        return [item if kept is True else (item[0], kept) for item, kept in found]
 
-def generator(*numbers: int) -> np.random.Generator:
-    """Return a random number generator that depends only on these numbers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=16, person=b"shmloader shards")
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "little")))
+    def _keeps(self, item: Item) -> Any:
+        """Return whether a record is kept; a Failed if that is not known."""
+        if type(item[1]) is Failed:
+            return True
+        return self.run.guard.call(self._is_true, item, self)
 
-
-def permutation(count: int, *numbers: int) -> list[int]:
-    """Return a permutation of ``range(count)`` that depends only on these numbers."""
-    order: list[int] = generator(*numbers).permutation(count).tolist()
-    return order
-
-
-class Windowed(Stage):
-    """Permutes each run of ``count`` records. To resume, the window is read again."""
-
-    def __init__(self, source: Stage, run: Run, count: int, seed: int) -> None:
-        super().__init__(source, run)
-        self._count, self._seed = count, seed
-        # The window that is yielded, or that is being filled.
-        self._window, self._taken, self._start = -1, 0, source.state()
-        self._items: list[Item] = []
-        self._order: list[int] | None = []
-
-    def __next__(self) -> Item:
-        if self._order is None or self._taken == len(self._order):
-            self._fill()
-        assert self._order is not None
-        self._taken += 1
-        return self._items[self._order[self._taken - 1]]
-
-    def _fill(self) -> None:
-        """Read the next window, or go on after an error of one of its records."""
-        items = self._items
-        if self._order is not None:
-            items.clear()
-            self._window, self._taken, self._order = self._window + 1, 0, None
-            self._start = self.source.state()
-        while len(items) < self._count:
-            try:
-                items.append(next(self.source))
-            except StopIteration:
-                break
-        run = self.run
-        numbers = self._seed, run.epoch, run.turn, run.reader, self._window
-        self._order = permutation(len(items), *numbers)
-        if not items:
-            raise StopIteration
-
-    def state(self) -> State:
-        """Return the window, how many of its records were yielded, and where it begins."""
-        if self._order is not None and self._taken == len(self._order):
-            return self._window + 1, 0, self.source.state()
-        return self._window, self._taken, self._start
-
-    def restore(self, state: State) -> None:
-        """Read the window again, if some of its records were yielded."""
-        window, taken, start = state
-        self.source.restore(start)
-        self._window, self._taken, self._start = window - 1, 0, start
-        self._items, self._order = [], []
-        while taken:
-            try:
-                self._fill()
-                break
-            except StopIteration:
-                text = "the shards have fewer records than when the state was saved"
-                raise ValueError(text) from None
-            except Exception:  # noqa: BLE001 - it was raised before the state was saved
-                continue
-        self._taken = taken
-
-
-class Rolling(Stage):
-    """Yields a random record of a buffer, into whose place the next record of the source goes.
-
-    The state has the keys of the records in the buffer, 12 bytes each. To resume, they are read
-    again by point reads where the format can seek.
-    """
-
-    def __init__(self, source: Stage, run: Run, count: int, seed: int) -> None:
-        super().__init__(source, run)
-        self._count, self._seed = count, seed
-        self._yielded, self._is_full = 0, False
-        self._items: list[Item] = []
-        self._numbers: list[int] = []
-
-    def __next__(self) -> Item:
-        items = self._items
-        while not self._is_full:
-            if len(items) >= self._count or not self._add():
-                self._is_full = True
-        if not items:
-            raise StopIteration
-        at = self._draw() % len(items)
-        item = items[at]
-        # The place is filled with the next call, so that an error of the next record loses nothing.
-        items[at] = items[-1]
-        items.pop()
-        self._yielded += 1
-        self._is_full = False
-        return item
-
-    def _add(self) -> bool:
-        try:
-            self._items.append(next(self.source))
-        except StopIteration:
-            return False
-        return True
-
-    def _draw(self) -> int:
-        """Return a random number that depends only on how many records were yielded."""
-        block, at = divmod(self._yielded, _BLOCK)
-        if not at or not self._numbers:
-            run = self.run
-            numbers = self._seed, run.epoch, run.turn, run.reader, block
-            self._numbers = generator(*numbers).integers(1 << 62, size=_BLOCK).tolist()
-        return self._numbers[at]
-
-    def state(self) -> State:
-        """Return how many records were yielded, the keys in the buffer, and the state below."""
-        return self._yielded, pack_keys([key for key, _ in self._items]), self.source.state()
-
-    def restore(self, state: State) -> None:
-        """Read the records of the buffer again."""
-        self._yielded, packed, below = state
-        self.source.restore(below)
-        keys = unpack_keys(packed)
-        found = dict(self.source.again(keys))
-        self._items = [(key, found[key]) for key in keys]
-        self._is_full, self._numbers = False, []
-
-
-# So many random numbers are drawn at once.
-_BLOCK = 1024
-
-
-def pack_keys(keys: Sequence[Key]) -> tuple[int, str]:
-    """Return keys as text, which JSON can write, and how many numbers each has."""
-    width = len(keys[0]) if keys else 0
-    return width, base64.b64encode(np.array(keys, "<u4").tobytes()).decode()
-
-
-def unpack_keys(packed: Sequence[Any]) -> list[Key]:
-    """Return the keys that :func:`pack_keys` has packed."""
-    width, text = packed
-    numbers = np.frombuffer(base64.b64decode(text), "<u4").reshape(-1, max(1, width))
-    return [tuple(key) for key in numbers.tolist()]
+    def _is_true(self, record: Any) -> bool:
+        return bool(self._function(record))
 
 
 class Taken(Stage):
@@ -417,13 +216,13 @@ class Taken(Stage):
 
     def __init__(self, source: Stage, run: Run, first: int, end: int | None) -> None:
         super().__init__(source, run)
-        self._first = share_of(first, run)
-        self._end = None if end is None else share_of(end, run)
+        self._first = share_of(first, run.reader, run.readers)
+        self._end = None if end is None else share_of(end, run.reader, run.readers)
         self._count = 0
 
     def __next__(self) -> Item:
         while self._end is None or self._count < self._end:
-            item = next(self.source)
+            item: Item = next(self.source)
             self._count += 1
             if self._count > self._first:
                 return item
@@ -439,9 +238,9 @@ class Taken(Stage):
         self.source.restore(below)
 
 
-def share_of(count: int, run: Run) -> int:
+def share_of(count: int, reader: int, readers: int) -> int:
     """Return how many of the first ``count`` records of a stream a reader has."""
-    return (count - run.reader + run.readers - 1) // run.readers
+    return (count - reader + readers - 1) // readers
 
 
 class Repeated(Stage):
@@ -451,7 +250,7 @@ class Repeated(Stage):
         source: The stages below, in their first pass.
         run: The reader.
         begin: Makes the stages below for a pass.
-        times: How many passes there are; None for no end.
+        times: How many passes there are; None for no end, but for a pass without any record.
     """
 
     def __init__(
@@ -459,31 +258,47 @@ class Repeated(Stage):
     ) -> None:
         super().__init__(source, run)
         self._begin, self._times = begin, times
-        self._turn = 0
+        self._turn, self._is_empty = 0, True
+        if run.turn:  # the first pass has another number
+            self._go_to(0)
 
     def __next__(self) -> Item:
-        is_empty = False
         while True:
             try:
-                return next(self.source)
+                item: Item = next(self.source)
             except StopIteration:
-                self._turn += 1
-                if is_empty or self._turn == self._times:
-                    self._turn -= 1
+                if self._turn + 1 == self._times or (self._times is None and self._is_empty):
                     raise
-            self._go_to(self._turn)
-            is_empty = True
+                self._go_to(self._turn + 1)
+            else:
+                self._is_empty = False
+                return item
 
     def _go_to(self, turn: int) -> None:
-        self._turn = turn
-        self.source = self._begin(replace(self.run, turn=self.run.turn + turn))
+        self._turn, self._is_empty = turn, True
+        # Passes within passes have numbers of their own.
+        turn += self.run.turn * (self._times or 1)
+        self.source = self._begin(replace(self.run, turn=turn))
 
     def state(self) -> State:
-        """Return the pass, and the state below."""
-        return self._turn, self.source.state()
+        """Return the pass, whether it had no record so far, and the state below."""
+        return self._turn, int(self._is_empty), self.source.state()
 
     def restore(self, state: State) -> None:
         """Go to a position."""
-        turn, below = state
+        turn, is_empty, below = state
         self._go_to(turn)
+        self._is_empty = bool(is_empty)
         self.source.restore(below)
+
+
+def generator(*numbers: int) -> np.random.Generator:
+    """Return a random number generator that depends only on these numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=16, person=b"shmloader shards")
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "little")))
+
+
+def permutation(count: int, *numbers: int) -> list[int]:
+    """Return a permutation of ``range(count)`` that depends only on these numbers."""
+    order: list[int] = generator(*numbers).permutation(count).tolist()
+    return order

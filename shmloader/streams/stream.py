@@ -7,25 +7,32 @@ workers, which begin readers from it (:mod:`shmloader.streams.reader`).
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from shmloader.grammar import warn_user
 from shmloader.sampling.arguments import flag, whole_number
-from shmloader.streams.reader import Grouped, Reader
+from shmloader.streams.lengths import Counter, Length
+from shmloader.streams.packed import Packed
+from shmloader.streams.reader import Grouped, Late, Reader
 from shmloader.streams.rounds import Facts, Rounds
+from shmloader.streams.shuffles import Rolling, Windowed
 from shmloader.streams.stages import (
+    Failed,
     Filtered,
     Guard,
     Mapped,
     Repeated,
-    Rolling,
     Run,
     Stage,
     Taken,
-    Windowed,
+    share_of,
 )
+
+# Stages that do not look at the records, so that functions can be applied later.
+_BLIND = (Mapped, Windowed, Rolling, Taken)
 
 
 class Root(Protocol):
@@ -35,17 +42,46 @@ class Root(Protocol):
         readers: Number of readers.
         seed: Decides the orders.
         store: The store that ranks share; None for that of the default group.
+        seeks: Whether records are found again without reading those before them.
     """
 
     readers: int
     seed: int
-    store: Any
+
+    @property
+    def store(self) -> Any:
+        """See the attributes."""
+
+    @property
+    def seeks(self) -> bool:
+        """See the attributes."""
 
     def begin(self, run: Run) -> Stage:
         """Return the lowest stage of a reader."""
 
+    def counts(self, epoch: int, turn: int) -> list[int]:
+        """Return how many records each reader has in a pass of an epoch.
+
+        Raises:
+            TypeError: If that is not known before they are read.
+        """
+
     def facts(self) -> str:
         """Return what the order of the records depends on, as a text."""
+
+
+class Step(NamedTuple):
+    """A stage of a stream's readers.
+
+    Attributes:
+        number: The stage's number, from 1.
+        kind: Its class.
+        arguments: The arguments after the source and the run.
+    """
+
+    number: int
+    kind: type[Stage]
+    arguments: tuple[Any, ...]
 
 
 class Stream(IterableDataset[Any]):
@@ -60,8 +96,8 @@ class Stream(IterableDataset[Any]):
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._steps: tuple[tuple[type[Stage], tuple[Any, ...]], ...] = ()
-        self._group: tuple[type, tuple[Any, ...]] | None = None
+        self._steps: tuple[Step, ...] = ()
+        self._group: Step | None = None
         self._after: tuple[Callable[[Any], Any], ...] = ()
         self._collate: Callable[[list[Any]], Any] | None = None
         self._epoch = 0
@@ -71,8 +107,9 @@ class Stream(IterableDataset[Any]):
     def map(self, function: Callable[[Any], Any]) -> Self:
         """Apply a function to each record; after :meth:`batch`, to each batch.
 
-        What is mapped directly before :meth:`batch` is applied only to the records of batches that
-        are delivered, so the work is not repeated when a run resumes.
+        What is mapped after the last :meth:`filter` and :meth:`repeat` is applied only to the
+        records of batches that are delivered: a shuffle holds the records as they were read, and a
+        run that resumes does not repeat the work. That is not possible before :meth:`pack`.
 
         Args:
             function: Called in the workers. It must return the same for the same record; random
@@ -95,17 +132,25 @@ class Stream(IterableDataset[Any]):
             count: How many records each reader holds to choose from.
             rolling: False permutes each run of ``count`` records; the state is a few integers, and
                 the run is read again to resume. True yields a random record of a buffer, and fills
-                its place; the state has 12 bytes for each record of the buffer, which point reads
-                find again. A format that cannot seek is read again from the shard's beginning.
+                its place; the state has 2 to 12 bytes for each record of the buffer, which point
+                reads find again. A shard that cannot be sought in, such as a compressed one, is
+                read from its beginning for that, which a warning says.
         """
         count = whole_number(count, "count", minimum=1)
-        return self._then(Rolling if flag(rolling, "rolling") else Windowed, count, self._root.seed)
+        if flag(rolling, "rolling") and not self._root.seeks:
+            warn_user(
+                "the shards of this stream can be read only from their beginnings, so a rolling "
+                "shuffle is slow to resume: shuffle without rolling=True, or use uncompressed "
+                "shards of a format that seeks, such as open_tar"
+            )
+        return self._then(Rolling if rolling else Windowed, count, self._root.seed)
 
     def repeat(self, times: int | None = None) -> Self:
         """Begin the shards again after their end, in the order of a further epoch.
 
         Args:
-            times: How many passes there are; None for no end.
+            times: How many passes there are. None for no end; a reader ends then only after a pass
+                without any record.
         """
         if times is not None:
             times = whole_number(times, "times", minimum=1)
@@ -140,21 +185,69 @@ class Stream(IterableDataset[Any]):
                 :mod:`shmloader.collate`; torch's ``default_collate`` by default.
             drop_last: Whether a reader's last batch is left out if it has fewer records.
         """
-        group = Grouped, (whole_number(size, "size", minimum=1), flag(drop_last, "drop_last"))
-        return self._grouped(group, default_collate if collate is None else collate)
+        size, drop_last = whole_number(size, "size", minimum=1), flag(drop_last, "drop_last")
+        return self._grouped(collate or default_collate, Grouped, size, drop_last)
 
-    def _grouped(self, group: tuple[type, tuple[Any, ...]], collate: Callable[..., Any]) -> Self:
+    def pack(
+        self,
+        max_tokens: int,
+        *,
+        length: Length | None = None,
+        window: int = 1000,
+        too_long: Literal["raise", "truncate", "drop"] = "raise",
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Self:
+        """Make batches of at most ``max_tokens`` tokens of the records of each reader.
+
+        A run of ``window`` records is packed by best fit, and its packs come in a random order. The
+        records after those that fill whole packs begin the next run: log-normal lengths fill 99.7 %
+        of the tokens, but for a reader's last pack. To resume, the run is read again. How many
+        packs there are is known only when the records were read.
+
+        Args:
+            max_tokens: The most that the lengths of a batch's records add up to.
+            length: Returns the number of tokens of a record. By default, that is the length of the
+                record, or of its field "input_ids" or "tokens".
+            window: How many records each reader reads to choose from; more if they do not fill a
+                pack.
+            too_long: What happens to a record of more tokens. "raise" raises an error in place of
+                its batch, or does what ``on_error`` of the loader says. "truncate" cuts it: of a
+                record, every sequence that is as long as its length says. "drop" leaves it out.
+            collate: Makes a batch of a list of records; ``shmloader.collate.Pack()`` by default.
+        """
+        if too_long not in ("raise", "truncate", "drop"):
+            raise ValueError(
+                f"too_long should be 'raise', 'truncate' or 'drop', but is {too_long!r}"
+            )
+        if length is not None:
+            _check_callable(length)
+        if collate is None:
+            from shmloader.collate import Pack  # noqa: PLC0415 - only a stream of tokens needs it
+
+            collate = Pack()
+        return self._grouped(
+            collate,
+            Packed,
+            whole_number(window, "window", minimum=1),
+            self._root.seed,
+            whole_number(max_tokens, "max_tokens", minimum=1),
+            Counter(length),
+            too_long,
+        )
+
+    def _grouped(self, collate: Callable[..., Any], kind: type[Any], *arguments: Any) -> Self:
         _check_callable(collate)
         if self._group is not None:
             raise TypeError("this stream makes batches already: call batch() or pack() only once")
-        return self._with(_group=group, _collate=collate)
+        step = Step(len(self._steps) + 1, kind, arguments)
+        return self._with(_group=step, _collate=collate)
 
-    def _then(self, stage: type[Stage], *arguments: Any) -> Self:
+    def _then(self, kind: type[Stage], *arguments: Any) -> Self:
         if self._group is not None:
             raise TypeError(
                 "after batch() or pack(), only map() is possible: call the other methods before"
             )
-        return self._with(_steps=(*self._steps, (stage, arguments)))
+        return self._with(_steps=(*self._steps, Step(len(self._steps) + 1, kind, arguments)))
 
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
@@ -174,6 +267,11 @@ class Stream(IterableDataset[Any]):
         return self._root.store
 
     @property
+    def root(self) -> Root:
+        """What the lowest stages of its readers read."""
+        return self._root
+
+    @property
     def is_batched(self) -> bool:
         """Whether the stream yields batches."""
         return self._group is not None
@@ -185,17 +283,56 @@ class Stream(IterableDataset[Any]):
             return self._collate
         return functools.partial(_apply, (self._collate, *self._after))
 
+    def stage(self, run: Run) -> Stage:
+        """Return the uppermost stage of a reader of records, at its beginning."""
+        stage: Stage = _begin(self._root, self._steps, run)
+        return stage
+
     def begin(self, run: Run) -> Reader:
         """Return a reader of an epoch, at its beginning."""
-        steps = self._steps
-        late: list[Callable[[Any], Any]] = []
-        group, arguments = self._group or (Grouped, (1, False))
-        # Not for groups that look at the records.
-        while group is Grouped and steps and steps[-1][0] is Mapped:
-            late.insert(0, steps[-1][1][0])
-            steps = steps[:-1]
-        begin = functools.partial(_begin_groups, self._root, steps, group, arguments)
-        return Reader(begin, tuple(late), run)
+        group = self._group or Step(len(self._steps) + 1, Grouped, (1, False))
+        steps, late = list(self._steps), list[Late]()
+        for step in self._steps[::-1] if group.kind is Grouped else ():
+            if step.kind is Mapped:
+                late.insert(0, (step.number, step.arguments[0]))
+                steps.remove(step)
+            elif step.kind not in _BLIND:
+                break
+        return Reader(functools.partial(_begin, self._root, (*steps, group)), late, run)
+
+    def record_counts(self, epoch: int, turn: int = 0) -> list[int]:
+        """Return how many records each reader yields in a pass of an epoch, with failed ones.
+
+        Raises:
+            TypeError: If that is known only when they were read.
+        """
+        return _counts(self._root, self._steps, epoch, turn)
+
+    def batch_counts(self, epoch: int) -> list[int]:
+        """Return how many batches each reader makes in an epoch; records without batches.
+
+        The first call counts the records of all shards by their indexes, which are made if they are
+        missing.
+
+        Raises:
+            TypeError: If that is known only when the shards were read: with filter(), pack() or
+                repeat(), shards that are not on this machine, or a format without an index.
+        """
+        counts = self.record_counts(epoch)
+        if self._group is None:
+            return counts
+        if self._group.kind is not Grouped:
+            raise TypeError("the number of packs is known only when the records were read")
+        size, drop_last = self._group.arguments
+        return [count // size if drop_last else -(-count // size) for count in counts]
+
+    def __len__(self) -> int:
+        """Return the number of batches of the next epoch; see :meth:`batch_counts`."""
+        return sum(self.batch_counts(self._epoch))
+
+    def __bool__(self) -> bool:
+        """Return True: a stream may have records though their number is not known."""
+        return True
 
     def facts(self) -> str:
         """Return what the order of its batches depends on, as a text. Reads the shards' sizes."""
@@ -209,9 +346,9 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch in order, or the records without batches."""
         info, guard = get_worker_info(), Guard()
-        own = range(self.readers)
-        if info is not None:
-            own = own[info.id :: info.num_workers]
+        own = (
+            range(self.readers) if info is None else range(info.id, self.readers, info.num_workers)
+        )
         opened: dict[int, Reader] = {}
         facts = [Facts(is_all=reader not in own) for reader in range(self.readers)]
         rounds = Rounds(facts)
@@ -223,28 +360,48 @@ class Stream(IterableDataset[Any]):
             facts[number].add(found)
             if found.is_all and found.known == found.round + 1:
                 opened.pop(number)
-            if isinstance(group, Exception):
-                raise group
             if group is not None:
                 records = [record for _, record in group]
+                for record in records:
+                    if type(record) is Failed:
+                        raise record.problem
                 yield records[0] if self.collate is None else self.collate(records)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.facts()}>"
 
 
-def _begin(root: Root, steps: tuple[Any, ...], run: Run) -> Stage:
+def _begin(root: Root, steps: Sequence[Step], run: Run) -> Any:
     """Return the uppermost stage of a reader, at its beginning."""
-    stage = root.begin(run)
-    for kind, arguments in steps:
-        stage = kind(stage, run, *arguments)
+    stage: Any = root.begin(run)
+    for step in steps:
+        stage = step.kind(stage, run, *step.arguments)
+        stage.number = step.number
     return stage
 
 
-def _begin_groups(
-    root: Root, steps: tuple[Any, ...], group: type, arguments: tuple[Any, ...], run: Run
-) -> Any:
-    return group(_begin(root, steps, run), run, *arguments)
+def _counts(root: Root, steps: Sequence[Step], epoch: int, turn: int) -> list[int]:
+    """Return how many records each reader yields after these steps."""
+    if not steps:
+        return root.counts(epoch, turn)
+    *below, (_, kind, arguments) = steps
+    if kind is Filtered:
+        raise TypeError("the number of records that filter() keeps is known only afterwards")
+    if kind is Repeated:
+        _, times = arguments
+        if times is None:
+            raise TypeError("a stream that is repeated without end has no length")
+        passes = [_counts(root, below, epoch, turn * times + each) for each in range(times)]
+        return list(map(sum, zip(*passes, strict=True)))
+    counts = _counts(root, below, epoch, turn)
+    if kind is not Taken:
+        return counts
+    first, end = arguments
+    taken = []
+    for reader, count in enumerate(counts):
+        most = count if end is None else min(count, share_of(end, reader, len(counts)))
+        taken.append(max(0, most - share_of(first, reader, len(counts))))
+    return taken
 
 
 def _apply(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
@@ -253,11 +410,10 @@ def _apply(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
     return value
 
 
-def _describe_step(step: tuple[type, tuple[Any, ...]]) -> str:
+def _describe_step(step: Step) -> str:
     """Return a step as a text: its name, and those of its arguments that are plain values."""
-    kind, arguments = step
-    plain = [repr(one) for one in arguments if isinstance(one, int | str | None)]
-    return f"{kind.__name__}({', '.join(plain)})"
+    plain = [repr(one) for one in step.arguments if isinstance(one, int | str | None)]
+    return f"{step.kind.__name__}({', '.join(plain)})"
 
 
 def _check_callable(function: object) -> None:

@@ -11,6 +11,11 @@ import torch.distributed
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import Shards
 
+# A function of a path cannot seek, and there are many workers for few readers.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the shards of this stream can be read only", "ignore:. workers share the . readers"
+)
+
 # Records of each shard: of very different numbers, so that readers end far apart.
 SIZES = {f"shard-{number}": 1 + number * 7 % 13 for number in range(23)}
 

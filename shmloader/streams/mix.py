@@ -1,0 +1,172 @@
+"""Mixes of streams, by shares of their samples or of their tokens."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, Literal
+
+from shmloader.sampling.arguments import whole_number
+from shmloader.streams.lengths import Counter, Length
+from shmloader.streams.mixed import Mixed, Phase
+from shmloader.streams.stages import Repeated, Run, Stage, share_of
+from shmloader.streams.stream import Stream
+
+#: A weight for each stream.
+Weights = Mapping[Stream, float] | Sequence[tuple[Stream, float]]
+
+# The sum of weights as whole numbers, but for rounding.
+_ONE = 1 << 30
+
+
+def mix(
+    weights: Weights,
+    *,
+    by: Literal["samples", "tokens"] = "samples",
+    stop: Literal["first", "all"] | int = "first",
+    schedule: Mapping[int, Weights] | None = None,
+    length: Length | None = None,
+) -> Stream:
+    """Return a stream that draws each record from one of several streams.
+
+    Reader r of the mix draws from the readers r of the streams, so all need the same number of
+    readers. There are no random numbers: the next record comes from the stream that lags most
+    behind its share. So shares hold in every part of the order: to a percentage point in 1,000
+    samples, in batches of 64 from 64 readers. A mix can be shuffled, mapped, batched and mixed::
+
+        stream = mix({web: 0.7, code: 0.3}, stop="all").shuffle(1_000).batch(64)
+
+    Args:
+        weights: The weight of each stream, above 0, as a dict or a list of pairs. What counts is
+            their ratio.
+        by: Whether shares count samples or tokens.
+        stop: "first": each reader ends when a stream has no further record for it. "all": it goes
+            on with the others, whose shares keep their ratio. A number: the mix ends after so many
+            samples, and streams are repeated as long as that takes, in the order of further epochs.
+        schedule: Weights from later samples on: ``{1_000_000: {web: 0.5, code: 0.5}}``. Samples of
+            the mix are counted across its readers in turns, as :meth:`Stream.take` does, from 0 in
+            each epoch. A stream that is left out is not drawn then.
+        length: Returns the number of tokens of a record. By default, that is the length of the
+            record, or of its field "input_ids" or "tokens". A record without tokens counts as one.
+
+    Raises:
+        TypeError: If something is no stream, or makes batches, or a weight is no number.
+        ValueError: If there is no stream, one comes twice, they have different numbers of readers,
+            or a weight is not above 0.
+    """
+    if by not in ("samples", "tokens"):
+        raise ValueError(f"by should be 'samples' or 'tokens', but is {by!r}")
+    if stop not in ("first", "all"):
+        stop = whole_number(stop, "stop", minimum=1)
+    if by == "samples" and length is not None:
+        raise ValueError("length is used with by='tokens' only: leave it out")
+    pairs = _checked(weights, "weights")
+    streams = [stream for stream, _ in pairs]
+    readers = [stream.readers for stream in streams]
+    if len(set(readers)) > 1:
+        raise ValueError(
+            f"the streams of a mix need the same number of readers, but have {readers}: give all "
+            f"of them readers={min(readers)}"
+        )
+    phases = [(0, _shares([weight for _, weight in pairs]))]
+    for first, given in sorted((schedule or {}).items()):
+        whole_number(first, "a sample in schedule", minimum=0)
+        later = dict(_checked(given, f"schedule[{first}]"))
+        unknown = [stream for stream in later if stream not in streams]
+        if unknown:
+            raise ValueError(f"schedule[{first}] has {unknown[0]!r}, which weights do not have")
+        phases.append((first, _shares([later.get(stream, 0) for stream in streams])))
+    return Stream(MixRoot(streams, phases, Counter(length) if by == "tokens" else None, stop))
+
+
+def _checked(weights: Weights, name: str) -> list[tuple[Stream, float]]:
+    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    if not pairs:
+        raise ValueError(f"{name} should have a weight for at least one stream, but is empty")
+    seen: list[Stream] = []
+    weight: Any
+    for number, (stream, weight) in enumerate(pairs):
+        if not isinstance(stream, Stream):
+            raise TypeError(f"{name} should have streams, but stream {number} is {stream!r}")
+        if stream.is_batched:
+            raise TypeError(
+                f"stream {number} in {name} makes batches, and a mix draws records: call batch() "
+                "or pack() of the mix"
+            )
+        if any(stream is one for one in seen):
+            raise ValueError(f"stream {number} in {name} is given twice")
+        seen.append(stream)
+        if isinstance(weight, bool) or not isinstance(weight, Real):
+            raise TypeError(f"weight {number} in {name} should be a number, but is {weight!r}")
+        if not 0 < float(weight) < math.inf:
+            raise ValueError(f"weight {number} in {name} should be above 0, but is {weight!r}")
+    return pairs
+
+
+def _shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return weights as whole numbers, at least 1 for a weight above 0."""
+    total = sum(weights)
+    return tuple(max(1, round(weight / total * _ONE)) if weight else 0 for weight in weights)
+
+
+class MixRoot:
+    """Draws the records of a mix. See :func:`mix` for the arguments.
+
+    Attributes:
+        readers, seed, store: Those of the first stream.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        phases: Sequence[Phase],
+        length: Counter | None,
+        stop: Literal["first", "all"] | int,
+    ) -> None:
+        self._streams, self._phases, self._length, self._stop = streams, phases, length, stop
+        self.readers, self.seed = streams[0].readers, streams[0].root.seed
+
+    @property
+    def store(self) -> Any:
+        """The store that ranks share; None for that of the default group."""
+        return self._streams[0].root.store
+
+    @property
+    def seeks(self) -> bool:
+        """Whether all records can be read again without those before them."""
+        return all(stream.root.seeks for stream in self._streams)
+
+    def begin(self, run: Run) -> Stage:
+        """Return the stage that draws the records of a reader."""
+        own = [
+            (share_of(first, run.reader, run.readers), weights) for first, weights in self._phases
+        ]
+        end = None
+        if isinstance(self._stop, int):
+            end = share_of(self._stop, run.reader, run.readers)
+        sources = [self._begin(number, run) for number in range(len(self._streams))]
+        return Mixed(run, sources, own, self._length, self._stop == "first", end)
+
+    def _begin(self, number: int, run: Run) -> Stage:
+        run = replace(run, source=(*run.source, number))
+        begin = self._streams[number].stage
+        stage = begin(run)
+        return Repeated(stage, run, begin, None) if isinstance(self._stop, int) else stage
+
+    def counts(self, epoch: int, turn: int) -> list[int]:
+        """Return how many records each reader has; see :class:`shmloader.streams.stream.Root`."""
+        if isinstance(self._stop, int):
+            return [share_of(self._stop, each, self.readers) for each in range(self.readers)]
+        if self._stop == "first" or len(self._phases) > 1:
+            raise TypeError(
+                "the number of batches of a mix is known only with stop='all' and no schedule, or "
+                "with a number for stop"
+            )
+        counts = [stream.record_counts(epoch, turn) for stream in self._streams]
+        return list(map(sum, zip(*counts, strict=True)))
+
+    def facts(self) -> str:
+        """Return what the order of the records depends on, as a text."""
+        streams = "; ".join(stream.facts() for stream in self._streams)
+        by = "samples" if self._length is None else "tokens"
+        return f"a mix by {by} with stop={self._stop!r} and weights {self._phases} of [{streams}]"

@@ -1,0 +1,129 @@
+"""The lowest stage of a reader: the records of its shards."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmloader.errors import SampleTimeoutError, ShardError
+from shmloader.interruptions import Suppressed
+from shmloader.streams.stages import Item, Key, Run, Stage, State
+
+if TYPE_CHECKING:
+    from shmloader.streams.formats import Format
+
+
+class ShardRecords(Stage):
+    """Reads the records of a reader's shards, one shard after the other.
+
+    An error that names a record makes this one record fail. After any other one, the rest of the
+    shard is left out: one record fails in its place.
+
+    Args:
+        run: The reader.
+        paths: All shards of the stream, in the order in which the user gave them.
+        order: The numbers of this reader's shards in that list, in the order of this pass.
+        form: The format of the shards.
+        fetch: Returns a context in which a shard lies on a local path.
+        ahead: Asks for a shard that will be read soon.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        paths: Sequence[str],
+        order: Sequence[int],
+        form: "Format",
+        fetch: Callable[[str], contextlib.AbstractContextManager[str]],
+        ahead: Callable[[str], None],
+    ) -> None:
+        self.run, self._paths, self._order, self._form = run, paths, order, form
+        self._fetch, self._ahead = fetch, ahead
+        self._at = self._number = 0
+        self._records: Iterator[Any] | None = None
+        self._held = contextlib.ExitStack()
+
+    def __next__(self) -> Item:
+        run = self.run
+        while self._at < len(self._order):
+            key = run.turn, self._order[self._at], self._number
+            try:
+                if self._records is None:
+                    self._records = self._open(key[1])
+                record = run.guard.read(self._records, key, self)
+            except StopIteration:
+                self._go_to(self._at + 1, 0)
+                continue
+            except Exception as error:  # noqa: BLE001 - it takes the place of the record
+                record = run.guard.failed(error, key, self)
+                number = self._failed_record(error)
+                if number is None:
+                    self._go_to(self._at + 1, 0)
+                else:
+                    self._go_to(self._at, max(number, key[2]) + 1)
+            else:
+                self._number += 1
+            return key, record
+        raise StopIteration
+
+    def _open(self, shard: int) -> Iterator[Any]:
+        path = self._held.enter_context(self._fetch(self._paths[shard]))
+        if self._at + 1 < len(self._order):
+            self._ahead(self._paths[self._order[self._at + 1]])
+        return iter(self._form.records(path, self._number))
+
+    def _failed_record(self, error: Exception) -> int | None:
+        """Return the number of the record that an error is about; None if the shard is."""
+        if isinstance(error, SampleTimeoutError):
+            # Otherwise it would have to be read on the way to the next one.
+            return self._number if self._form.seeks else None
+        return error.record if isinstance(error, ShardError) else None
+
+    def _go_to(self, at: int, number: int) -> None:
+        records, self._records = self._records, None
+        if hasattr(records, "close"):
+            records.close()  # type: ignore[union-attr]
+        self._held.close()
+        self._at, self._number = at, number
+
+    def state(self) -> State:
+        """Return the number of the shard in the reader's order, and that of the record."""
+        return self._at, self._number
+
+    def restore(self, state: State) -> None:
+        """Go to a record."""
+        self._go_to(*state)
+
+    def again(self, keys: Sequence[Key]) -> list[Item]:
+        """Read records by point reads, shard by shard."""
+        by_shard: dict[int, list[Key]] = {}
+        for key in keys:
+            by_shard.setdefault(key[1], []).append(key)
+        found: list[Item] = []
+        for shard, wanted in by_shard.items():
+            wanted.sort(key=lambda key: key[2])
+            found += self._again_of(shard, wanted)
+        return found
+
+    def _again_of(self, shard: int, keys: Sequence[Key]) -> list[Item]:
+        if not (self.run.guard.is_watching and self._form.seeks):
+            with Suppressed(Exception):  # which of them failed is found out one by one
+                return list(zip(keys, self._at_numbers(shard, keys), strict=True))
+        return [(key, self._one_again(key)) for key in keys]
+
+    def _at_numbers(self, shard: int, keys: Sequence[Key]) -> list[Any]:
+        with self._fetch(self._paths[shard]) as path:
+            return self._form.at(path, [key[2] for key in keys])
+
+    def _one_again(self, key: Key) -> Any:
+        try:
+            return self.run.guard.read(map(self._at_one, [key]), key, self)
+        except Exception as error:  # noqa: BLE001 - it takes the place of the record, as before
+            return self.run.guard.failed(error, key, self)
+
+    def _at_one(self, key: Key) -> Any:
+        (record,) = self._at_numbers(key[1], [key])
+        return record
+
+    def describe(self, key: Key) -> str:
+        """Return the record's number and its shard."""
+        return f"record {key[-1]} of shard {self._paths[key[-2]]}"
