@@ -12,7 +12,7 @@ setup(
         Extension(
             "shmloader.memory._streaming",
             ["shmloader/memory/_streaming.c"],
-            extra_compile_args=["-O2"],
+            extra_compile_args=["-O3"],
             define_macros=[("Py_LIMITED_API", "0x030b0000")] if is_limited else [],
             py_limited_api=is_limited,
             optional=True,

@@ -19,6 +19,7 @@ import pyarrow.types as kinds
 import torch
 
 from shmloader.arrow.rows import Rows
+from shmloader.memory.compiled import find_lists
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -142,19 +143,33 @@ class Lists:
                 (len(array) - 1, 2), width, array.data, strides=array.strides * 2
             )
             self._bases = offsets.firsts - chunks.starts
+            # The arguments of the compiled part: the chunks, and the offsets.
+            table = np.concatenate([chunks.starts, self._bases, self._firsts])
+            self._compiled = table, array.ctypes.data, width.itemsize
         else:
             skipped = np.array([chunk.offset for chunk in chunks.items], np.int64)
             self._bases = skipped - chunks.starts
 
-    def find(self, rows: Rows) -> tuple[_Array, _Array]:
-        """Return where the lists of these rows begin in ``values``: int64; and their lengths."""
+    def find(self, rows: Rows) -> tuple[_Array, _Array, int | None]:
+        """Find the lists of these rows.
+
+        Returns:
+            Where they begin in ``values``, int64; their lengths; and the length if all have one,
+            else None.
+        """
+        if self._size is None and find_lists is not None:
+            found: _Array = np.empty((2, len(rows.array)), np.int64)
+            length = find_lists(rows.array, *self._compiled, found)
+            return found[0], found[1], None if length < 0 else length
         chunk = rows.find(self._chunks.starts, self._chunks.identity)
         at = rows.array + self._bases[chunk]
         if self._size is not None:
-            return at * self._size + self._firsts[chunk], np.full(len(at), self._size)
+            begins = at * self._size + self._firsts[chunk]
+            return begins, np.full(len(at), self._size), self._size
         bounds = self._bounds[at]
-        begins = bounds[:, 0]
-        return begins + self._firsts[chunk], bounds[:, 1] - begins
+        begins, lengths = bounds[:, 0] + self._firsts[chunk], bounds[:, 1] - bounds[:, 0]
+        is_one = lengths.size and (lengths == lengths[0]).all()
+        return begins, lengths, int(lengths[0]) if is_one else None
 
 
 class Texts(Lists):
@@ -162,7 +177,7 @@ class Texts(Lists):
 
     def texts(self, rows: Rows) -> list[str]:
         """Return the texts of these rows."""
-        starts, lengths = self.find(rows)
+        starts, lengths, _ = self.find(rows)
         return [
             self.values[start : start + length].tobytes().decode()
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)

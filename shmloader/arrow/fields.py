@@ -12,7 +12,7 @@ import torch
 
 from shmloader.arrow.rows import Rows
 from shmloader.collate import Ragged
-from shmloader.memory.rows import RowsAt
+from shmloader.memory.rows import RowsAt, RowSource
 
 if TYPE_CHECKING:
     from shmloader.arrow.buffers import Lists, Numbers, Texts
@@ -40,6 +40,8 @@ class Field:
     def __init__(self, column: Any, dtype: Any = None, form: str | None = None) -> None:
         self._column, self._dtype, self._form = column, np.dtype(dtype), form
         self._torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        # The column's numbers, or its lists of one length. Made for the first batch.
+        self._source: RowSource | None = None
 
     def at(self, rows: Rows) -> RowsAt | list[str] | None:
         """Return what ``default_collate`` makes of the values of these rows.
@@ -65,11 +67,15 @@ class NumberField(Field):
         return self._find(rows)
 
     def _find(self, rows: Rows) -> RowsAt:
-        return RowsAt(self._column.tensor, self._column.find(rows), self._torch_dtype)
+        source = self._source
+        if source is None:
+            self._source = source = RowSource(self._column.tensor, self._torch_dtype)
+        return RowsAt(source, self._column.find(rows))
 
     def items(self, rows: Rows) -> Any:
         """Return one tensor, array or list."""
-        numbers = self._find(rows).copy()
+        source, at = self._find(rows)
+        numbers = source.copy(at)
         if self._form is None:
             return numbers.tolist()
         return numbers if self._form == "torch" else numbers.numpy()
@@ -79,24 +85,23 @@ class ListField(Field):
     """A field of lists of numbers."""
 
     _column: "Lists"
-    _source: torch.Tensor | None = None
 
     def at(self, rows: Rows) -> RowsAt | None:
         """Return where the lists lie, if all have one length. Lists of Python's are transposed."""
-        starts, lengths = self._column.find(rows)
-        length = int(lengths[0])
-        if self._form is None or length == 0 or np.count_nonzero(lengths != length):
+        starts, _, length = self._column.find(rows)
+        if self._form is None or not length:
             return None
         source = self._source
-        if source is None or source.shape[1] != length:
+        if source is None or source.shape != (length,):
             # As if a list of this length began at each element: only those that do are read.
             shape = (len(self._column.tensor) - length + 1, length)
-            self._source = source = self._column.tensor.as_strided(shape, (1, 1))
-        return RowsAt(source, starts, self._torch_dtype)
+            lists = self._column.tensor.as_strided(shape, (1, 1))
+            self._source = source = RowSource(lists, self._torch_dtype)
+        return RowsAt(source, starts)
 
     def items(self, rows: Rows) -> Ragged | list[Any]:
         """Return the lists, as slices of the column."""
-        starts, lengths = self._column.find(rows)
+        starts, lengths, _ = self._column.find(rows)
         lists = Ragged(self._column.values, starts, lengths, self._dtype, _VALUES[self._form])
         # torch makes float32 of lists of floats, whose numbers are float64.
         is_exact = self._form is not None or self._dtype.kind != "f"

@@ -60,7 +60,7 @@ class RowMap:
             rows = np.arange(indices.start, indices.stop)
         for mapping in self._maps:
             rows = mapping[rows]
-        rows = rows.astype(np.int64, copy=False)
+        rows = np.ascontiguousarray(rows, np.int64)
         # As unsigned numbers, negative ones are large.
         if self._maps and rows.view(np.uint64).max() >= self._length:
             raise IndexError(f"samples are mapped to rows beyond the table's {self._length}")

@@ -35,7 +35,7 @@ from shmloader.memory.flat import (
     FlatPacker,
     field_tensor,
 )
-from shmloader.memory.rows import GATHERED_DTYPES, RowsAt
+from shmloader.memory.rows import GATHERED_DTYPES, RowsAt, RowSource
 from shmloader.memory.segment import address_of
 from shmloader.memory.writer import SlotWriter, is_plain
 from shmloader.sampling.indices import IndexArray, as_list, is_sharded
@@ -52,6 +52,9 @@ _COLLATE = "shmloader.collate"
 
 # Numbers of dimensions of arrays whose samples may be images or volumes.
 _WITH_CHANNELS = (5, 6)
+
+# The unsigned types by the sizes of indices.
+_UNSIGNED = {4: np.uint32, 8: np.uint64}
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -103,14 +106,12 @@ class Column(NamedTuple):
     """One field of a batch, for all samples.
 
     Attributes:
-        rows: The array, as a tensor. Its first dimension is the rows; its strides are arbitrary.
+        rows: The array.
         mapping: The index of each sample's row; None if sample n is row n.
-        dtype: Type of a batch's numbers, if it is not that of the rows.
     """
 
-    rows: torch.Tensor
+    rows: RowSource
     mapping: _Array | None = None
-    dtype: torch.dtype | None = None
 
     def mapped(self, mapping: _Array) -> "Column":
         """Return the field of a subset, which has the samples of these indices."""
@@ -121,7 +122,7 @@ class Column(NamedTuple):
         """Return where the rows of these samples are."""
         at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
         at = at if self.mapping is None else self.mapping[at]
-        return RowsAt(self.rows, at, self.dtype or self.rows.dtype)
+        return RowsAt(self.rows.present(), at)
 
 
 class Columns(NamedTuple):
@@ -210,13 +211,13 @@ def _column_of(rows: Any) -> Column | None:
     is_odd = rows.is_nested or rows.is_conj() or rows.is_neg() or rows._is_zerotensor()
     if is_odd or rows.requires_grad or rows.dtype not in GATHERED_DTYPES:
         return None
-    return Column(rows)
+    return Column(RowSource(rows))
 
 
 def _blocks(blocks: TokenBlocks) -> Column | None:
     """Return the blocks of tokens; None if their samples have further fields."""
     rows = _tensor_of(blocks.rows) if blocks.boundaries is None else None
-    return None if rows is None else Column(rows, dtype=torch.int64)
+    return None if rows is None else Column(RowSource(rows, torch.int64))
 
 
 def _tensor_of(array: Any) -> torch.Tensor | None:
@@ -307,7 +308,7 @@ class Arrays:
             columns = find_columns(self._dataset)
             # Of images in channels-last order torch makes batches in that order, except in workers.
             if columns is not None and self._writer is None:
-                rows = [one.rows for one in columns.fields if isinstance(one, Column)]
+                rows = [one.rows.tensor for one in columns.fields if isinstance(one, Column)]
                 if any(one.ndim in _WITH_CHANNELS and not one.is_contiguous() for one in rows):
                     columns = None
             self._known = sources, columns
@@ -333,10 +334,12 @@ class Arrays:
         if list in map(type, found):
             # Texts are pickled. The tensors lie in the slot already.
             return empty.contain([_copied(one, self._writer) for one in found])
-        kinds = [(one.dtype, one.shape) for one in found]
+        kinds = [(one.source.dtype, one.source.shape) for one in found]
         layout = self._packer.reserve(container, keys, len(indices), kinds)
-        for one, field in zip(found, layout.fields, strict=True):
-            one.copy(field_tensor(self._writer.slot, field))
+        slot = self._writer.slot
+        for (source, rows), field in zip(found, layout.fields, strict=True):
+            if not source.write(rows, slot.address + field.offset):
+                source.copy(rows, field_tensor(slot, field))
             if FAULTS is not None:
                 FAULTS.reach("worker.write")
         return layout
@@ -346,9 +349,10 @@ def _copied(found: RowsAt | list[str], writer: SlotWriter | None) -> Any:
     """Return a field of a batch: a list of texts, or the tensor of rows."""
     if isinstance(found, list):
         return found
+    source, at = found
     if writer is None:
-        return found.copy()
-    return found.copy(writer.empty((len(found.at), *found.shape), found.dtype))
+        return source.copy(at)
+    return source.copy(at, writer.empty((len(at), *source.shape), source.dtype))
 
 
 def samples_of(columns: Columns, indices: "_Array | range") -> RaggedBatch:
@@ -425,6 +429,7 @@ def _valid_indices(indices: Sequence[Any], length: int) -> Any:
             array = np.array(indices, dtype=np.intp)
         except OverflowError:
             return None
-    if array is None or not len(array) or array.min() < 0 or array.max() >= length:
+    if array is None or not len(array):
         return None
-    return array
+    # As unsigned numbers, negative ones are large.
+    return array if array.view(_UNSIGNED[array.itemsize]).max() < length else None

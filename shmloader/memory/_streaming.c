@@ -1,6 +1,8 @@
 /* Copies many samples in one call, and receives messages.
  *
  * copy_rows writes large rows, which this process will not read again, past the caches.
+ * gather_rows copies rows of one array, chosen by their numbers, and converts what is in them.
+ * find_lists finds lists of an Arrow table, which gather_rows copies if they have one length.
  * copy_sequences writes samples of different lengths, and fills what is between them.
  * receive looks for a message some times; in Python each vain look would cost an exception.
  *
@@ -75,6 +77,149 @@ static PyObject *copy_rows(PyObject *module, PyObject *args)
     Py_END_ALLOW_THREADS
     PyMem_Free(rows);
     Py_RETURN_NONE;
+}
+
+/* Copies, or converts, so many elements. */
+typedef void copier(char *to, const char *from, size_t count);
+
+static void copy_bytes(char *to, const char *from, size_t count) { memcpy(to, from, count); }
+
+#define CONVERTER(name, FROM, TO)                                                                  \
+    static void name(char *restrict to, const char *restrict from, size_t count)                   \
+    {                                                                                              \
+        for (size_t i = 0; i < count; i++)                                                         \
+            ((TO *)to)[i] = (TO)((const FROM *)from)[i];                                           \
+    }
+
+CONVERTER(int64_of_int8, int8_t, int64_t)
+CONVERTER(int64_of_uint8, uint8_t, int64_t)
+CONVERTER(int64_of_int16, int16_t, int64_t)
+CONVERTER(int64_of_uint16, uint16_t, int64_t)
+CONVERTER(int64_of_int32, int32_t, int64_t)
+CONVERTER(int64_of_uint32, uint32_t, int64_t)
+CONVERTER(float_of_double, double, float)
+
+/* What gather_rows can do, by the letters that module struct has for the two types. */
+static const struct kind {
+    int from, to;
+    size_t from_bytes, to_bytes;
+    copier *copy;
+} kinds[] = {
+    {'B', 'B', 1, 1, copy_bytes},     {'b', 'q', 1, 8, int64_of_int8},
+    {'B', 'q', 1, 8, int64_of_uint8}, {'h', 'q', 2, 8, int64_of_int16},
+    {'H', 'q', 2, 8, int64_of_uint16}, {'i', 'q', 4, 8, int64_of_int32},
+    {'I', 'q', 4, 8, int64_of_uint32}, {'d', 'f', 8, 4, float_of_double},
+};
+
+/* Rows lie anywhere, and the processor foresees only what follows in a row. So the next rows are
+ * fetched while one is copied: this many bytes ahead, and at most so many rows. */
+#define AHEAD_BYTES 8192
+#define AHEAD_ROWS 64
+#define BLOCK_BYTES 256
+
+#if defined(__GNUC__)
+static void prefetch(const char *from, size_t nbytes)
+{
+    for (size_t i = 0; i < nbytes; i += 64)
+        __builtin_prefetch(from + i);
+}
+#else
+static void prefetch(const char *from, size_t nbytes) { (void)from, (void)nbytes; }
+#endif
+
+static int64_t index_at(const Py_buffer *at, Py_ssize_t i, int is_narrow)
+{
+    return is_narrow ? ((const int32_t *)at->buf)[i] : ((const int64_t *)at->buf)[i];
+}
+
+static PyObject *gather_rows(PyObject *module, PyObject *args)
+{
+    unsigned long long target, source;
+    Py_ssize_t step, count, rows;
+    int from, to, streams;
+    Py_buffer at;
+    const struct kind *kind = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKnnCCny*p", &target, &source, &step, &count, &from, &to, &rows,
+                          &at, &streams))
+        return NULL;
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+        if (kinds[i].from == from && kinds[i].to == to)
+            kind = kinds + i;
+    if (kind == NULL || (source | (size_t)step) % kind->from_bytes || target % kind->to_bytes) {
+        PyBuffer_Release(&at);
+        Py_RETURN_FALSE;
+    }
+    if (count < 0 || rows < 0 || (at.len != rows * 4 && at.len != rows * 8)) {
+        PyBuffer_Release(&at);
+        PyErr_SetString(PyExc_ValueError, "there is no int32 or int64 for each row");
+        return NULL;
+    }
+    int is_narrow = at.len == rows * 4;
+    const char *first = (const char *)(uintptr_t)source, *next;
+    char *out = (char *)(uintptr_t)target;
+    copier *copy = streams ? copy_row : kind->copy;
+    size_t size = kind->from_bytes, left, some;
+    size_t block = streams ? (size_t)count : BLOCK_BYTES / size;
+    Py_ssize_t ahead = AHEAD_BYTES / (count * (Py_ssize_t)size + AHEAD_BYTES / AHEAD_ROWS) + 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        const char *row = first + index_at(&at, i, is_narrow) * step;
+        next = first + index_at(&at, i + ahead < rows ? i + ahead : i, is_narrow) * step;
+        for (left = (size_t)count; left; left -= some, row += some * size, next += some * size) {
+            some = left < block ? left : block;
+            if (next != row && !streams)
+                prefetch(next, some * size);
+            copy(out, row, some);
+            out += some * kind->to_bytes;
+        }
+    }
+    if (streams)
+        finish();
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&at);
+    Py_RETURN_TRUE;
+}
+
+static int64_t offset_at(const char *offsets, int64_t at, int width)
+{
+    return width == 4 ? ((const int32_t *)offsets)[at] : ((const int64_t *)offsets)[at];
+}
+
+static PyObject *find_lists(PyObject *module, PyObject *args)
+{
+    Py_buffer rows, chunks, found;
+    unsigned long long address;
+    int width;
+    int64_t same = -1;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*y*Kiw*", &rows, &chunks, &address, &width, &found))
+        return NULL;
+    Py_ssize_t count = rows.len / 8, last = chunks.len / 8 / 3;
+    int is_right = found.len == 2 * rows.len && last > 0;
+    if (is_right) {
+        const int64_t *row = rows.buf, *starts = chunks.buf;
+        const int64_t *bases = starts + last, *firsts = bases + last;
+        int64_t *begins = found.buf, *lengths = begins + count;
+        const char *offsets = (const char *)(uintptr_t)address;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            Py_ssize_t chunk = 0, half;
+            for (Py_ssize_t some = last; some > 1; some -= half) {
+                half = some / 2;
+                chunk += starts[chunk + half] <= row[i] ? half : 0;
+            }
+            int64_t at = row[i] + bases[chunk], begin = offset_at(offsets, at, width);
+            begins[i] = begin + firsts[chunk];
+            lengths[i] = offset_at(offsets, at + 1, width) - begin;
+            same = i == 0 || lengths[i] == same ? lengths[i] : -1;
+        }
+    }
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&chunks);
+    PyBuffer_Release(&found);
+    if (!is_right)
+        return PyErr_Format(PyExc_ValueError, "there are no chunks, or other numbers than two a row");
+    return PyLong_FromLongLong(same);
 }
 
 #ifndef Py_BEGIN_CRITICAL_SECTION /* the GIL keeps others from changing a list */
@@ -210,6 +355,18 @@ static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, sources, row_bytes)\n--\n\n"
      "Copy row_bytes from each address in the list sources, one after the other, to target."},
+    {"gather_rows", gather_rows, METH_VARARGS,
+     "gather_rows(target, source, step, count, from, to, rows, at, streams)\n--\n\n"
+     "Copy so many rows of count elements to target, one after the other: row i is at[i] steps, of\n"
+     "so many bytes, from source. Its elements are converted, from and to types by their letters in\n"
+     "module struct; with \"B\" and \"B\" they are bytes, which may be streamed past the caches. at is\n"
+     "int32 or int64. Return False, and do nothing, for other types, or if they are not aligned."},
+    {"find_lists", find_lists, METH_VARARGS,
+     "find_lists(rows, chunks, offsets, width, found)\n--\n\n"
+     "Write where the lists of these rows begin, and then their lengths, to found. chunks has the\n"
+     "first row of each chunk; then what is added to a row for the place of its offset, which is\n"
+     "the offset's address less offsets, in units of width bytes; then what is added to offsets.\n"
+     "All but offsets are int64. Return the length if all have one, else -1."},
     {"copy_sequences", copy_sequences, METH_VARARGS,
      "copy_sequences(target, rows, row_bytes, samples, starts, counts, item)\n--\n\n"
      "Copy the first counts[i] rows of samples[i] to row starts[i] of target, which has so many\n"

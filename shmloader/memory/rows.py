@@ -1,11 +1,17 @@
-"""Rows of an array, gathered into a batch."""
+"""Rows of an array, gathered into a batch.
 
+The compiled part goes over each row once: it converts numbers while it copies them to the slot, and
+fetches the next rows meanwhile. Without it, torch and NumPy gather.
+"""
+
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shmloader.memory.writer import STREAM_BYTES, copy_rows
+from shmloader.memory.compiled import gather_rows as _gather_rows
+from shmloader.memory.writer import ROW_BYTES, STREAM_BYTES
 
 #: The dtypes of which torch.index_select gathers rows.
 GATHERED_DTYPES = frozenset({
@@ -14,49 +20,97 @@ GATHERED_DTYPES = frozenset({
     *(torch.complex64, torch.complex128),
 })  # fmt: skip
 
+# The letters of dtypes that the compiled part may convert, as in module struct.
+_LETTERS = {
+    torch.int8: "b", torch.int16: "h", torch.int32: "i", torch.int64: "q",
+    torch.uint8: "B", torch.uint16: "H", torch.uint32: "I",
+    torch.float32: "f", torch.float64: "d",
+}  # fmt: skip
 
-class RowsAt(NamedTuple):
-    """Rows of a batch, where they lie in memory.
+# Larger batches outside of slots are left to torch, which gathers them on several threads.
+_ALONE_BYTES = 1 << 20
+
+
+class RowSource:
+    """The rows of an array, of which batches are gathered. Threads may share it.
+
+    Args:
+        tensor: The rows, on the CPU. Strides are arbitrary, and rows may overlap.
+        dtype: The dtype that batches get; None for that of the rows.
 
     Attributes:
-        source: The rows, on the CPU. Strides are arbitrary, and rows may overlap.
-        at: Which ones the batch has: an array of indices, or a slice.
-        dtype: The dtype that they get.
+        tensor: The rows.
+        dtype: The dtype that batches get.
+        shape: The shape of a row.
     """
 
-    source: torch.Tensor
-    at: Any
-    dtype: torch.dtype
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        self.tensor, self.dtype = tensor, dtype or tensor.dtype
+        self.shape = tuple(tensor.shape[1:])
+        self._given = dtype
+        # Shows whether the tensor still has the memory and the strides that it has now.
+        self._memory = tensor.detach()
+        # The arguments of the compiled part between the address of the rows and their number.
+        self._rows: tuple[int, int, str, str] | None = None
+        count, step = math.prod(self.shape), tensor.stride(0) * tensor.itemsize
+        if tensor.requires_grad or not tensor[:1].is_contiguous():
+            return
+        if self.dtype is tensor.dtype:
+            self._rows = step, count * tensor.itemsize, "B", "B"
+        elif tensor.dtype in _LETTERS and self.dtype in _LETTERS:
+            self._rows = step, count, _LETTERS[tensor.dtype], _LETTERS[self.dtype]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a row."""
-        return tuple(self.source.shape[1:])
+    def present(self) -> "RowSource":
+        """Return this, or the source of what the user's tensor has become since."""
+        tensor, memory = self.tensor, self._memory
+        is_same = tensor.dtype is memory.dtype and tensor.is_set_to(memory)
+        if is_same and not tensor.requires_grad:
+            return self
+        changed = RowSource(tensor, self._given)
+        changed._rows = None  # it may have fewer rows, which only torch would notice
+        return changed
 
-    def copy(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rows in ``out``, or else in a new tensor. ``out`` is contiguous."""
-        source, at, dtype = self
-        if dtype is not source.dtype:
-            return self._convert(out)
-        if isinstance(at, slice):
+    def write(self, at: Any, address: int) -> bool:
+        """Copy the rows of these indices to an address, past the caches if they are large.
+
+        Returns False, and does nothing, if the compiled part cannot do that.
+        """
+        rows = self._rows
+        if _gather_rows is None or rows is None or isinstance(at, slice):
+            return False
+        number, is_same = len(at), self.dtype is self.tensor.dtype
+        streams = is_same and rows[1] >= ROW_BYTES and number * rows[1] >= STREAM_BYTES
+        indices = np.ascontiguousarray(at)
+        return _gather_rows(address, self.tensor.data_ptr(), *rows, number, indices, streams)
+
+    def copy(self, at: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows of these indices, or of a slice, in ``out``, or else in a new tensor.
+
+        ``out`` is contiguous.
+        """
+        source, is_slice = self.tensor, isinstance(at, slice)
+        converts = self.dtype is not source.dtype
+        if is_slice and not converts:
             rows = source[at]
             if out is None:
                 return rows.clone(memory_format=torch.contiguous_format)
             return out.copy_(rows)
-        if out is not None and out.nbytes >= STREAM_BYTES and source[0].is_contiguous():
-            # In 64 bits, since addresses are computed.
-            step = source.stride(0) * source.itemsize
-            if copy_rows((at.astype(np.int64) * step + source.data_ptr()).tolist(), out):
-                return out
-        if source.dtype not in GATHERED_DTYPES:
-            return self._convert(out)
+        made = out
+        if made is None and self._rows is not None and not is_slice:
+            made = torch.empty((len(at), *self.shape), dtype=self.dtype, device="cpu")
+            if not converts and made.nbytes > _ALONE_BYTES:
+                made = None
+        if made is not None and self.write(at, made.data_ptr()):
+            return made
+        if converts or source.dtype not in GATHERED_DTYPES:
+            return self._convert(at, out)
         # torch warns about a read-only array, such as indices that came in a message.
         index = torch.from_numpy(at if at.flags.writeable else at.copy())
         return torch.index_select(source, 0, index, out=out)
 
-    def _convert(self, out: torch.Tensor | None) -> torch.Tensor:
+    def _convert(self, at: Any, out: torch.Tensor | None) -> torch.Tensor:
         """Return the rows by NumPy, which has all dtypes, and writes to slots in less time."""
-        rows = self.source.numpy()[self.at]
+        rows = self.tensor.numpy()[at]
         if out is None:
             out = torch.empty(rows.shape, dtype=self.dtype, device="cpu")
         if out.itemsize < rows.itemsize:
@@ -65,3 +119,15 @@ class RowsAt(NamedTuple):
         else:
             out.numpy()[...] = rows
         return out
+
+
+class RowsAt(NamedTuple):
+    """The rows of a batch, where they lie in memory.
+
+    Attributes:
+        source: All rows.
+        at: Which ones the batch has: an array of int32 or int64, or a slice.
+    """
+
+    source: RowSource
+    at: Any

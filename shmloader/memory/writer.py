@@ -40,8 +40,8 @@ from shmloader.process_state import PROCESS
 #: core's own cache (2 MiB on servers) and 16 MiB, it varies which kind of store is faster.
 STREAM_BYTES = 8 << 20
 
-# With shorter rows, checking each tensor costs more than streaming saves.
-_ROW_BYTES = 16 << 10
+#: With shorter rows, checking each tensor costs more than streaming saves.
+ROW_BYTES = 16 << 10
 
 _torch_collate_tensor_fn = torch_collate.collate_tensor_fn
 _torch_new_shared: Any = torch.UntypedStorage._new_shared
@@ -243,7 +243,7 @@ def copy_rows(addresses: list[int], out: torch.Tensor) -> bool:
     Returns False, and does nothing, for small rows, and without the compiled part.
     """
     row_bytes = out.nbytes // len(addresses)
-    if _copy_rows is None or row_bytes < _ROW_BYTES or 0 in addresses:
+    if _copy_rows is None or row_bytes < ROW_BYTES or 0 in addresses:
         return False
     _copy_rows(out.data_ptr(), addresses, row_bytes)
     return True

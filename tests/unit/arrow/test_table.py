@@ -1,5 +1,6 @@
 """ArrowTable: samples, files, and pickles."""
 
+import itertools
 import pickle
 import re
 
@@ -14,7 +15,8 @@ from torch.utils.data import Dataset, default_collate
 
 import shmloader
 from shmloader import sample_rng
-from shmloader.arrow import ArrowTable
+from shmloader.arrow import ArrowTable, buffers
+from shmloader.arrow.rows import Rows
 from shmloader.batch.arrays import Arrays
 from shmloader.batch.collator import Timer
 from shmloader.batch.fetch import FetchConfig
@@ -201,3 +203,32 @@ def test_a_collate_function_draws_the_same_numbers_for_each_shard():
     assert made[0] == made[1]
     assert [ids for ids, *_ in made[0]] == [[9, 7], [8], [7, 8, 9]]
     assert len({number for _, number, _ in made[0]}) == 3
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_lists_are_found_in_any_chunk(kind, is_compiled, monkeypatch):
+    """The compiled part searches the chunks, which have any number of rows, or are slices."""
+    if not is_compiled:
+        monkeypatch.setattr(buffers, "find_lists", None)
+    elif buffers.find_lists is None:
+        pytest.skip("installed without a compiler")
+    rng = np.random.default_rng(0)
+    lists = [rng.integers(0, 99, length).tolist() for length in rng.integers(0, 6, 60)]
+    whole = pa.array(lists, kind(pa.int32()))
+    cuts = [0, 1, 1, 9, 10, 31, 47, 60]
+    chunks = [whole[start:stop] for start, stop in itertools.pairwise(cuts)]
+    copies = [pa.array(chunk.to_pylist(), chunk.type) for chunk in chunks]
+    for column in (pa.chunked_array(chunks), pa.chunked_array(copies), pa.chunked_array([whole])):
+        reader = buffers.Lists(column)
+        rows = rng.permutation(60)
+        starts, lengths, length = reader.find(Rows(rows))
+        assert length is None
+        found = [
+            reader.values[start : start + length].tolist()
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        assert found == [lists[row] for row in rows]
+        alike = np.array([row for row in range(60) if len(lists[row]) == 3])
+        assert reader.find(Rows(alike))[2] == 3
+        assert reader.find(Rows(rows[:0]))[2] is None

@@ -9,6 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from shmloader import share
 from shmloader.batch.arrays import Arrays, Column, Columns, is_plain_data
+from shmloader.memory.rows import RowSource
 from shmloader.sampling.indices import IndexArray
 
 
@@ -86,5 +87,5 @@ def test_indices_that_cannot_be_written_are_gathered_without_a_warning(dtype, in
     indices = np.array([7, 3, 3, 19], index_dtype)
     received = pickle.loads(pickle.dumps(IndexArray(indices))).array
     assert not received.flags.writeable
-    columns = Columns(0, (), (Column(rows),), 20)
+    columns = Columns(0, (), (Column(RowSource(rows)),), 20)
     assert torch.equal(Arrays(None).gather(columns, received), rows[indices])

@@ -325,7 +325,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if writer_module._copy_rows is None:
             pytest.skip("installed without a compiler")
         monkeypatch.setattr(writer_module, "STREAM_BYTES", 0)
-        monkeypatch.setattr(writer_module, "_ROW_BYTES", 0)
+        monkeypatch.setattr(writer_module, "ROW_BYTES", 0)
     elif request.param == "without the compiled part":
         monkeypatch.setattr(writer_module, "_copy_rows", None)
     return request.param
