@@ -263,3 +263,23 @@ def test_stream_shards_learns_the_same_on_other_ranks_after_two_kills(tmp_path):
     assert "16 shards were sent, none more than 1 time(s)." in lines
     assert lines[-1] == "The trainings are equal."
     assert not list(tmp_path.glob("stream-shards-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_titan_loader_reads_the_same_packs_on_half_the_ranks(tmp_path):
+    result = run_example("titan_loader.py", temporary=tmp_path, limit_s=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    steps = re.findall(r"  (\d) ranks, (\d+) steps each", result.stdout)
+    (_, whole), (_, stopped), (_, resumed) = [map(int, each) for each in steps]
+    assert [ranks for ranks, _ in steps] == ["4", "4", "2"]
+    assert abs(resumed - 2 * (whole - stopped)) <= 1
+    full, web = map(float, re.findall(r"([\d.]+)%", result.stdout)[:2])
+    assert full > 95
+    assert abs(web - 70) < 2
+    assert result.stdout.splitlines()[-1] == "The packs are the same."
+    assert not list(tmp_path.glob("titan-*"))
+
+
+def test_titan_loader_has_at_most_150_lines():
+    assert len((ROOT / "examples" / "titan_loader.py").read_text().splitlines()) <= 150
