@@ -78,7 +78,9 @@ class DataLoader(ResumableLoader[_T_co]):
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
     Args:
-        dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader.
+        dataset: Map-style or iterable dataset, or a data pipe, as for torch's loader; or a stream
+            of shards (:class:`shmloader.streams.Shards`), with ``batch_size=None`` if it makes its
+            own batches.
 
         **Batches**
 

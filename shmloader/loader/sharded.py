@@ -65,12 +65,13 @@ class ShardedDataLoader(DataLoader[_T_co]):
     ``docs/reference/arguments.md`` has all arguments and defaults in one table.
 
     Args:
-        dataset: Map-style dataset, NumPy array, tensor or sequence.
+        dataset: Map-style dataset, NumPy array, tensor or sequence; or a stream of shards
+            (:class:`shmloader.streams.Shards`), of which rank r of W has batches r, r + W, …
 
         **Batches**
 
         batch_size: Number of samples in a rank's batch, or in each shard's batch if a step has
-            several. None only with ``batch_sampler``.
+            several. None only with ``batch_sampler``, or with a stream that makes batches.
         collate_fn: Makes a batch of a list of samples.
         drop_last: torch's way to say ``last_batch="discard"``.
         last_batch: What happens to samples that do not fill the last global batch. "pad" (the

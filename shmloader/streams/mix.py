@@ -32,9 +32,8 @@ def mix(
     Reader r of the mix draws from the readers r of the streams, so all need the same number of
     readers. There are no random numbers: the next record comes from the stream that lags most
     behind its share. So shares hold in every part of the order: to a percentage point in 1,000
-    samples, in batches of 64 from 64 readers. A mix can be shuffled, mapped, batched and mixed::
-
-        stream = mix({web: 0.7, code: 0.3}, stop="all").shuffle(1_000).batch(64)
+    samples, in batches of 64 from 64 readers. A mix can be shuffled, mapped, batched and mixed:
+    ``mix({web: 0.7, code: 0.3}, stop="all").shuffle(1_000).batch(64)``.
 
     Args:
         weights: The weight of each stream, above 0, as a dict or a list of pairs. What counts is

@@ -22,10 +22,20 @@ class Shards(Stream):
     An epoch has a fixed number of *readers*. Each has a share of the shards, in an order that the
     seed and the epoch decide, and reads one after the other. The batches of the readers come in
     turns, so that the order of all batches is the same with any number of workers and ranks, and a
-    run can resume with other numbers::
+    run can resume with other numbers.
 
-        stream = Shards(files, open_tar, seed=3).map(decode).shuffle(1_000).batch(64)
-        loader = DataLoader(stream, batch_size=None, num_workers=8)
+    .. code-block:: python
+
+        from shmloader import DataLoader
+        from shmloader.streams import Shards
+
+
+        def open_shard(path):  # or open_tar, open_jsonl, open_parquet
+            return (f"record {number} of {path}" for number in range(100))
+
+
+        stream = Shards(["a", "b", "c", "d"], open_shard, seed=3, readers=4)
+        loader = DataLoader(stream.shuffle(50).batch(8), batch_size=None)
 
     Args:
         paths: Paths or addresses of the shards. Their order and names decide the order of records.
