@@ -109,7 +109,7 @@ class ShardFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._is_compressed, self._position = path, is_compressed(path), 0
+        self._is_compressed, self._position = is_compressed(path), 0
         self._file = open_file(path)
         self.ahead = ReadAhead(None if self._is_compressed else self._file.fileno())
 
@@ -120,12 +120,12 @@ class ShardFile:
         self._file.close()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``offset`` on; fewer at the end of the file."""
+        """Return ``size`` bytes from ``offset`` on; fewer at the end of the file.
+
+        Of a compressed file, they come after those that were read before.
+        """
         if not self._is_compressed:
             return self._read_plain(offset, size)
-        if offset < self._position:
-            self._file.close()
-            self._file, self._position = open_file(self._path), 0
         while left := offset - self._position:
             skipped = len(self._file.read(min(left, _SKIPPED_BYTES)))
             self._position += skipped

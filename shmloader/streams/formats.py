@@ -29,8 +29,8 @@ class Format(Protocol):
         """Yield the records in the order of the file, from number ``start`` on.
 
         Raises:
-            ShardError: If the shard or a record cannot be read. ``records(path, record + 1)``
-                goes on after a bad record.
+            ShardError: If the shard or a record cannot be read. If it names a record,
+                ``records(path, record + 1)`` goes on after that. Any other error ends the shard.
         """
 
     def count(self, path: str) -> int:

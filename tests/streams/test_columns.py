@@ -103,6 +103,24 @@ def test_lists_of_numbers_are_arrays_and_all_else_is_pythons(tmp_path, ending, f
 
 
 @kinds
+def test_lists_of_one_length_are_found_in_the_middle_of_a_batch(tmp_path, ending, format_):
+    path = str(tmp_path / f"a.{ending}")
+    rows = [[1, 2, 3], None, [7, 8, 9], [10, 11, 12]]
+    write_columns(path, pa.table({"x": pa.array(rows, pa.list_(pa.int32(), 3))}))
+    assert [plain(row["x"]) for row in format_.records(path, 2)] == rows[2:]
+    write_columns(path, pa.table({"x": pa.array(rows[2:], pa.list_(pa.int32(), 3))}))
+    (row,) = format_.records(path, 1)
+    assert row["x"].tolist() == rows[3]
+
+
+@kinds
+def test_a_list_that_is_null_is_none(tmp_path, ending, format_):
+    path = str(tmp_path / f"a.{ending}")
+    write_columns(path, pa.table({"x": pa.array([[1, 2], None, []], pa.list_(pa.int32()))}))
+    assert [plain(row["x"]) for row in format_(path)] == [[1, 2], None, []]
+
+
+@kinds
 def test_columns_are_chosen_in_their_order(tmp_path, ending, format_):
     path = str(tmp_path / f"a.{ending}")
     write_columns(path, pa.table({"a": [1, 2], "b": [3, 4], "c": [5, 6]}))

@@ -111,9 +111,15 @@ class Watched:
 
     def __init__(self, count=20):
         self.count, self.opened, self.closed = count, 0, 0
+        self.kept = []
 
     def __call__(self, path):
         self.opened += 1
+        # An iterator that is garbage would be closed by itself.
+        self.kept.append(self.records())
+        return self.kept[-1]
+
+    def records(self):
         try:
             for number in range(self.count):
                 if number == 5:

@@ -18,7 +18,7 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-BREAKS = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n \t\r\n", b"  \n"])
+BREAKS = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n \t\r\n", b"\n\x0b\n", b"  \n"])
 
 
 @settings(max_examples=60)

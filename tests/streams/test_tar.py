@@ -62,7 +62,9 @@ ODD_ARCHIVES = {
     "long names, pax": tar_bytes(
         [(f"{LONG}.jpg", b"1"), ("b.jpg", b"2")], format=tarfile.PAX_FORMAT
     ),
-    "names in two parts": tar_bytes([("b" * 90 + "/" + "c" * 90 + ".jpg", b"1")]),
+    "names in two parts": tar_bytes(
+        [("b" * 90 + "/" + "c" * 90 + ".jpg", b"1")], format=tarfile.USTAR_FORMAT
+    ),
     "times with fractions": tar_bytes([(member("a.jpg", mtime=0.5), b"1"), ("b.jpg", b"")]),
     "fields of all files": tar_bytes([("a.jpg", b"1")], pax_headers={"comment": "path=c.jpg"}),
     "no UTF-8": tar_bytes([("\udcff.jpg", b"1")], format=tarfile.GNU_FORMAT),
