@@ -12,7 +12,7 @@ import argparse
 import json
 
 from _peers import PEERS
-from _report import BARE
+from _report import BARES
 from _rows import CASES, Settings, run
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Do one run; the result is the last line of stdout."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("peer", choices=[*PEERS, BARE])
+    parser.add_argument("peer", choices=[*PEERS, *BARES])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--smallest", action="store_true")

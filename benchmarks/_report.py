@@ -17,6 +17,18 @@ from _spread import with_spread_if_any
 
 OURS = ("shmloader", "shmloader, share", "shmloader, seed", "shmloader, no workers")
 BARE = "bare work"
+UNDELIVERED = "bare work, nothing delivered"
+ALONE = "one process, no loader"
+
+#: What is measured beside the loaders. Ratios are to the first.
+BARES = (BARE, UNDELIVERED, ALONE)
+
+_DELIVERED = """\
+as many processes that gather by NumPy, in order, into as many shared buffers as the loader has \
+slots in use, with one byte through a pipe for each batch and one back, and the same consumer. The \
+second line gathers into buffers that stay in the processes' caches, and hands nothing to a \
+consumer. The third is NumPy's `take` into fresh arrays, in the consumer's process. Indices are \
+drawn before"""
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,7 @@ ROWS = {
             _MAIN,
             _FIRST,
         ),
-        "as many processes that `index_select` into buffers that are there already",
+        _DELIVERED,
     ),
     "L": Row(
         "512 texts of 10–500 tokens, padded: arrays and lists of ints, by `Pad`, and in torch's "
@@ -191,8 +203,7 @@ ROWS = {
             _MAIN,
             _FIRST,
         ),
-        "as many processes that `take` the rows of the Arrow buffers, as int64, into buffers that "
-        "are there already",
+        _DELIVERED,
     ),
 }  # fmt: skip
 
@@ -317,7 +328,7 @@ def standing(runs: Sequence[Run], case: str, peers: Sequence[str]) -> list[Stand
         medians = {
             peer: statistics.median(values)
             for peer in peers
-            if peer != BARE and (values := values_of(select(runs, case, peer), figure))
+            if peer not in BARES and (values := values_of(select(runs, case, peer), figure))
         }
         ours = {peer: value for peer, value in medians.items() if peer in OURS}
         others = {peer: value for peer, value in medians.items() if peer not in OURS}
@@ -464,7 +475,7 @@ def _draw_bars(
 ) -> None:
     for place, peer in enumerate(peers):
         values = values_of(select(runs, case, peer), figure)
-        colour = "tab:blue" if peer in OURS else "tab:gray" if peer == BARE else "tab:orange"
+        colour = "tab:blue" if peer in OURS else "tab:gray" if peer in BARES else "tab:orange"
         if values:
             pane.barh(place, statistics.median(values), color=colour, alpha=0.6)
             pane.plot(values, [place] * len(values), "k.", markersize=3)

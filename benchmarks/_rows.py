@@ -11,6 +11,7 @@ in the script that runs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -19,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from _ceilings import deliver, gather_alone
 from _measure import WARMUP_BATCHES, consume, measure_ceiling, run_processes
 from _peers import PEERS, Peer, Task, map_leaves
-from _report import BARE
-from _tables import TOKENS, make_table, row_gatherer
+from _report import ALONE, BARE, UNDELIVERED
+from _tables import TOKENS, batches_of, make_table, read_columns, row_gatherer
 from _tables import pad_by_torch as pad_columns_by_torch
 from _texts import (
     LONGEST,
@@ -548,6 +550,31 @@ def _bare_gather(settings: Settings) -> dict:
     return _rates(_ARRAY_BATCH, _ARRAY_BATCH * 136, found["batches"], found["elapsed_s"])
 
 
+_IN_USE = 6  # slots that our loader fills in a plain loop with two workers, three for each
+
+
+def _bare_batches(
+    columns: Any, indices: Any, dtype: Any, settings: Settings, *, delivered: bool
+) -> dict:
+    """Measure a program that gathers batches by hand, with the consumer of a loader."""
+    if delivered:
+        slots = _IN_USE // 2 * settings.workers
+        batches = deliver(columns, indices, dtype, settings.workers, slots)
+    else:
+        batches = gather_alone(columns, indices, dtype)
+    with contextlib.closing(batches):
+        nbytes = byte_count(next(batches))
+        task = Task(None, len(indices[0]), None, 1, settings.workers, batch_bytes=nbytes)
+        return _flow(Stream(task, 0, clock_stride=4), batches, settings.seconds)
+
+
+def _bare_array(delivered: bool, settings: Settings) -> dict:
+    dataset = _table(settings)
+    columns = {str(number): one.numpy() for number, one in enumerate(dataset.tensors)}
+    indices = torch.randperm(len(dataset)).view(-1, _ARRAY_BATCH).numpy()
+    return _bare_batches(columns, indices, None, settings, delivered=delivered)
+
+
 # ---------------------------------------------------------------- L, M: texts
 
 
@@ -626,6 +653,14 @@ def _run_tokens(is_ragged: bool, peer: Peer, settings: Settings) -> dict:
         return _run_stream(make, peer, settings)
 
 
+def _bare_table(delivered: bool, settings: Settings) -> dict:
+    rows = _table_rows(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        columns = read_columns(Path(folder), rows)
+        indices = batches_of(rows, _TABLE_BATCH)
+        return _bare_batches(columns, indices, np.int64, settings, delivered=delivered)
+
+
 def _bare_tokens(settings: Settings) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         gather = row_gatherer(Path(folder), _table_rows(settings), _TABLE_BATCH)
@@ -645,6 +680,7 @@ class Case:
         key: The row's letter, and what distinguishes the case from others of the row.
         run: Measures a peer.
         bare: Measures the bare work. None: the case has none.
+        bares: Measure other bare work, by name.
         limit_s: Seconds after which a run counts as a hang, besides the time for its timed part.
         method: Start method, if that is what the case is about.
         peers: The peers that are measured; all of those that are on the row, if empty.
@@ -656,6 +692,7 @@ class Case:
     limit_s: float = 120.0
     method: str | None = None
     peers: tuple[str, ...] = ()
+    bares: Mapping[str, Callable[[Settings], dict]] = field(default_factory=dict)
 
 
 def _text_case(key: str, kind: str, /, *arguments: Any, **options: Any) -> Case:
@@ -693,7 +730,12 @@ CASES = {
         Case("G, spawn, 8 workers", partial(_run_texts, "spawn", 8, 1), None, 600.0, "spawn"),
         Case("H", _run_keeper),
         Case("I", _run_training),
-        Case("K", partial(_run_stream, _array), _bare_gather),
+        Case(
+            "K",
+            partial(_run_stream, _array),
+            partial(_bare_array, True),
+            bares={UNDELIVERED: _bare_gather, ALONE: partial(_bare_array, False)},
+        ),
         _text_case("L, arrays", "arrays", Pad(), lambda: pad_by_torch),
         _text_case("L, lists", "lists", Pad(), lambda: pad_by_torch),
         _text_case(
@@ -716,7 +758,13 @@ CASES = {
         _text_case(
             "M, arrays", "arrays", Pack(), flattening_of_transformers, key="input_ids", packed=True
         ),
-        Case("N", partial(_run_tokens, False), _bare_tokens, peers=("shmloader", "torch")),
+        Case(
+            "N",
+            partial(_run_tokens, False),
+            partial(_bare_table, True),
+            peers=("shmloader", "torch"),
+            bares={UNDELIVERED: _bare_tokens, ALONE: partial(_bare_table, False)},
+        ),
         Case("N, padded", partial(_run_tokens, True), peers=("shmloader", "torch")),
     )
 }
@@ -726,7 +774,7 @@ def names_of(case: Case) -> list[str]:
     """Return the names of the peers, and of the bare work, that are measured on a case."""
     names = [name for name, peer in PEERS.items() if not peer.rows or case.key[0] in peer.rows]
     names = [name for name in names if not case.peers or name in case.peers]
-    return names + ([BARE] if case.bare else [])
+    return [*names, *([BARE] if case.bare else []), *case.bares]
 
 
 def run(key: str, name: str, settings: Settings) -> dict:
@@ -737,4 +785,6 @@ def run(key: str, name: str, settings: Settings) -> dict:
     if name == BARE:
         assert case.bare is not None
         return case.bare(settings)
+    if name in case.bares:
+        return case.bares[name](settings)
     return case.run(PEERS[name], settings)

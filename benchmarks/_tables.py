@@ -61,17 +61,25 @@ def pad_by_torch(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
     }
 
 
-def row_gatherer(folder: Path, rows: int, batch_size: int) -> Callable[[int], object]:
-    """Return what the bare work does for one batch: copy rows, as int64, into arrays that stay.
-
-    The rows are those of the file, in one chunk, so that each column is one array.
-    """
+def read_columns(folder: Path, rows: int) -> dict[str, np.ndarray]:
+    """Return the columns of such a file, in one chunk, so that each column is one array."""
     table = make_table(folder, rows, chunk_rows=rows).data
-    columns = [
-        table.column(name).chunk(0).values.to_numpy().reshape(rows, TOKENS) for name in _COLUMNS
-    ]
+    return {
+        name: table.column(name).chunk(0).values.to_numpy().reshape(rows, TOKENS)
+        for name in _COLUMNS
+    }
+
+
+def batches_of(rows: int, batch_size: int) -> np.ndarray:
+    """Return the rows of each batch of an epoch, drawn at random."""
     order = np.random.default_rng(2).permutation(rows)
-    indices = order[: rows // batch_size * batch_size].reshape(-1, batch_size)
+    return order[: rows // batch_size * batch_size].reshape(-1, batch_size)
+
+
+def row_gatherer(folder: Path, rows: int, batch_size: int) -> Callable[[int], object]:
+    """Return a function that copies the rows of a batch, as int64, into arrays that stay."""
+    columns = list(read_columns(folder, rows).values())
+    indices = batches_of(rows, batch_size)
     out = [np.empty((batch_size, TOKENS), np.int64) for _ in columns]
 
     def gather(number: int) -> None:

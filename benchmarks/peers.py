@@ -28,7 +28,7 @@ from _fresh import in_turn, try_anew
 from _machine import describe_machine, find_commit
 from _peers import PEERS
 from _record import Record, Run
-from _report import BARE, OURS, ROWS, contents, draw, report, table
+from _report import BARES, OURS, ROWS, contents, draw, report, table
 from _rows import CASES, Case, Settings, names_of
 from _sections import find_sections
 
@@ -79,7 +79,7 @@ def cells(
     """Yield all runs in order. Each round begins with the next loader."""
     for round_ in range(rounds):
         for case in cases:
-            names = [name for name in names_of(case) if name in (*chosen, BARE)]
+            names = [name for name in names_of(case) if name in (*chosen, *BARES)]
             for name in in_turn(names, round_):
                 yield round_, case, name
 
@@ -156,7 +156,7 @@ def _clock(seconds: float) -> str:
 
 def _lines(case: Case, options: argparse.Namespace) -> list[str]:
     """Return the loaders that have a line in a case's table."""
-    return [name for name in names_of(case) if name in (*options.peers, BARE)]
+    return [name for name in names_of(case) if name in (*options.peers, *BARES)]
 
 
 def write(
