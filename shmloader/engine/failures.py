@@ -216,6 +216,7 @@ class ReadWatch:
 
     def __init__(self, hear: Callable[[Any], None], watch: FailureWatch | None) -> None:
         self._hear, self._watch = hear, watch
+        self._exists = False
 
     def start_epoch(self) -> None:
         """Count from 0 again."""
@@ -228,10 +229,12 @@ class ReadWatch:
         """Pass on what was found; see :meth:`FailureWatch.add`."""
         if report.found is not None:
             self._hear(report.found)
+            self._exists = report.found.count > 0
         return None if self._watch is None else self._watch.add(report, batch, worker, pid)
 
-    def left_out(self, _: str) -> None:
-        """Return None: a reader has no such batch, or all its records failed."""
+    def left_out(self, batch: str) -> TooManyFailures | None:
+        """See :meth:`FailureWatch.left_out`; None if the reader has no such batch."""
+        return self._watch.left_out(batch) if self._watch is not None and self._exists else None
 
     def end_epoch(self) -> TooManyFailures | None:
         """Return the error to raise instead of ending the epoch, or None."""

@@ -322,6 +322,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __len__(self) -> int:
         """Return the number of batches of the running epoch, or of the next one if none runs."""
+        if self._stream is not None:
+            plan = self._present_plan
+            assert isinstance(plan.order, ReaderOrder)
+            return plan.order.count(plan.present_epoch)
         has_own = self._sample_seed is not None or carries_over(self._index_sampler)
         if not has_own or self._is_iterable:
             return super().__len__()

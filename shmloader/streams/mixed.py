@@ -96,12 +96,10 @@ class Mixed(Stage):
 
     def _choose(self) -> int:
         """Return the source that lags most; raise StopIteration if none is left."""
-        best, most = -1, 0
-        lags = self._lags
-        for at, share in self._shares:
-            lag = lags[at] + share
-            if best < 0 or lag > most:
-                best, most = at, lag
+        best, most, lags = -1, 0, self._lags
+        for at, _ in self._shares:
+            if best < 0 or lags[at] > most:
+                best, most = at, lags[at]
         if best < 0:
             raise StopIteration
         return best

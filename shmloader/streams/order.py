@@ -85,9 +85,19 @@ class ReaderOrder(Order):
         """The sampler that torch's iterators iterate."""
         return self
 
-    def __len__(self) -> int:
-        """Raise TypeError: what a stream has is known when it was read."""
-        raise TypeError("the number of a stream's batches is not known before they are read")
+    def count(self, epoch: int) -> int:
+        """Return the number of batches that this rank gets in an epoch from its beginning on.
+
+        Raises:
+            TypeError: If that is known only when the shards were read.
+        """
+        counts = self._stream.batch_counts(epoch)
+        world_size = 1 if self._ranks is None else self._ranks.find()[1]
+        if self._last_batch == "discard":
+            # Up to the round in which fewer readers than ranks have a batch.
+            most = sorted(counts, reverse=True)[min(world_size, len(counts)) - 1]
+            return sum(min(each, most) for each in counts) // world_size
+        return -(-sum(counts) // world_size)
 
     # Epochs ------------------------------------------------------------------------------
 

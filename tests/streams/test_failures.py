@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch.distributed
 
 import shmloader
-from shmloader import DataLoader
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import Shards, Stream, mix
 from tests.streams.made_streams import MadeFormat, fail_at_times, paths
 
@@ -136,6 +137,30 @@ def test_a_batch_whose_records_all_failed_is_left_out_and_the_epoch_resumes(
         resumed.load_state_dict(first.state_dict())
         assert deliveries(resumed) == whole[at:]
         assert list(islice(iterator, 4)) == whole[at : at + 4]
+
+
+def test_a_rank_does_not_leave_out_a_batch_that_the_others_have() -> None:
+    store = torch.distributed.HashStore()
+    stream = shards(store=store).map(fail_at_times).batch(1, collate=ids)
+    ranks = [
+        ShardedDataLoader(stream, batch_size=None, rank=rank, world_size=2, on_error="skip")
+        for rank in range(2)
+    ]
+    with pytest.raises(shmloader.TooManyFailures, match="all samples of batch"):
+        list(zip(*ranks, strict=True))
+    # Otherwise, batches have a record fewer: no copy of another one takes its place.
+    stream = shards(store=store).filter(is_no_error).batch(4, collate=ids)
+    ranks = [
+        ShardedDataLoader(stream, batch_size=None, rank=rank, world_size=2, on_error="skip")
+        for rank in range(2)
+    ]
+    records = [one for step in zip(*ranks, strict=True) for batch in step for one in batch]
+    alone = [one for batch in loader_of(stream, on_error="skip") for one in batch]
+    assert records[: len(alone)] == alone
+
+
+def is_no_error(record: list[int]) -> bool:
+    return bool(fail_at_times(record))
 
 
 def test_max_failures_ends_the_epoch() -> None:

@@ -3,14 +3,15 @@
 import json
 import warnings
 from itertools import count as counting
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 import shmloader
-from shmloader import DataLoader
+from shmloader import DataLoader, ShardedDataLoader
 from shmloader.streams import Shards, Stream, mix
 from tests.streams.made_streams import MadeFormat, batches_of, paths, plain, reader_of, rest_of
 
@@ -152,6 +153,41 @@ def test_the_length_is_that_of_the_batches() -> None:
     assert len(source([9, 5]).skip(4).repeat(2).map(len)) == 20
 
 
+@pytest.mark.parametrize("last_batch", ["pad", "discard"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loader_has_as_many_batches_as_it_says(
+    world_size: int, last_batch: Literal["pad", "discard"]
+) -> None:
+    store = torch.distributed.HashStore()
+    stream = source([9, 5, 7, 30, 2, 2, 1, 6, 6], readers=4, store=store).batch(4, collate=list)
+    assert stream.batch_counts(0) != stream.batch_counts(1)
+    ranks = [
+        ShardedDataLoader(
+            stream, batch_size=None, rank=rank, world_size=world_size, last_batch=last_batch
+        )
+        for rank in range(world_size)
+    ]
+    for _ in range(3):
+        lengths = [len(loader) for loader in ranks]
+        iterators = [iter(loader) for loader in ranks]
+        steps = 0
+        while None not in [next(iterator, None) for iterator in iterators]:
+            steps += 1
+            assert [len(loader) for loader in ranks] == lengths
+        assert lengths == [steps] * world_size
+
+
+def test_a_loader_that_makes_the_batches_has_a_length_too() -> None:
+    stream = source([9, 5])
+    for drop_last in (False, True):
+        loader = DataLoader(stream, batch_size=4, drop_last=drop_last, collate_fn=list)
+        assert len(loader) == len(list(loader)) == 5 - 2 * drop_last
+    filtered = DataLoader(stream.filter(bool).batch(4, collate=list), batch_size=None)
+    with pytest.raises(TypeError, match="keeps"):
+        len(filtered)
+    assert len(list(filtered)) == 5
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -172,10 +208,11 @@ def test_a_length_that_is_not_known_is_a_type_error(change: Any, text: str) -> N
 
 
 def test_passes_within_passes_have_orders_of_their_own() -> None:
-    stream = source([9, 9, 9, 9]).repeat(2).take(60).repeat(3)
-    keys = [key for batch, _ in batches_of(stream, 0) for key, _ in batch]
-    assert [key[0] for key in keys[::18]] == [0, 1, 2, 3, 4, 5][: len(keys[::18])]
-    assert len(keys) == len(set(keys)) == sum(stream.record_counts(0)[:1])
+    stream = source([9, 7, 5, 1]).repeat(2).repeat(3)
+    for reader in range(2):
+        keys = [key for batch, _ in batches_of(stream, reader) for key, _ in batch]
+        assert {key[0] for key in keys} == {0, 1, 2, 3, 4, 5}
+        assert len(keys) == len(set(keys)) == stream.record_counts(0)[reader]
 
 
 def test_a_reader_without_records_ends_though_it_is_repeated_without_end() -> None:
