@@ -26,6 +26,11 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     return hugging_face.find_fields(dataset)
 
 
+def runs_no_user_code(dataset: Any) -> bool:
+    """Whether loading a sample of this dataset in Arrow runs no code of the user's."""
+    return type(dataset) is ArrowTable or hugging_face.runs_no_user_code(dataset)
+
+
 def sources_of(dataset: Any) -> list[Any]:
     """Return the objects that a dataset reads from at present, to notice when one is replaced."""
     return [dataset] if type(dataset) is ArrowTable else hugging_face.sources_of(dataset)

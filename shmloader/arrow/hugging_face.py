@@ -51,8 +51,7 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     from shmloader.arrow import making  # noqa: PLC0415 - imports pyarrow
 
     form, table, features = dataset.format, dataset.data, dataset.features
-    is_known = form["type"] in _FORMS and not form["format_kwargs"] and _is_unpatched(dataset)
-    if not is_known or not hasattr(dataset, "_indices"):
+    if not _is_known(dataset, form) or not hasattr(dataset, "_indices"):
         return None
     others = [name for name in table.column_names if name not in form["columns"]]
     formatted = [name for name in table.column_names if name in form["columns"]]
@@ -70,6 +69,15 @@ def find_fields(dataset: Any) -> tuple[RowMap, dict[str, Field]] | None:
     except making.UnreadableError:
         return None
     return (RowMap(table.num_rows, maps), fields) if fields else None
+
+
+def runs_no_user_code(dataset: Any) -> bool:
+    """Whether samples are what ``datasets`` makes of plain columns. Reads no column."""
+    return _is_known(dataset, dataset.format) and all(map(_is_plain, dataset.features.values()))
+
+
+def _is_known(dataset: Any, form: Any) -> bool:
+    return form["type"] in _FORMS and not form["format_kwargs"] and _is_unpatched(dataset)
 
 
 def _dtype_of(dtype: np.dtype[Any], form: str | None) -> Any:

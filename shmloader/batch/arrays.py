@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from shmloader.arrow.fields import Field
-from shmloader.arrow.finding import find_fields, is_arrow, sources_of
+from shmloader.arrow.finding import find_fields, is_arrow, runs_no_user_code, sources_of
 from shmloader.arrow.rows import RowMap
 from shmloader.batch.collator import Timer
 from shmloader.batch.token_blocks import TokenBlocks
@@ -89,6 +89,21 @@ def is_plain_data(dataset: Any) -> bool:
     if parts is not None:
         return all(map(is_plain_data, parts))
     return type(dataset) in (*_ARRAYS, *_SEQUENCES, TokenBlocks)
+
+
+def is_worker_independent(dataset: Any) -> bool:
+    """Whether samples are the same in whichever worker, of a dataset that may be columns.
+
+    Judged without reading indices or columns, which :func:`is_plain_data` does.
+    """
+    if is_arrow(dataset):
+        return runs_no_user_code(dataset)
+    parts = _parts_of(dataset)
+    if parts is None:
+        return type(dataset) in (*_ARRAYS, TokenBlocks)
+    if type(dataset) is Subset and type(dataset.indices) not in (*_ARRAYS, *_INDICES):
+        return False
+    return _is_unpatched(dataset) and all(map(is_worker_independent, parts))
 
 
 # Columns ----------------------------------------------------------------------------------

@@ -40,10 +40,11 @@ user keeps are parted from their slots (I9).
 
 **One queue** (:mod:`shmloader.pools.task_queue`). Where torch gives batch i to worker i mod n, each
 task is sent to its worker's own socket. Where any worker may make any batch (a map-style dataset
-with ``seed=`` or ``in_order=False``, an automatic number of workers, workers that ranks share), all
-tasks go into one socket pair, from which every idle worker receives: the kernel is the dispatcher.
-A worker writes on its status page which task it has. What is neither queued, nor answered, nor on a
-living worker's page when a worker dies was the dead worker's, and is sent again.
+with ``seed=`` or ``in_order=False``, or of arrays alone, an automatic number of workers, workers
+that ranks share), all tasks go into one socket pair, from which every idle worker receives: the
+kernel is the dispatcher. A worker writes on its status page which task it has. What is neither
+queued, nor answered, nor on a living worker's page when a worker dies was the dead worker's, and is
+sent again.
 
 **Workers.** With "fork" the main process forks each. With "spawn" and "forkserver" it starts the
 nursery, a fresh interpreter that imports torch and the program once and forks the workers

@@ -24,7 +24,12 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from shmloader.batch.arrays import is_plain_data, may_be_columns, may_have_samples
+from shmloader.batch.arrays import (
+    is_plain_data,
+    is_worker_independent,
+    may_be_columns,
+    may_have_samples,
+)
 from shmloader.batch.failures import OnError
 from shmloader.batch.fetch import FetchConfig
 from shmloader.batch.sample_rng import seed_of_rank
@@ -535,7 +540,13 @@ class DataLoader(ResumableLoader[_T_co]):
             config.rank, world_size = sharing.ranks.find()
             config.host_ranks = ranks_of_host(world_size)
         # Ranks that share workers have queues, even if there is one worker.
-        is_free = (seed is not None or not self.in_order) and (count > 1 or is_host)
+        is_same = (
+            fetch.takes_arrays
+            and is_plain(self.collate_fn)
+            and self.worker_init_fn is None
+            and is_worker_independent(self.dataset)
+        )
+        is_free = (seed is not None or not self.in_order or is_same) and (count > 1 or is_host)
         return config.replace(
             prefetch_factor=self.prefetch_factor,
             timeout=self.timeout,

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils.data import StackDataset, Subset, TensorDataset
 
 from shmloader import DataLoader, WorkerDiedError, messages
 from shmloader.batch.fetch import FetchConfig
@@ -296,3 +297,45 @@ def test_when_all_workers_die_nobody_waits(in_order) -> None:
         wait_for_end(worker.pid)
     with pytest.raises(WorkerDiedError, match=r"was loading batch [01] "):
         next(batches)
+
+
+class Drawn(TensorDataset):
+    """May draw."""
+
+
+def set_nothing(worker_id: int) -> None:
+    """May make the workers' arrays differ."""
+
+
+def to_list(samples: list[tuple[torch.Tensor]]) -> list[tuple[torch.Tensor]]:
+    """May draw."""
+    return samples
+
+
+ARRAYS = TensorDataset(torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "is_queued"),
+    [
+        (ARRAYS, {}, True),
+        (Subset(ARRAYS, range(10)), {}, True),
+        (torch.arange(20), {"shuffle": True}, True),
+        (StackDataset(a=ARRAYS), {}, True),
+        (Drawn(torch.arange(20)), {}, False),
+        (ARRAYS, {"worker_init_fn": set_nothing}, False),
+        (ARRAYS, {"collate_fn": to_list}, False),
+        (ARRAYS, {"num_workers": 1}, False),
+    ],
+)
+def test_batches_of_arrays_are_made_by_any_worker(dataset, options, is_queued) -> None:
+    with DataLoader(dataset, 3, **{"num_workers": 2, **options}) as loader:
+        batches = iter(loader)
+        assert batches._pool.has_queue is is_queued
+        assert sum(1 for _ in batches) == len(loader)
+
+
+def test_arrays_whose_indexing_was_replaced_are_not(monkeypatch) -> None:
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: torch.rand(1))
+    with DataLoader(ARRAYS, 3, num_workers=2) as loader:
+        assert not iter(loader)._pool.has_queue
