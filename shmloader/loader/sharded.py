@@ -227,8 +227,9 @@ class ShardedDataLoader(DataLoader[_T_co]):
         given = dict(locals())
         if not is_map_style(dataset) and not isinstance(dataset, Stream):
             raise ValueError(
-                "ShardedDataLoader divides an order of indices, which an IterableDataset or a data "
-                "pipe does not have: let the dataset choose its part by rank, in a DataLoader"
+                "ShardedDataLoader cannot divide an IterableDataset or a data pipe, which has no "
+                "order of indices. Read its files with shmloader.streams.Shards, or let the "
+                "dataset choose its part by rank, in a DataLoader"
             )
         if not isinstance(shuffle, bool | np.bool_ | None):
             raise TypeError(

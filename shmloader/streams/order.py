@@ -72,7 +72,7 @@ class ReaderOrder(Order):
         self.timeout_s = 0.0
         # Number the loader, and its epochs in this process, as the other ranks number theirs.
         self._loader, self._begun = -1, 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_ranks = False
         self._open(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,6 +106,8 @@ class ReaderOrder(Order):
         super().begin(number, progress, saved)
         self._open((saved or {}).get("readers"))
         rank, world_size = self._cut = (0, 1) if self._ranks is None else self._ranks.find()
+        if self._ranks is None:
+            self._check_ranks()
         readers = self._stream.readers
         if readers < world_size:
             raise ValueError(
@@ -118,6 +120,16 @@ class ReaderOrder(Order):
             name = f"{self._number()}/{self._begun}"
             self._begun += 1
             self._board = Board(store, name, self._facts, range(rank, readers, world_size))
+
+    def _check_ranks(self) -> None:
+        """Warn once if there are several ranks, each of which reads the whole stream."""
+        known = Ranks(None, None).known
+        if known is not None and known[1] > 1 and not self._has_warned_of_ranks:
+            self._has_warned_of_ranks = True
+            warn_user(
+                f"each of the {known[1]} ranks reads the whole stream, as DataLoader does not "
+                "divide it: use ShardedDataLoader, or ignore this where that is what you want"
+            )
 
     def check_workers(self, count: int) -> None:
         """Warn once if some of a rank's workers will have no reader."""

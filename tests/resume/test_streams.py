@@ -210,6 +210,17 @@ def test_ranks_without_a_store_are_told_what_to_do():
         iter(loader)
 
 
+def test_a_loader_that_does_not_divide_the_stream_warns_in_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = DataLoader(make_stream(), batch_size=None)
+    with pytest.warns(UserWarning, match="each of the 2 ranks reads the whole stream") as caught:
+        batches = [batch.tolist() for batch in loader]
+    assert batches == wanted()
+    assert caught[0].filename == __file__
+    next(iter(loader))  # not again
+
+
 def test_more_ranks_than_readers_are_refused():
     store = torch.distributed.HashStore()
     loader = ShardedDataLoader(make_stream(store=store), batch_size=None, rank=0, world_size=10)
