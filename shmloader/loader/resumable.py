@@ -513,8 +513,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
 
     @property
     def _length(self) -> int | None:
-        """The length of a map-style dataset; None if it has none."""
-        if self._is_iterable:
+        """The length of a map-style dataset; None if it has none, and for streams.
+
+        A stream would count the records of all shards.
+        """
+        if self._is_iterable or self._stream is not None:
             return None
         try:
             return len(self.dataset)  # type: ignore[arg-type]

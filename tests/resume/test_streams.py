@@ -9,7 +9,8 @@ import pytest
 import torch.distributed
 
 from shmloader import DataLoader, ShardedDataLoader
-from shmloader.streams import Shards
+from shmloader.streams import JsonlFormat, Shards, open_jsonl
+from tests.streams.support import write_jsonl
 
 # A function of a path cannot seek, and there are many workers for few readers.
 pytestmark = pytest.mark.filterwarnings(
@@ -141,6 +142,33 @@ def test_the_next_epoch_has_another_order_and_the_same_records():
     state = DataLoader(make_stream(), batch_size=None)
     state.set_epoch(1)
     assert [batch.tolist() for batch in state] == epochs[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_states_and_epochs_count_no_records(num_workers, tmp_path, monkeypatch):
+    """With many shards, that takes long, and their indexes may be missing."""
+    paths = [str(tmp_path / f"{number}.jsonl") for number in range(4)]
+    for path in paths:
+        write_jsonl(path, 10)
+    monkeypatch.setattr(JsonlFormat, "count", refuse_to_count)
+
+    def make_loader():
+        stream = Shards(paths, open_jsonl, seed=0, readers=2).batch(4, collate=str)
+        return DataLoader(stream, batch_size=None, num_workers=num_workers)
+
+    with make_loader() as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = list(iterator)
+    with make_loader() as loader:
+        loader.load_state_dict(state)
+        assert [batch for batch in loader] == rest  # noqa: C416 - list() asks for the length
+    assert not list(tmp_path.glob("*.shmidx"))
+
+
+def refuse_to_count(self, path):
+    raise AssertionError(f"the records of {path} are counted")
 
 
 def test_a_state_of_another_stream_is_refused():
