@@ -63,6 +63,8 @@ def blocks_of(path: Path) -> Iterator[Block]:
 def blocks_of_docstrings(path: Path) -> Iterator[Block]:
     """The blocks of a module's docstrings: `.. code-block:: python`, and plain ones after `::`."""
     source = path.read_text()
+    if "::\n" not in source and ".. code-block::" not in source:
+        return  # sooner than after it is parsed
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

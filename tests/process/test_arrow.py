@@ -1,19 +1,17 @@
 """Loaders over datasets in Arrow tables: workers, threads, seeds, and collate functions."""
 
-import datasets
 import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Features, List, Value
 
 import shmloader
 from shmloader import collate
 from shmloader.arrow import ArrowTable
+from tests import hugging_face as datasets
+from tests.hugging_face import Features, List, Value
 from tests.parity.compare import TorchLoader, assert_same
-
-datasets.utils.tqdm.monitor_interval = 0  # else a thread watches progress bars, and stays
 
 WHERE = {
     "in-process": {},
@@ -99,14 +97,14 @@ def test_datasets_is_asked_for_nothing(where, is_never_asked):
 
 
 OURS = {
-    "fields": collate.Fields(
+    "fields": lambda: collate.Fields(
         ids=collate.Pad(-1, with_mask=True),
         mask=collate.Pad(),
         number=collate.Stack(),
         text=collate.AsList(),
     ),
-    "nested": collate.Fields(ids=collate.Jagged()),
-    "packed": collate.Pack(),
+    "nested": lambda: collate.Fields(ids=collate.Jagged()),
+    "packed": collate.Pack,
 }
 
 
@@ -114,7 +112,7 @@ OURS = {
 @pytest.mark.parametrize("where", ["in-process", "fork"])
 @pytest.mark.parametrize("name", OURS)
 def test_fields_are_collated_without_samples(name, where, form, monkeypatch):
-    dataset, collate_fn = make_dataset(form=form), OURS[name]
+    dataset, collate_fn = make_dataset(form=form), OURS[name]()
     if name == "packed":
         dataset = dataset.remove_columns(["mask", "text"]).rename_column("ids", "input_ids")
     theirs = list(TorchLoader(dataset, 6, collate_fn=collate_fn))

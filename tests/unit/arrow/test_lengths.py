@@ -1,12 +1,12 @@
 """The lengths of lists, from the offsets alone."""
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Features, LargeList, List, Value
 
 from shmloader.arrow import ArrowTable, lengths
+from tests import hugging_face as datasets
+from tests.hugging_face import Features, LargeList, List, Value
 
 LISTS = [[1, 2], [], [3], [4, 5, 6], [7]]
 

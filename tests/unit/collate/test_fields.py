@@ -170,7 +170,7 @@ def test_no_object_is_made_of_a_sample_of_columns(lengths):
     assert made["input_ids"].shape == (2, lengths[0])
 
 
-@pytest.mark.parametrize("collate", [Stack(), Pad(), Pack(), Jagged(), Fields(Pad())])
-def test_a_batch_without_samples_is_refused(collate):
+@pytest.mark.parametrize("make", [Stack, Pad, Pack, Jagged, lambda: Fields(Pad())])
+def test_a_batch_without_samples_is_refused(make):
     with pytest.raises(ValueError, match="a batch without samples"):
-        collate([])
+        make()([])

@@ -18,10 +18,12 @@ LENGTHS = [9000, 5, 0, 7000, 12, 8000, 1, 3]  # some fields are lent, some are c
 LISTS = [list(range(length)) for length in LENGTHS]
 
 COLLATES = {
-    "Pad": Fields(x=Pad(-1, "left", with_mask=True, with_lengths=True), id=Stack(), s=AsList()),
-    "Pack": Fields(x=Pack(), id=Stack()),
-    "Pack, fixed": Fields(x=Pack(fixed_tokens=30_000, fixed_sequences=9), id=Stack()),
-    "Jagged": Fields(x=Jagged(), id=Stack()),
+    "Pad": lambda: Fields(
+        x=Pad(-1, "left", with_mask=True, with_lengths=True), id=Stack(), s=AsList()
+    ),
+    "Pack": lambda: Fields(x=Pack(), id=Stack()),
+    "Pack, fixed": lambda: Fields(x=Pack(fixed_tokens=30_000, fixed_sequences=9), id=Stack()),
+    "Jagged": lambda: Fields(x=Jagged(), id=Stack()),
 }
 
 
@@ -50,7 +52,7 @@ class Columns(Texts):
 @pytest.mark.parametrize("name", COLLATES)
 def test_both_loaders_make_the_same_batches(kind, name):
     dataset = (Columns if kind == "ragged" else Texts)(kind)
-    options = {"batch_size": 4, "collate_fn": COLLATES[name]}
+    options = {"batch_size": 4, "collate_fn": COLLATES[name]()}
     expected = list(TorchLoader(Texts("array"), **options))
     assert_same(list(DataLoader(dataset, num_workers=2, **options)), expected)
     if kind == "list":
@@ -62,8 +64,8 @@ def test_both_loaders_make_the_same_batches(kind, name):
 @pytest.mark.parametrize("name", COLLATES)
 def test_a_pickled_function_makes_the_same_batches(name):
     samples = list(Texts("tensor"))
-    copy = pickle.loads(pickle.dumps(COLLATES[name]))
-    assert_same(copy(samples), COLLATES[name](samples))
+    copy = pickle.loads(pickle.dumps(COLLATES[name]()))
+    assert_same(copy(samples), COLLATES[name]()(samples))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +76,7 @@ def test_a_worker_writes_large_fields_into_the_slot_once(kind, name):
         samples = (Columns if kind == "ragged" else Texts)(kind)
         batch = samples.__getitems__(range(8)) if kind == "ragged" else list(samples)
         bench.writer.is_offered = True
-        made = COLLATES[name](batch)
+        made = COLLATES[name]()(batch)
         del made["id"]  # numbers have no memory that could be written to
         used_bytes = bench.writer.used_bytes
         bench.encode(made)

@@ -82,16 +82,17 @@ def test_a_part_outside_the_slot_is_copied_and_one_inside_is_not(bench):
 
 
 @pytest.mark.parametrize(
-    "batch",
+    "make",
     [
-        torch.zeros(MIB),
-        np.zeros(MIB),
-        [torch.zeros(MIB // 5), torch.zeros(MIB // 5)],
-        list(range(MIB)),
+        torch.zeros,
+        np.zeros,
+        lambda size: [torch.zeros(size // 5), torch.zeros(size // 5)],
+        lambda size: list(range(size)),
     ],
     ids=["tensor", "array", "two tensors", "body"],
 )
-def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error(batch):
+def test_a_batch_too_large_for_its_slot_is_a_shared_memory_error(make):
+    batch = make(MIB)
     with open_bench(MIB) as bench, pytest.raises(SharedMemoryError, match="raise shm_size"):
         bench.encode(batch)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BatchEncoding
 
 from shmloader import DataLoader, ShardedDataLoader
 from shmloader.loader.states import sealed
@@ -530,6 +529,8 @@ def plan_again(batches):
 
 
 def test_a_sample_of_a_tokenizer_is_cut():
+    from transformers import BatchEncoding
+
     whole = BatchEncoding({"input_ids": list(range(12)), "attention_mask": [1] * 12, "id": 3})
     texts = TokenBatches([12], 10, too_long="split").pieces_of([whole])
     assert texts[1] == {"input_ids": [10, 11], "attention_mask": [1, 1], "id": 3}

@@ -27,31 +27,34 @@ TEXTS = [f"line {number}" for number in range(5_000)]
 
 
 @pytest.mark.parametrize(
-    ("value", "count"),
+    ("make", "count"),
     [
-        (TEXTS, 5_000),
-        (tuple(TEXTS), 5_000),
-        ({text: 1_000_000 + number for number, text in enumerate(TEXTS)}, 10_000),
-        ([{"text": text, "at": (text,)} for text in TEXTS], 20_000),
-        (Holder(texts=TEXTS, other=list(TEXTS)), 10_000),
-        (Holder(inner=Holder(texts=TEXTS)), 5_000),
-        ([Slots(number) for number in range(5_000)], 15_000),
+        (lambda: TEXTS, 5_000),
+        (lambda: tuple(TEXTS), 5_000),
+        (lambda: {text: 1_000_000 + number for number, text in enumerate(TEXTS)}, 10_000),
+        (lambda: [{"text": text, "at": (text,)} for text in TEXTS], 20_000),
+        (lambda: Holder(texts=TEXTS, other=list(TEXTS)), 10_000),
+        (lambda: Holder(inner=Holder(texts=TEXTS)), 5_000),
+        (lambda: [Slots(number) for number in range(5_000)], 15_000),
         # A step through these that meets none but the empty ones.
-        ([[[text] for _ in range(10)] if n % 78 else [] for n, text in enumerate(TEXTS)], 100_000),
-        ([None] * 5_000, 1),
-        ([True, False] * 5_000, 2),
-        (np.zeros(10**6), 0),
-        (torch.zeros(10**6), 0),
-        ([], 1),
-        (Holder(module=np, kind=dict), 1),
+        (
+            lambda: [[[text] for _ in range(10)] if n % 78 else [] for n, text in enumerate(TEXTS)],
+            100_000,
+        ),
+        (lambda: [None] * 5_000, 1),
+        (lambda: [True, False] * 5_000, 2),
+        (lambda: np.zeros(10**6), 0),
+        (lambda: torch.zeros(10**6), 0),
+        (list, 1),
+        (lambda: Holder(module=np, kind=dict), 1),
     ],
     ids=["list", "tuple", "dict", "dicts", "attributes", "nested", "slots", "periodic",
          "one object", "two", "array", "tensor", "empty", "module"],
 )  # fmt: skip
-def test_the_estimate_is_about_right(value, count, monkeypatch):
+def test_the_estimate_is_about_right(make, count, monkeypatch):
     # On a busy machine, the time is over before the items have been looked at.
     monkeypatch.setattr(sharing, "_LIMIT_S", 30)
-    assert estimate_objects(value)[0] == pytest.approx(count, rel=0.6, abs=5)
+    assert estimate_objects(make())[0] == pytest.approx(count, rel=0.6, abs=5)
 
 
 def test_what_is_shared_holds_hardly_any():
