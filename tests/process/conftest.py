@@ -10,6 +10,7 @@ import pytest
 from shmloader import host
 from tests.late import LateDevice
 from tests.process.ranks import Run
+from tests.process.spawning import fork_as_spawned
 from tests.process.support import Slots
 
 
@@ -45,3 +46,10 @@ def run(monkeypatch) -> Iterator[Run]:
     yield found
     for rank in found.started:
         rank.end()
+
+
+@pytest.fixture
+def quick_spawn(request, monkeypatch) -> None:
+    """Processes of "spawn" are forked, except in slow tests (:mod:`tests.process.spawning`)."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr("multiprocessing.util.spawnv_passfds", fork_as_spawned)

@@ -11,6 +11,8 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDatas
 from shmloader import DataLoader, ShardedDataLoader
 from tests.process.support import Deaths
 
+pytestmark = pytest.mark.usefixtures("quick_spawn")
+
 
 class Samples(Dataset):
     epoch = 0

@@ -6,7 +6,7 @@ import torch
 from shmloader import DataLoader
 from tests.process.support import Calls, descriptor_count, run_program
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("quick_spawn")]
 
 
 @pytest.mark.parametrize(

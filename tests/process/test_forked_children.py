@@ -19,6 +19,7 @@ from tests.process.support import Calls
 pytestmark = [
     # Threads of a worker that fork are what is tested.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.usefixtures("quick_spawn"),
 ]
 
 

@@ -20,6 +20,8 @@ from shmloader import host, share_on_host
 from tests.process.host_loaders import Samples, loader
 from tests.process.ranks import FORK, LONG_S, meet
 
+pytestmark = pytest.mark.usefixtures("quick_spawn")
+
 
 @pytest.fixture
 def earlier(monkeypatch) -> set[int]:
@@ -224,6 +226,7 @@ class TorchHolder(Holder, torch.utils.data.Dataset[int]):
     pass
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [Holder, TorchHolder])
 @pytest.mark.parametrize(
     "of_rank",

@@ -29,6 +29,8 @@ from tests.process.host_loaders import (
 from tests.process.ranks import LONG_S, meet
 from tests.process.support import TOLD_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("quick_spawn")
+
 
 class KillOnce:
     def __init__(self, path: Path) -> None:

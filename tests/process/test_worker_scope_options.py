@@ -27,6 +27,8 @@ from tests.process.host_loaders import (
 from tests.process.ranks import LONG_S, meet
 from tests.process.support import wait_until
 
+pytestmark = pytest.mark.usefixtures("quick_spawn")
+
 
 def refuse(index: int) -> None:
     raise ValueError(f"no sample {index}")
