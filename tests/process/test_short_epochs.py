@@ -1,7 +1,6 @@
 """Short epochs without workers: what a loader costs that is used for a few batches."""
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
+from tests.process.support import run_program
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -83,7 +83,7 @@ def test_making_a_loader_takes_few_more_calls_than_with_torch() -> None:
 # In a fresh process: what other tests set in classes makes their instances larger.
 # By a clock of its own: how much durations vary decides how many of them statistics keep.
 KEPT = """
-import gc, itertools, random, sys, time, tracemalloc
+import gc, itertools, random, time, tracemalloc
 steps_ns = iter(lambda: steps.choice((10_000, 20_000, 30_000)), None)
 steps, time.monotonic_ns = random.Random(1), itertools.accumulate(steps_ns).__next__
 from tests.process.test_short_epochs import USES, make
@@ -91,8 +91,8 @@ from tests.process.test_short_epochs import USES, make
 def kept(count):
     loaders = [make() for _ in range(count)]
     for loader in loaders:
-        for _ in range(int(sys.argv[2])):
-            USES[sys.argv[1]](loader)
+        for _ in range({epochs}):
+            USES[{use!r}](loader)
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
@@ -106,13 +106,9 @@ print((kept(21) - kept(1)) / 20)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("epochs", "most"), [(1, 4 * 1024), (40, 12 * 1024)])
 def test_a_loader_that_was_used_keeps_little_memory(use, epochs, most) -> None:
-    assert float(run_fresh(KEPT, use, str(epochs))) <= most
-
-
-def run_fresh(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip()
+    done = run_program(KEPT.format(use=use, epochs=epochs))
+    done.assert_quiet()
+    assert float(done.out) <= most
 
 
 USED = """
@@ -129,4 +125,4 @@ print(opened, threading.active_count())
 
 
 def test_nothing_is_read_and_no_thread_is_started_until_somebody_asks() -> None:
-    assert run_fresh(USED) == "[] 1"
+    assert run_program(USED).out == "[] 1\n"
