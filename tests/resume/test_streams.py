@@ -108,12 +108,14 @@ def resume_twice(seed, *, rolling=False, counts=(1, 2, 3, 5, 8), workers=(0, 1, 
     assert len(got) - len(expected) < world_size
 
 
+@pytest.mark.filterwarnings("ignore:.* workers share")
 @pytest.mark.parametrize("seed", range(12))
 def test_an_epoch_resumes_on_other_ranks_and_workers(seed):
     resume_twice(seed, rolling=seed % 3 == 0, workers=(0, 0, 1))
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* workers share")
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_an_epoch_resumes_on_many_other_ranks_and_workers(seed):
     resume_twice(seed, rolling=seed % 3 == 0)
