@@ -273,7 +273,7 @@ class StagedEngine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch."""
         self._draw = tickets.__next__
-        self._readings = tickets if isinstance(tickets, Readings) else None
+        self._readings = tickets if type(tickets) is Readings else None
         self._tickets_out = self.draw_ns = 0
         thread = self.owner.begin()
         try:

@@ -197,7 +197,7 @@ class Engine:
     def start(self, tickets: Iterator[object]) -> None:
         """Begin the first epoch. Raises an Instead with the sampler's own exception."""
         self._draw = tickets.__next__
-        self._readings = tickets if isinstance(tickets, Readings) else None
+        self._readings = tickets if type(tickets) is Readings else None
         self.draw_ns = 0
         for _ in range(self._scheduler.tickets_asked):
             self._offer()

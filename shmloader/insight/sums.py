@@ -159,15 +159,16 @@ class Sums:
             added["startup"] += sum(waited[:2])
         added["waited"] += sum(waited)
         self.last_ns = int(columns[2, -1])
-        waits = spent
+        waits, longest_ns = spent, max(waited)
         if any(causes):
             waits = spent[columns[0] != _START]
+            longest_ns = max(waits.tolist(), default=0)
             for cause, spent_ns, draw_ns in zip(causes, waited, columns[3].tolist(), strict=True):
                 if cause:
                     added["wait", _CAUSES[cause]] += spent_ns - draw_ns
                     added["wait", "draw"] += draw_ns
         self.waits.record(waits)
-        self.set_most(next=int(waits.max(initial=0)))
+        self.set_most(next=longest_ns)
         if is_local:
             self._add_local(columns.T.tolist(), stage)
             return

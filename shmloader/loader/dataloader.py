@@ -6,6 +6,7 @@ The module is long because half of it documents and lists the arguments.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -482,9 +483,13 @@ class DataLoader(ResumableLoader[_T_co]):
         if saves_dataset:
             parts.state_cost.is_watched = self.snapshot_every_n_steps == "auto"
         seed, on_error = self._sample_seed, values.get("on_error", "raise")
-        count, stream, plan = self.num_workers, self._stream, self._present_plan
+        count, hear = self.num_workers, None
+        # Loaders may be made for short epochs, so the property is called only if it has a value.
+        stream = self._stream if Stream in type(self.dataset).__mro__ else None
         dataset, collate_fn = self.dataset, self.collate_fn
         if stream is not None:
+            plan = self._present_plan
+            hear = functools.partial(_hear, plan, is_here=not count)
             plan.newest.timeout_s = self.timeout
             plan.newest.check_workers(count)
             dataset, collates = stream, stream.is_batched
@@ -517,16 +522,12 @@ class DataLoader(ResumableLoader[_T_co]):
             has_budget=keeps_size and any(map(seekable, self._all_samplers)),
             reads=stream is not None,
         )
-
-        def hear(found: Any) -> None:
-            plan.newest.hear(found, is_here=not count)
-
         config = LoaderConfig(
             **values,
             fetch=fetch,
             dataset=dataset,
             collate_fn=collate_fn,
-            hear=None if stream is None else hear,
+            hear=hear,
             saves_dataset=saves_dataset,
             num_workers=count,
             in_order=self.in_order or not count,
@@ -676,6 +677,11 @@ for _name, _default in DEFAULTS.items():
     setattr(DataLoader, _name, _default)
 for _name in ("seed", "last_batch"):
     setattr(DataLoader, _name, FixedArgument(_name))
+
+
+def _hear(plan: Any, found: Any, *, is_here: bool) -> None:
+    """Tell the newest order of a stream what was found of its readers."""
+    plan.newest.hear(found, is_here=is_here)
 
 
 class CachedBatches(Generic[_T]):

@@ -109,7 +109,7 @@ class InlineEngine:
     def start(self, tickets: Iterator[Any]) -> None:
         """Begin the epoch."""
         self._draw: Callable[[], Any] = tickets.__next__
-        if isinstance(tickets, Readings):
+        if type(tickets) is Readings:
             tickets.may_wait = True  # no batch is being made
 
     def next_batch(self) -> Any:

@@ -317,7 +317,7 @@ def read_options(loader: Any) -> dict[str, Any]:
         raise ValueError(
             "multiprocessing_context should start processes; thread_pool=True loads on threads"
         )
-    if values or isinstance(loader.dataset, Stream):
+    if values or Stream in type(loader.dataset).__mro__:
         _check_pairs(loader, values)
     return values
 

@@ -136,14 +136,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _is_iterable(self) -> bool:
         """Whether the dataset is an IterableDataset, as torch's constructor found."""
-        is_iterable = bool(self._dataset_kind == _DatasetKind.Iterable)
-        return is_iterable and not isinstance(self.dataset, Stream)
+        is_iterable = self._dataset_kind == _DatasetKind.Iterable
+        return is_iterable and Stream not in type(self.dataset).__mro__
 
     @property
     def _stream(self) -> Stream | None:
         """The stream of shards whose batches are loaded; None for any other dataset."""
-        stream = self.dataset
-        if not isinstance(stream, Stream):
+        stream: Any = self.dataset
+        if Stream not in type(stream).__mro__:  # isinstance() would call functions of abc
             return None
         size = self.batch_size
         if size is None or stream.is_batched:
