@@ -105,9 +105,10 @@ class Reader:
 
     def __init__(self, begin: Callable[[Run], Any], late: Sequence[Late], run: Run) -> None:
         self._begin, self._late, self._run = begin, late, run
-        self._go_to(0, None)
+        self.go_to(0, None)
 
-    def _go_to(self, number: int, state: State | None) -> None:
+    def go_to(self, number: int, state: State | None) -> None:
+        """Go to a batch, before which the reader had this position; None at the beginning."""
         # The number of the next batch; the batches that were read ahead, each with the position
         # after it; and the position of the next batch.
         self.round, self._groups = number, self._begin(self._run)
@@ -124,7 +125,7 @@ class Reader:
     def seek(self, reading: Reading) -> None:
         """Go to the batch of a reading, which may be any."""
         if reading.round < self.round or reading.at > self.round + _NEAR:
-            self._go_to(reading.at, reading.state)
+            self.go_to(reading.at, reading.state)
         while self.round < reading.round and self._read(1):
             self._pop()
 

@@ -156,6 +156,7 @@ def batches_of(stream: Stream, reader: int, most: int = 100) -> list[tuple[Any, 
 def rest_of(stream: Stream, reader: int, at: int, state: Any, first: int, most: int) -> list[Any]:
     """Return the batches of a reader from ``first`` on, made from an earlier position."""
     opened = reader_of(stream, reader)
+    opened.go_to(at, state)  # a reader that is near would pass over batches instead
     opened.seek(Reading(0, reader, first, at, state))
     rest = []
     while len(rest) < most:

@@ -1,16 +1,21 @@
 """Any chain of stages goes on exactly from any of its positions."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmloader.streams import Stream
+from shmloader.streams import Shards, Stream, mix
 from shmloader.streams.stages import Guard, Run
 from tests.streams.made_streams import (
+    MadeFormat,
     batches_of,
     groups,
+    is_wanted,
+    paths,
     plain,
     rest_of,
     streams,
@@ -18,6 +23,36 @@ from tests.streams.made_streams import (
 
 READERS = 2
 MOST = 60
+
+
+def source(name: str = "a") -> Stream:
+    return Shards(paths(name, [19, 14, 0, 17, 18, 21], [3]), MadeFormat(), seed=1, readers=READERS)
+
+
+EACH: dict[str, Callable[[], Stream]] = {
+    "windows": lambda: source().shuffle(7).batch(3),
+    "rolling": lambda: source().shuffle(7, rolling=True).batch(3),
+    "take": lambda: source().take(40).batch(3),
+    "skip": lambda: source().skip(6).batch(3),
+    "repeat": lambda: source().shuffle(5).repeat(3).batch(3),
+    "filter": lambda: source().filter(is_wanted).shuffle(4).batch(3),
+    "pack": lambda: source().pack(14, window=6, collate=list),
+    "mix": lambda: mix({source(): 2, source("b"): 1}, stop="all").shuffle(5).batch(3),
+    "tokens": lambda: mix({source(): 2, source("b"): 1}, by="tokens").batch(3),
+    "number": lambda: mix({source(): 2, source("b").shuffle(3): 1}, stop=90).batch(4),
+}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_stage_goes_on_from_every_position(name: str) -> None:
+    stream = EACH[name]()
+    for reader in range(READERS):
+        whole = batches_of(stream, reader, MOST)
+        assert len(whole) > 3
+        for at in range(1, len(whole)):
+            rest = [batch for batch, _ in whole[at:]]
+            assert rest_of(stream, reader, at, whole[at - 1][1], at, len(rest) + 1) == rest
+
 
 slow_data = settings(
     max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
