@@ -18,7 +18,7 @@ _shortener.maxstring = _shortener.maxother = 200
 _FACTS = {
     "length": "len(dataset)",
     "global_batch": "size of a batch, over all ranks and shards",
-    "order": "shuffle, sampler or batch_sampler",
+    "order": "stream, shuffle, sampler or batch_sampler",
     "last_batch": "last_batch or drop_last",
     "seed": "seed",
 }

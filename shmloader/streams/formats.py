@@ -154,5 +154,5 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, read_errors()):
             problem = isinstance(error, OSError) and error.strerror
-            raise unreadable(path, problem or str(error).partition("\n")[0]) from error
+            raise unreadable(path, problem or str(error).partition("\n")[0].rstrip(".")) from error
         raise

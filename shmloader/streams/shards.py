@@ -1,6 +1,7 @@
 """A stream of the records of shards."""
 
 import contextlib
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -59,7 +60,7 @@ class Shards(Stream):
 
     def __init__(
         self,
-        paths: Iterable[str],
+        paths: "Iterable[str | os.PathLike[str]]",
         open: "Format | Callable[[str], Iterable[Any]]",  # noqa: A002 - what it does
         *,
         seed: int,

@@ -371,6 +371,19 @@ class Stream(IterableDataset[Any]):
         return f"<{type(self).__name__}: {self.facts()}>"
 
 
+# The methods that add the stages, as texts name them.
+_METHODS: dict[type[Any], str] = {
+    Filtered: "filter",
+    Grouped: "batch",
+    Mapped: "map",
+    Packed: "pack",
+    Repeated: "repeat",
+    Rolling: "rolling_shuffle",
+    Taken: "slice",
+    Windowed: "shuffle",
+}
+
+
 def _begin(root: Root, steps: Sequence[Step], run: Run) -> Any:
     """Return the uppermost stage of a reader, at its beginning."""
     stage: Any = root.begin(run)
@@ -411,9 +424,9 @@ def _apply(functions: tuple[Callable[[Any], Any], ...], value: Any) -> Any:
 
 
 def _describe_step(step: Step) -> str:
-    """Return a step as a text: its name, and those of its arguments that are plain values."""
+    """Return a step as a text: its method, and those of its arguments that are plain values."""
     plain = [repr(one) for one in step.arguments if isinstance(one, int | str | None)]
-    return f"{step.kind.__name__}({', '.join(plain)})"
+    return f"{_METHODS[step.kind]}({', '.join(plain)})"
 
 
 def _check_callable(function: object) -> None:

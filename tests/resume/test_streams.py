@@ -181,6 +181,11 @@ def test_a_state_of_another_stream_is_refused():
         DataLoader(make_stream(readers=8), batch_size=None).load_state_dict(state)
 
 
+def test_texts_about_a_stream_name_its_methods():
+    assert "on 9 readers, map().shuffle(7, 3).filter().batch(4, False)" in repr(make_stream())
+    assert "rolling_shuffle(7, 3)" in repr(make_stream(rolling=True))
+
+
 def test_threads_make_the_same_batches():
     loader = DataLoader(make_stream(), batch_size=None, num_workers=3, thread_pool=True)
     assert [batch.tolist() for batch in loader] == wanted()
