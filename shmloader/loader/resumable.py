@@ -8,7 +8,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -142,9 +142,10 @@ class ResumableLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _stream(self) -> Stream | None:
         """The stream of shards whose batches are loaded; None for any other dataset."""
-        stream: Any = self.dataset
-        if Stream not in type(stream).__mro__:  # isinstance() would call functions of abc
+        # isinstance() would call functions of abc.
+        if Stream not in type(self.dataset).__mro__:
             return None
+        stream = cast("Stream", self.dataset)
         size = self.batch_size
         if size is None or stream.is_batched:
             return stream
