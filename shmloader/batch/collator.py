@@ -30,6 +30,9 @@ _UNBEGUN = inspect.CORO_CREATED
 # How deep in a batch bytes are counted.
 _DEPTH = 8
 
+# Kinds of values without a tensor or an array.
+_PLAIN = frozenset({int, float, str, bytes, type(None)})
+
 
 class Timer:
     """Measures the batches of one worker, or of a loader without workers. One thread uses it.
@@ -64,7 +67,8 @@ def bytes_of(batch: object, depth: int = _DEPTH) -> int:
         return batch.nbytes
     if isinstance(batch, list | tuple | dict) and depth:
         parts = batch.values() if isinstance(batch, dict) else batch
-        return sum(bytes_of(part, depth - 1) for part in parts)
+        if not _PLAIN.issuperset(map(type, parts)):
+            return sum(bytes_of(part, depth - 1) for part in parts)
     return 0
 
 

@@ -20,7 +20,7 @@ import torch
 
 from shmloader.faults import FAULTS
 from shmloader.memory.arena import Slot, align
-from shmloader.memory.writer import SlotWriter, stack_into
+from shmloader.memory.writer import STREAM_BYTES, SlotWriter, stack_into
 
 #: A field of at most this many bytes is copied out of the slot, so that a kept label does not
 #: hold a slot of megabytes.
@@ -124,6 +124,10 @@ class FlatPacker:
             for field, source in zip(layout.fields, sources, strict=True):
                 if type(source) is np.ndarray:
                     np.ndarray(source.shape, source.dtype, slot.memory, field.offset)[:] = source
+                elif type(source[0]) is np.ndarray:
+                    joined = (field.shape[0] * field.shape[1], *field.shape[2:])
+                    out = np.ndarray(joined, source[0].dtype, slot.memory, field.offset)
+                    np.concatenate(source, out=out)
                 else:
                     stack_into(source, field_tensor(slot, field))
                 if FAULTS is not None:
@@ -172,6 +176,22 @@ def _split(samples: list[Any]) -> tuple[int, tuple[object, ...], list[Any]]:
     return DICT, keys, [[sample[key] for sample in samples] for key in keys]
 
 
+def _are_alike(arrays: Sequence[Any]) -> bool:
+    """Whether small arrays have one dtype and shape, so that NumPy may write them one by one."""
+    first = arrays[0]
+    if first.dtype.kind not in "iuf" or not first.ndim or len(arrays) * first.nbytes > STREAM_BYTES:
+        return False
+    dtype, shape = first.dtype, first.shape
+    return dtype.isnative and all(
+        type(each) is np.ndarray
+        and each.dtype == dtype
+        and each.shape == shape
+        and each.flags.c_contiguous
+        and each.flags.writeable
+        for each in arrays
+    )
+
+
 def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
     """Return a field's kind and its values: the samples' tensors, or one array of numbers.
 
@@ -180,6 +200,8 @@ def _read_column(column: Sequence[Any]) -> tuple[_Kind, Any]:
     """
     first = column[0]
     kind = type(first)
+    if kind is np.ndarray and _are_alike(column):
+        return (torch.from_numpy(first).dtype, first.shape), column
     if kind is np.ndarray and first.dtype.kind in "biufc":
         column = list(map(torch.as_tensor, column))
         first = column[0]

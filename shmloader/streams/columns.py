@@ -7,7 +7,7 @@ import abc
 import bisect
 import contextlib
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,8 +201,8 @@ def _rows(batch: Any) -> Iterator[_Record]:
         yield dict(zip(names, row, strict=True))
 
 
-def _values(column: Any) -> list[Any]:
-    """Return the value of each row of a ``pyarrow.Array``.
+def _values(column: Any) -> Iterable[Any]:
+    """Yield the value of each row of a ``pyarrow.Array``.
 
     Each list of numbers becomes an array of its own, so that a record that is kept keeps no other.
     """
@@ -218,12 +218,13 @@ def _values(column: Any) -> list[Any]:
         bounds = column.offsets.to_pylist()
     else:
         bounds = [kind.list_size * (column.offset + row) for row in range(len(column) + 1)]
-    array = column.values.to_numpy()
-    rows = [array[begin:end].copy() for begin, end in itertools.pairwise(bounds)]
-    if column.null_count:
-        for row in np.flatnonzero(column.is_null()):
-            rows[row] = None
-    return rows
+    array, pairs = column.values.to_numpy(), itertools.pairwise(bounds)
+    # Copied when its record is made, so that it is in the processor's cache when it is used.
+    copies = (array[begin:end].copy() for begin, end in pairs)
+    if not column.null_count:
+        return copies
+    are_null = column.is_null().to_pylist()
+    return (None if is_null else row for row, is_null in zip(copies, are_null, strict=True))
 
 
 def _has_numbers(array: Any) -> bool:

@@ -9,7 +9,6 @@ which batch decides only how fast that is.
 import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from shmloader.streams.stages import Item, Mapped, Run, Stage, State
@@ -87,7 +86,7 @@ class Grouped(Stage):
         self._size, self._drop_last = size, drop_last
 
     def __next__(self) -> Group:
-        items = list(islice(self.source, self._size))
+        items = self.source.take(self._size)
         if not items or (self._drop_last and len(items) < self._size):
             raise StopIteration
         return items

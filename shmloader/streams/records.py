@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import SampleTimeoutError, ShardError
@@ -54,16 +55,47 @@ class ShardRecords(Stage):
                 self._go_to(self._at + 1, 0)
                 continue
             except Exception as error:  # noqa: BLE001 - it takes the place of the record
-                record = run.guard.failed(error, key, self)
-                number = self._failed_record(error)
-                if number is None:
-                    self._go_to(self._at + 1, 0)
-                else:
-                    self._go_to(self._at, max(number, key[2]) + 1)
-            else:
-                self._number += 1
+                return self._failed(error)
+            self._number += 1
             return key, record
         raise StopIteration
+
+    def take(self, count: int) -> list[Item]:
+        """Return the next items: with one call what is left of a shard, if nothing watches."""
+        if self.run.guard.is_watching:
+            return super().take(count)
+        items: list[Item] = []
+        while len(items) < count:
+            if self._records is None:  # the next record opens a shard
+                item = next(self, None)
+                if item is None:
+                    break
+                items.append(item)
+                continue
+            turn, shard, number = self.run.turn, self._order[self._at], self._number
+            try:
+                for record in islice(self._records, count - len(items)):
+                    items.append(((turn, shard, number), record))
+                    number += 1
+            except Exception as error:  # noqa: BLE001 - it takes the place of the record
+                self._number = number
+                items.append(self._failed(error))
+                continue
+            self._number = number
+            if len(items) < count:
+                self._go_to(self._at + 1, 0)
+        return items
+
+    def _failed(self, error: Exception) -> Item:
+        """Return what takes the place of the next record, and go past it."""
+        key = self.run.turn, self._order[self._at], self._number
+        failed = self.run.guard.failed(error, key, self)
+        number = self._failed_record(error)
+        if number is None:
+            self._go_to(self._at + 1, 0)
+        else:
+            self._go_to(self._at, max(number, key[2]) + 1)
+        return key, failed
 
     def _open(self, shard: int) -> Iterator[Any]:
         path = self._held.enter_context(self._fetch(self._paths[shard]))

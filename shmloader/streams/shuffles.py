@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class Windowed(Stage):
         return self._left.pop()
 
     def _fill(self) -> None:
-        items, run = list(islice(self.source, self._count)), self.run
+        items, run = self.source.take(self._count), self.run
         numbers = self._seed, run.epoch, run.turn, run.reader, self._window
         self._left = [items[at] for at in permutation(len(items), *numbers)][::-1]
 

@@ -8,6 +8,7 @@ one slice a file. It is made from the headers of the archive alone. ``headers`` 
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from shmloader.streams.formats import check_numbers, reading, unreadable
 from shmloader.streams.headers import DamagedArchiveError, files_of
 from shmloader.streams.index import Arrays, arrays_of
 
-# So many bytes are read by one call, if samples are smaller.
-_READ_BYTES = 1 << 20
+# So many bytes are read by one call, if files have fewer than ``_LARGE_BYTES`` on average. Larger
+# ones are read one by one, since copying them out of what was read takes longer than a call.
+_READ_BYTES, _LARGE_BYTES = 1 << 20, 8 << 10
 
 # A base name, which ends at the first dot of the last part of the path; and an extension.
 _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)", re.DOTALL)
@@ -107,23 +109,42 @@ class _Index:
         return max(start + 1, int(np.searchsorted(self._ends, end, side="right")))
 
     def read(self, file: ShardFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples from number ``start`` to before ``stop``, which are read together."""
+        """Yield the samples from number ``start`` to before ``stop``."""
         firsts = self._firsts[start : stop + 1]
         first, last = int(firsts[0]), int(firsts[-1])
+        names, name_ids = self._names, self._name_ids[first:last].tolist()
+        keys, pieces = self._keys[start:stop], self._pieces(file, start, stop, first, last)
+        if last - first == stop - start and len(set(name_ids)) == 1:
+            name = names[name_ids[0]]
+            for key, data in zip(keys, pieces, strict=True):
+                yield {"__key__": key, name: data}
+            return
+        files = zip(name_ids, pieces, strict=True)
+        for key, count in zip(keys, np.diff(firsts).tolist(), strict=True):
+            sample: dict[str, Any] = {"__key__": key}
+            for number, data in islice(files, count):
+                sample[names[number]] = data
+            yield sample
+
+    def _pieces(
+        self, file: ShardFile, start: int, stop: int, first: int, last: int
+    ) -> Iterator[bytes]:
+        """Yield the bytes of the files of samples: large ones are read one by one."""
         begin, end = int(self._offsets[first]), int(self._ends[stop - 1])
+        offsets, sizes = self._offsets[first:last].tolist(), self._sizes[first:last].tolist()
+        if end - begin > _LARGE_BYTES * (last - first):
+            for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True), first):
+                data = file.read(offset, size)
+                if len(data) < size:
+                    sample = int(np.searchsorted(self._firsts, number, side="right")) - 1
+                    raise unreadable(self._path, f"it ends at byte {offset + len(data)}", sample)
+                yield data
+            return
         data = file.read(begin, end - begin)
         if len(data) < end - begin:
             raise unreadable(self._path, f"it ends at byte {begin + len(data)}", start)
-        begins = self._offsets[first:last] - begin
-        ends = (begins + self._sizes[first:last]).tolist()
-        files = zip(self._name_ids[first:last].tolist(), begins.tolist(), ends, strict=True)
-        names, counts = self._names, np.diff(firsts).tolist()
-        for key, count in zip(self._keys[start:stop], counts, strict=True):
-            sample: dict[str, Any] = {"__key__": key}
-            for _ in range(count):
-                name, at, to = next(files)
-                sample[names[name]] = data[at:to]
-            yield sample
+        for offset, size in zip(offsets, sizes, strict=True):
+            yield data[offset - begin : offset - begin + size]
 
 
 def _make(path: str) -> Arrays:
